@@ -63,6 +63,8 @@ class Task(LightningModule, ABC):
     generates = False
     #: Number of logits that :meth:`loss` keeps at once on an accelerator, for estimates of memory; None for all.
     max_logits: int | None = None
+    #: The same number on a CPU.
+    max_logits_on_cpu: int | None = None
     #: Model outputs computed elsewhere: see :meth:`given_outputs`.
     _given: tuple[Any] | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from typing import Any, TypeGuard
 
 import torch
@@ -15,6 +17,9 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
 from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak
+
+#: Steps, or records on an accelerator, of which the median step time is.
+_LAST_STEPS = 1000
 
 
 class RunMonitor(Callback):
@@ -66,6 +71,9 @@ class RunMonitor(Callback):
         self._every = 1
         self._world = 1
         self._tick = 0
+        self._step_times: deque[float] = deque(maxlen=_LAST_STEPS)
+        self._step_began: float | None = None  # seconds of training at the last step's end
+        self._waits = False  # whether the host waits for the device in each step
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counts of samples, seconds and FLOPs, and the open window, for a resumed run to continue."""
@@ -83,6 +91,21 @@ class RunMonitor(Callback):
                 "loss": self._loss,
             },
         }
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median time of the last optimizer steps, without validation and checkpoints; None before there is one.
+
+        On an accelerator, where the host runs ahead of the device, it is of means over records.
+        """
+        return statistics.median(self._step_times) if self._step_times else None
+
+    def _note_step(self) -> None:
+        """Adds the time of an optimizer step that has ended, except the first one's."""
+        now = self.seconds + self._open_seconds()
+        if self._step_began is not None and self._waits:
+            self._step_times.append(now - self._step_began)
+        self._step_began = now
 
     def _open_seconds(self) -> float:
         running = 0.0 if self._paused or not self._started else time.perf_counter() - self._started
@@ -126,6 +149,8 @@ class RunMonitor(Callback):
         self._tick = trainer.global_step
         reset_memory_peak(trainer.strategy.root_device)
         self._started, self._paused = time.perf_counter(), False
+        self._step_times.clear()
+        self._step_began, self._waits = None, trainer.strategy.root_device.type == "cpu"
         if self._loss is not None:  # of a window that was open when the run was interrupted
             self._loss = self._loss.to(trainer.strategy.root_device)
 
@@ -158,6 +183,8 @@ class RunMonitor(Callback):
         step = trainer.global_step
         complete = self._completes_window(step)
         self._window_steps += step - self._tick
+        if step > self._tick:
+            self._note_step()
         self._tick = step
         if complete:
             self.record(trainer)
@@ -178,6 +205,8 @@ class RunMonitor(Callback):
             scalars["train/grad_norm"] = float(self._norm)
         scalars["speed/samples_per_s"] = samples / seconds
         scalars["speed/step_ms"] = 1000 * seconds / max(1, self._window_steps)
+        if not self._waits and self._window_steps:
+            self._step_times.append(seconds / self._window_steps)
         clock = trainer.profiler  # type: ignore[attr-defined]
         if isinstance(clock, StepClock):
             scalars["speed/data_wait"] = clock.pop_waited() / seconds

@@ -31,8 +31,8 @@ class RunRecord(Callback):
     """Writes the run's config at the start, and its summary at the end; on by default.
 
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
-    ``summary.json`` holds metrics, steps, samples, seconds, samples/s, peak memory, strategy, world size, versions and
-    the best checkpoint's path. It is also written for an interrupted run, with that status.
+    ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
+    world size, versions and the best checkpoint's path. It is also written for an interrupted run, with that status.
 
     Args:
         folder: Folder of the run.
@@ -161,6 +161,7 @@ class RunRecord(Callback):
             "seconds": round(self.seconds, 3),
             "training_seconds": round(seconds, 3),
             "samples_per_second": round(samples / seconds, 3) if seconds else None,
+            "step_seconds": self.monitor.step_seconds,
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
             "peak_memory_bytes": self.monitor.peak_memory(trainer),
             "state_bytes": self.state.summary() if self.state else None,

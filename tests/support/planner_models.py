@@ -13,9 +13,11 @@ class _Windows:
         self.seq_len = seq_len
 
 
-def _profile(config: dict[str, object], length: int, dtype: torch.dtype, attention: str | None) -> ModelProfile:
+def _profile(
+    config: dict[str, object], length: int, dtype: torch.dtype, attention: str | None, device: str = "cuda"
+) -> ModelProfile:
     task = CausalLM(config=config, attention=attention).on_meta()
-    return profile_model(task, task.example_batch(_Windows(length)), task.parallel_plan(), dtype=dtype)  # type: ignore[arg-type]
+    return profile_model(task, task.example_batch(_Windows(length)), task.parallel_plan(), dtype=dtype, device=device)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -35,8 +37,9 @@ def gpt(width: int, layers: int, heads: int, length: int = 2048, vocabulary: int
 
 @functools.cache
 def llama(
-    width: int, hidden: int, layers: int, heads: int, kv: int, length: int = 8192, vocabulary: int = 128_256
-) -> ModelProfile:
+    width: int, hidden: int, layers: int, heads: int, kv: int, length: int = 8192, vocabulary: int = 128_256,
+    device: str = "cuda",
+) -> ModelProfile:  # fmt: skip
     """Returns the profile of a Llama."""
     config = {
         "model_type": "llama",
@@ -48,4 +51,4 @@ def llama(
         "vocab_size": vocabulary,
         "max_position_embeddings": length,
     }
-    return _profile(config, length, torch.bfloat16, None)
+    return _profile(config, length, torch.bfloat16, None, device)

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
@@ -15,8 +18,8 @@ from dlo_plugins.planner.machine import load_machine
 
 _HELP = """Find the parallel plan that trains a config's model fastest in a given memory.
 
-No process is started, no weights are read, and no GPU is needed: the model is profiled on fake tensors, and its times
-follow from the rates of a machine."""
+No weights are read, and no GPU is needed: the model is profiled on fake tensors, and its times follow from the rates of
+a machine. Only --measure starts processes, on the machine that it measures."""
 
 _EPILOG = """All other options are those of `dlo fit`: --config, once or more, and any override.
 
@@ -36,16 +39,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs of all nodes (default: devices x num_nodes)")
     parser.add_argument("--nodes", type=int, help="number of nodes (default: from the machine's ranks of a node)")
     parser.add_argument("--memory", help="memory of a GPU, such as 80GB (default: the machine's)")
-    parser.add_argument("--machine", default="h100", help="a100, h100, h200, v100, cpu, or a file (default: h100)")
+    parser.add_argument("--machine", help="a100, h100, h200, v100, cpu, or a file (default: h100)")
+    parser.add_argument(
+        "--measure", nargs="?", const="60s", metavar="SECONDS",
+        help="measure this machine for about this time (default: 60s), write machine.yaml, and plan for it",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, help="rows of a step on all GPUs (default: the config's)")
     parser.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="fixed value, such as tp=8")
     parser.add_argument("--top", type=int, default=5, help="number of plans (default: 5)")
     parser.add_argument("--out", type=Path, help="folder for the plans' configs, plan_1.yaml and so on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, found = parser.parse_with_run(argv)
+    parser.add_argument("--check", type=Path, metavar="RUN", help="compare a finished run with its prediction instead")
+    options, found = parser.parse_with_run([*argv, *config_of_check(argv)])
     check_options(options)
 
-    load_machine(options.machine)
+    if options.measure is None:
+        load_machine(options.machine)
+    if options.check is not None:
+        return check_command(options, found)
     with prepared_process(found):
         from dlo_plugins.commands.unplanned_run import UnplannedRun
         from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
@@ -56,6 +67,40 @@ def main(argv: list[str]) -> int:
     if options.out is not None:
         planned.write(options.out)
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
+    return 0
+
+
+def config_of_check(argv: list[str]) -> list[str]:
+    """Returns the option for the config of the run that `--check` names; none without that option.
+
+    Raises:
+        DloError: The run does not exist, or has not finished.
+    """
+    names = [word.partition("=")[2] or following for word, following in zip(argv, [*argv[1:], ""], strict=True)
+             if word.partition("=")[0] == "--check"]  # fmt: skip
+    if not names or not names[-1]:
+        return []
+    from dlo_plugins.planner.run_check import read_summary
+
+    read_summary(Path(names[-1]))
+    return ["--config", str(Path(names[-1]) / "config.yaml")]
+
+
+def check_command(options: argparse.Namespace, found: ConfigScan) -> int:
+    """Compares a finished run with its prediction, and stores the residuals beside it.
+
+    Raises:
+        DloError: The run cannot be compared.
+    """
+    config = yaml.safe_load((options.check / "config.yaml").read_text())
+    with prepared_process(found):
+        from dlo_plugins.commands.unplanned_run import UnplannedRun
+        from dlo_plugins.planner.run_check import check_run
+
+        run = UnplannedRun(found, 1, "dlo plan")
+        checked = check_run(options.check, config, run.model, run.datamodule, options.machine)
+    checked.write((options.out or options.check) / "plan_check.json")
+    print(json.dumps(checked.to_json(), indent=1) if options.json else checked.text())
     return 0
 
 
@@ -84,9 +129,30 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DloError(f"plan: --{name} must be at least 1, got {value}")
+    if options.measure is not None and options.machine is not None:
+        raise DloError(
+            f"plan: --measure must come without --machine, got --machine {options.machine}; leave one of them out"
+        )
+    options.machine = options.machine or "h100"
+    options.measure = None if options.measure is None else parse_seconds(options.measure)
     options.memory = None if options.memory is None else parse_bytes(options.memory, "plan: --memory")
     pairs = [entry.partition("=") for entry in options.fix]
     wrong = next((entry for entry, (_, equals, _) in zip(options.fix, pairs, strict=True) if not equals), None)
     if wrong is not None:
         raise DloError(f"plan: --fix must be KEY=VALUE, got {wrong}; such as --fix tp=8")
     options.fix = {key: value for key, _, value in pairs}
+
+
+def parse_seconds(text: str) -> float:
+    """Returns the seconds of a text such as `60` or `60s`.
+
+    Raises:
+        DloError: It has another form.
+    """
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 3600:
+        raise DloError(f"plan: --measure must be 1 to 3600 seconds, got {text}; such as --measure 60s")
+    return seconds

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlo_plugins.planner.kernel_fusion import fuse
 from dlo_plugins.planner.operation_recorder import Recorder, attention_core, needed, selected, summarise
 from dlo_plugins.planner.recorded_operation import Operation, Record
-from dlo_plugins.planner.work import Amount, Part, Product, Recomputation, Work
+from dlo_plugins.planner.work import Amount, Part, Peaks, Product, Recomputation, Work
 
 #: Matrix products of fused attention's backward: the scores again, and a gradient for each operand of the two products.
 _ATTENTION_BACKWARD = 5
@@ -87,6 +87,7 @@ def profile_block(
     )
     fixed = {recorder.number(tensor) for tensor in (*block.parameters(), *block.buffers())}
     given = {recorder.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    unsaved = _unsaved_peak(recorder, regions, forward, args, kwargs)
     saved, first = _Saved(recorder), Record()
     recorder.forget()
     regions.leave_block()
@@ -98,33 +99,50 @@ def profile_block(
     ends = {recorder.number(leaf) for leaf in found}
     left_out = fixed | given | ends
     output = Amount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
-    forward_peak = first.peak
-    second, recorder.record = Record(), None
+    second, turn = Record(), recorder.mark()
     recorder.record = second
-    _backward(found, block)
+    _backward(recorder, found, block)
     recorder.record = None
     modes = _modes(first.operations, saved, left_out, ends, rows)
     work = summarise(first.operations, ends | set(saved.sizes))
-    peaks = [peak.plus(output, -1).plus(modes["none"].saved, -rows) for peak in (forward_peak, second.peak)]
-    transient = max((_positive(peak) for peak in peaks), key=lambda amount: amount.total)
+    kept = output.plus(modes["none"].saved, rows)
+    # Beside these a backward has the gradient of the output.
+    peaks = Peaks(
+        _positive(recorder.peak(0).plus(kept, -1)), _positive(recorder.peak(turn).plus(kept, -1)).plus(output),
+        _positive(unsaved.plus(output, -1)),
+    )  # fmt: skip
+    transient = _times(_positive(recorder.peak(0, with_gradients=True).plus(kept, -1)), 1 / rows)
     inner = regions.regions_in(name)
     inputs = sum(
         x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
     )
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
-        _times(output, 1 / rows), _times(transient, 1 / rows), Amount(), Amount(), len(inner), inputs / rows,
+        _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(inner), inputs / rows,
     )  # fmt: skip
     return part, tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
-def _backward(outputs: list[Tensor], module: nn.Module) -> None:
+def _unsaved_peak(recorder: Recorder, regions: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Amount:
+    """Returns the most bytes alive in a forward that keeps nothing for backward, as in a recomputed block."""
+    recorder.forget()
+    regions.leave_block()
+    recorder.record = Record()
+    with torch.no_grad():
+        forward(*args, **kwargs)
+    recorder.record = None
+    return recorder.peak(0)
+
+
+def _backward(recorder: Recorder, outputs: list[Tensor], module: nn.Module) -> None:
     """Runs backward; gradients of parameters are freed at once, as they are counted elsewhere."""
     roots = [leaf for leaf in outputs if leaf.requires_grad]
     if not roots:
         return
 
     def free(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        recorder.leave_out(parameter.grad)
         parameter.grad = None
 
     handles = [p.register_post_accumulate_grad_hook(free) for p in module.parameters() if p.requires_grad]
@@ -213,7 +231,9 @@ class RestRecord:
         self._recorder = recorder
         self._records = {(name, way): Record() for name in ("stem", "head", "between") for way in (False, True)}
         self._saved = {name: _Saved(recorder) for name in ("stem", "head", "between")}
-        self._name, self._is_backward = "stem", False
+        self._peaks: dict[tuple[str, bool], Amount] = {}
+        self._largest: dict[str, Amount] = {}
+        self._name, self._is_backward, self._start = "stem", False, 0
         self._hooks: Any = None
 
     def begin(self, name: str) -> None:
@@ -223,6 +243,12 @@ class RestRecord:
 
     def pause(self) -> None:
         """Stops to record."""
+        if self._recorder.record is not None:
+            key = self._name, self._is_backward
+            peak = self._recorder.peak(self._start)
+            self._peaks[key] = max(self._peaks.get(key, peak), peak, key=lambda amount: amount.total)
+            every = self._recorder.peak(self._start, with_gradients=True)
+            self._largest[key[0]] = max(self._largest.get(key[0], every), every, key=lambda amount: amount.total)
         self._recorder.record = None
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
@@ -231,7 +257,7 @@ class RestRecord:
     def resume(self, name: str) -> None:
         """Continues with another part."""
         self.pause()
-        self._name = name
+        self._name, self._start = name, 0
         self._recorder.forget()
         self._recorder.record = self._records[name, self._is_backward]
         if not self._is_backward:
@@ -241,7 +267,7 @@ class RestRecord:
     def begin_backward(self) -> None:
         """Goes from forward to backward, which begins with the head."""
         self.pause()
-        self._is_backward = True
+        self._name, self._is_backward, self._start = "head", True, self._recorder.mark()
         self._recorder.record = self._records["head", True]
 
     def end(self) -> None:
@@ -259,12 +285,18 @@ class RestRecord:
         for n in names:
             saved = saved.plus(self._saved[n].amount(known))
             compiled = compiled.plus(self._saved[n].fused(forward, set(), known))
-        peak = max((self._records[n, way].peak for n in names for way in (False, True)), key=lambda a: a.total)
+        known_peaks = [
+            max((self._peaks.get((n, way), Amount()) for n in names), key=lambda amount: amount.total)
+            for way in (False, True)
+        ]
+        largest = max((self._largest.get(n, Amount()) for n in names), key=lambda amount: amount.total)
+        beyond = [_positive(peak.plus(saved, -1)) for peak in known_peaks]
         work = summarise(forward, set())
         return Part(
             name, _per_row(work, rows), _per_row(_backward_work(forward, backward), rows),
             {"none": Recomputation(_times(saved, 1 / rows), _times(compiled, 1 / rows))},
-            Amount(), _times(peak, 1 / rows), Amount(), Amount(),
+            Amount(), Peaks(beyond[0], beyond[1], known_peaks[0]).times(1 / rows),
+            _times(largest, 1 / rows), Amount(), Amount(),
         )  # fmt: skip
 
 

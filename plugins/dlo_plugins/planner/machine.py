@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import yaml
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_plugins.planner.work import Product, Share, Work
 
+#: Kinds of communication that a file may have links of their own for, by number of ranks.
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "send")
 _FOLDER = resources.files("dlo_plugins.planner").joinpath("machines")
 
 
@@ -41,11 +43,40 @@ class Link:
 
 
 @dataclass(frozen=True)
+class ProductTable:
+    """Measured rates of matrix products by shape.
+
+    Attributes:
+        rates: Shapes (m, n, k, batch, whether the left operand is transposed), and operations a second of each.
+    """
+
+    rates: Mapping[tuple[int, int, int, int, bool], float]
+
+    def rate(self, product: Product) -> float:
+        """Returns the operations a second of a product: those of the nearest shapes, weighted by their distance."""
+        at = [math.log2(max(size, 1.0)) for size in (product.m, product.n, product.k, product.batch)]
+        transposed = product.tokens == "k"
+        near = sorted((_distance(at, shape, transposed), rate) for shape, rate in self.rates.items())[:3]
+        if near[0][0] < 1e-3:
+            return near[0][1]
+        weights = [1 / distance**2 for distance, _ in near]
+        logarithm = sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True))
+        return math.exp(logarithm / sum(weights))
+
+
+def _distance(at: Sequence[float], shape: tuple[int, int, int, int, bool], transposed: bool) -> float:
+    """Returns the distance of two shapes on a logarithmic scale."""
+    apart = [abs(a - math.log2(size)) for a, size in zip(at, shape[:4], strict=True)]
+    return sum(apart) + 0.5 * (transposed != shape[4])
+
+
+@dataclass(frozen=True)
 class Machine:
     """Machine of equal nodes with equal ranks.
 
     Attributes:
         name: Name of the machine.
+        device: Type of its devices, `cuda` or `cpu`: which kernels attention, dropout and the loss have.
         memory: Bytes of a rank's memory.
         reserved: Bytes that the device's context and its libraries take.
         fragmentation: Fraction by which the allocator exceeds the tensors.
@@ -61,8 +92,15 @@ class Machine:
         attention: Fractions of the peak that fused attention reaches, in forward and in backward.
         node: Link of ranks of one node.
         network: Link of ranks on different nodes; None for a machine of one node.
-        overlap_slowdown: Factor by which communication slows computation that runs at the same time.
+        overlap_slowdown: Factor by which communication slows computation that runs at the same time; 2 where they take
+            turns.
         sources: Source of each constant, by key.
+        cores: Number of processors that the ranks of a node share; 0 where each rank has its own.
+        table: Measured products; None for the formula of tiles.
+        backward: Bytes a second and seconds of a kernel in backward, where they differ from forward's.
+        optimizer: Seconds of an optimizer's step for a byte of parameters; None for the bytes that Adam moves.
+        collectives: Links by kind of communication, `all_gather`, `reduce_scatter`, `all_reduce` or `send`, and number
+            of ranks, of one node; others are as `node`.
     """
 
     name: str
@@ -83,6 +121,17 @@ class Machine:
     network: Link | None
     overlap_slowdown: float
     sources: Mapping[str, str]
+    device: str = "cuda"
+    cores: int = 0
+    table: ProductTable | None = None
+    backward: tuple[float, float] | None = None
+    optimizer: float | None = None
+    collectives: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
+
+    @property
+    def contention(self) -> float:
+        """Number of ranks that share a processor: how much longer each takes if all compute."""
+        return max(1.0, self.ranks_per_node / self.cores) if self.cores else 1.0
 
     def rate(self, dtype: str) -> float:
         """Returns the peak of a dtype.
@@ -113,10 +162,12 @@ class Machine:
     def product_seconds(self, product: Product, dtype: str, *, backward: bool = False) -> float:
         """Returns the time of a matrix product."""
         if product.is_attention:
-            return product.flops / (self.rate(dtype) * self.attention[backward]) + self.launch
+            return self.contention * (product.flops / (self.rate(dtype) * self.attention[backward]) + self.launch)
+        if self.table is not None:
+            return self.contention * product.flops / self.table.rate(product)
         efficiency = self.product_efficiency(product.m, product.n, product.k, product.batch)
         moving = product.bytes / (self.bandwidth * self.bandwidth_efficiency)
-        return max(product.flops / (self.rate(dtype) * efficiency), moving) + self.launch
+        return self.contention * (max(product.flops / (self.rate(dtype) * efficiency), moving) + self.launch)
 
     def work_seconds(self, work: Work, share: Share, dtype: str, *, fused: bool, backward: bool = False) -> float:
         """Returns the time of a rank's share of a work.
@@ -133,9 +184,25 @@ class Machine:
             for product, count in work.products
         )
         moved, kernels = (work.fused, work.fused_kernels) if fused else (work.moved, work.kernels)
-        return found + moved.on(share) / (self.bandwidth * self.bandwidth_efficiency) + kernels * self.launch
+        bandwidth, launch = self.bandwidth * self.bandwidth_efficiency, self.launch
+        if backward and self.backward is not None:
+            bandwidth, launch = self.backward
+        return found + self.contention * (moved.on(share) / bandwidth + kernels * launch)
 
-    def collective_seconds(self, size: float, ranks: int, spread: int, *, reduces_and_gathers: bool = False) -> float:
+    def optimizer_seconds(self, parameters: float, moved: float) -> float:
+        """Returns the time of an optimizer's step.
+
+        Args:
+            parameters: Bytes of the parameters.
+            moved: Bytes that Adam reads and writes for them.
+        """
+        if self.optimizer is not None:
+            return self.contention * self.optimizer * parameters
+        return self.contention * moved / (self.bandwidth * self.bandwidth_efficiency)
+
+    def collective_seconds(
+        self, size: float, ranks: int, spread: int, *, reduces_and_gathers: bool = False, kind: str = "all_gather"
+    ) -> float:
         """Returns the time of an all-gather or a reduce-scatter; twice that for an all-reduce.
 
         Args:
@@ -143,6 +210,7 @@ class Machine:
             ranks: Number of ranks of the group.
             spread: Distance between neighbouring ranks of the group in the numbering of all ranks.
             reduces_and_gathers: Whether it is an all-reduce.
+            kind: Kind of the collective, unless it is an all-reduce.
 
         Raises:
             DloError: The group has ranks on several nodes, and the machine has no link between nodes.
@@ -150,6 +218,9 @@ class Machine:
         if ranks == 1 or size == 0:
             return 0.0
         rate, latency = self.link_of(ranks, spread)
+        own = self.collectives.get("all_reduce" if reduces_and_gathers else kind, {}).get(ranks)
+        if own is not None and ranks * spread <= self.ranks_per_node:
+            rate, latency = own.rate(1), own.latency
         return (1 + reduces_and_gathers) * (latency * (ranks - 1) + size * (ranks - 1) / ranks / rate)
 
     def link_of(self, ranks: int, spread: int) -> tuple[float, float]:
@@ -175,6 +246,8 @@ class Machine:
     def send_seconds(self, size: float, spread: int) -> float:
         """Returns the time to send bytes to a rank at a distance."""
         link = self.node if spread < self.ranks_per_node or self.network is None else self.network
+        if link is self.node and "send" in self.collectives:
+            link = next(iter(self.collectives["send"].values()))
         return link.latency + size / link.rate(2 if link is self.network else 1)
 
 
@@ -253,6 +326,16 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
         network=read.link("network") if "network" in links else None,
         overlap_slowdown=read("overlap_slowdown"),
         sources=read.sources,
+        device=read.device(),
+        cores=int(read("cores")) if "cores" in content else 0,
+        table=read.table() if "table" in (content.get("product") or {}) else None,
+        backward=(read("backward.bandwidth"), read("backward.launch")) if "backward" in content else None,
+        optimizer=read("optimizer") if "optimizer" in content else None,
+        collectives={
+            kind: {int(ranks): read.link(f"{kind}.{ranks}") for ranks in links[kind]}
+            for kind in _KINDS
+            if kind in links
+        },
     )
 
 
@@ -274,6 +357,8 @@ class _Reader:
         """Returns the entry of a key."""
         at: Any = self._content
         for word in key.split("."):
+            if isinstance(at, dict) and word.isdigit() and int(word) in at:
+                word = int(word)  # type: ignore[assignment]
             if not isinstance(at, dict) or word not in at:
                 raise self.missing(key)
             at = at[word]
@@ -292,6 +377,27 @@ class _Reader:
         if not 0 < number < math.inf:
             raise DloError(f"machine {self._file}: {key} must be a positive number, got {value!r}; correct it")
         return number
+
+    def device(self) -> str:
+        """Returns the type of the devices; `cuda` where the file does not say."""
+        found = str(self._content.get("device", "cuda"))
+        if found not in ("cuda", "cpu"):
+            raise DloError(f"machine {self._file}: device must be cuda or cpu, got {found!r}; correct it")
+        return found
+
+    def table(self) -> ProductTable:
+        """Returns the measured products: rows of m, n, k, batch, 1 for a transposed left operand, and the rate."""
+        rows = self.find("product.table")
+        try:
+            found = {(int(m), int(n), int(k), int(b), bool(t)): float(rate) for m, n, k, b, t, rate in rows}
+        except (TypeError, ValueError):
+            found = {}
+        if not found or min(found.values()) <= 0 or min(min(shape[:4]) for shape in found) < 1:
+            raise DloError(
+                f"machine {self._file}: product.table must be rows of m, n, k, batch, 0 or 1, and operations a second,"
+                " got other content; correct it, or remove it"
+            )
+        return ProductTable(found)
 
     def link(self, name: str) -> Link:
         """Returns a link; its bandwidth may be a mapping of numbers of nodes."""

@@ -86,8 +86,9 @@ class ModelProfile:
 
 
 def profile_model(
-    task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16, autocast: bool = False
-) -> ModelProfile:
+    task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16, autocast: bool = False,
+    device: str = "cuda", on_block: Callable[[str, Any, Any], None] | None = None,
+) -> ModelProfile:  # fmt: skip
     """Returns the profile of a task.
 
     Args:
@@ -96,6 +97,8 @@ def profile_model(
         plan: Plan of the task's model; None for a module without blocks.
         dtype: Dtype in which parameters are used and activations computed.
         autocast: Whether operations choose their dtype by torch's autocast.
+        device: Type of the device whose kernels run.
+        on_block: Function that gets the name, the positional and the keyword arguments of each kind of block.
 
     Raises:
         DloError: A step fails on fake tensors.
@@ -115,7 +118,8 @@ def profile_model(
             warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
             make_fake(own, dtype)
             repeated = fake_batch(_rows(batch, rows))
-            profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own)
+            profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own, device)
+            profiler.on_block = on_block
             profiler.run(_cast(repeated, dtype), dtype if autocast else None)
     except DloError:
         raise
@@ -162,16 +166,18 @@ class _Profiler:
         task: Fake task.
         plan: Plan of its model; None without blocks.
         model: Model that the plan describes.
+        device: Type of the device whose kernels run.
     """
 
-    def __init__(self, task: Any, plan: ParallelPlan | None, model: nn.Module) -> None:
-        self.task, self.plan, self.model = task, plan, model
+    def __init__(self, task: Any, plan: ParallelPlan | None, model: nn.Module, device: str) -> None:
+        self.task, self.plan, self.model, self.device = task, plan, model, device
         self.regions = TensorRegions(model, plan)
         self.stack: list[nn.Module] = []
         self.recorder = Recorder(lambda is_product: self.regions.classify(self.stack, is_product))
         self.names = plan.block_names(model) if plan is not None else []
         self.known: dict[Any, tuple[Part, Any]] = {}
         self.blocks: list[Part] = []
+        self.on_block: Callable[[str, Any, Any], None] | None = None
         self._rest: dict[str, Any] = {}
 
     def run(self, batch: Any, autocast: torch.dtype | None) -> None:
@@ -180,14 +186,15 @@ class _Profiler:
         with (
             running_modules(self.model, self.stack),
             self._replaced_blocks(rest),
-            FusedKernels(self.recorder),
+            FusedKernels(self.recorder, self.device),
             self.recorder,
             torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext(),
         ):
             rest.begin("stem" if self.names else "head")
             loss = self._loss(batch)
             rest.begin_backward()
-            loss.backward()
+            with self._left_out_gradients():
+                loss.backward()
             rest.end()
         self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
 
@@ -205,6 +212,22 @@ class _Profiler:
                 f" {type(task).__name__}; return the loss from training_step"
             )
         return loss
+
+    @contextlib.contextmanager
+    def _left_out_gradients(self) -> Iterator[None]:
+        """Leaves the gradients of parameters out of the bytes of activations inside the block."""
+
+        def leave_out(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.recorder.leave_out(parameter.grad)
+
+        trained = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(leave_out) for parameter in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextlib.contextmanager
     def _replaced_blocks(self, rest: Any) -> Iterator[None]:
@@ -228,6 +251,8 @@ class _Profiler:
         rest.pause()
         key = (_kind(block), _signature((args, kwargs)))
         if key not in self.known:
+            if self.on_block is not None:
+                self.on_block(name, args, kwargs)
             profiled = profile_block(self.recorder, self.regions, name, block, forward, args, kwargs, ROWS)
             self.known[key] = profiled
         part, like = self.known[key]
@@ -260,7 +285,8 @@ class _Profiler:
             type(self.model).__name__, stem, blocks, head, tied,
             int(ids.shape[1]) if is_sequence and ids is not None else None,
             self.regions.sizes, len(self.names) if hasattr(task, "inputs") and self.names else 1, is_sequence,
-            2.0, getattr(task, "max_logits", None), dict(self.regions.why_not),
+            2.0, getattr(task, "max_logits_on_cpu" if self.device == "cpu" else "max_logits", None),
+            dict(self.regions.why_not),
         )  # fmt: skip
 
 

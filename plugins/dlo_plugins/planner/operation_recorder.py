@@ -53,7 +53,9 @@ class Recorder(TorchDispatchMode):
         self.classes: dict[int, bool] = {}
         self._region_of = region_of
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next, self._live = 0, [0, 0]
+        self._next = 0
+        self._events: list[tuple[int, int]] = []  # number of the storage, bytes; negative for a release
+        self._left_out: set[int] = set()
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage."""
@@ -112,50 +114,93 @@ class Recorder(TorchDispatchMode):
         if number in self.classes:
             return
         self.classes[number] = inside
-        size, at = storage.nbytes(), 0 if inside else 1
-        self._live[at] += size
-        weakref.finalize(storage, self._free, at, size)
-        if self.record is not None and sum(self._live) > self.record.peak.total:
-            self.record.peak = Amount(*map(float, self._live))
+        size = storage.nbytes()
+        self._events.append((number, size))
+        weakref.finalize(storage, self._free, number, size)
 
-    def _free(self, at: int, size: int) -> None:
-        self._live[at] -= size
+    def _free(self, number: int, size: int) -> None:
+        self._events.append((number, -size))
 
     def forget(self) -> None:
         """Restarts the count of bytes that are alive."""
-        self._live = [0, 0]
+        self._events = []
+
+    def mark(self) -> int:
+        """Returns the current position in the log of allocations."""
+        return len(self._events)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Leaves a tensor out of the bytes that are alive: a parameter's gradient, which is counted with the state."""
+        self._left_out.add(self.number(tensor))
+
+    def peak(self, start: int, *, with_gradients: bool = False) -> Amount:
+        """Returns the most bytes alive at once since a position in the log; releases of older storages do not count.
+
+        Args:
+            start: Position in the log.
+            with_gradients: Whether the gradients of parameters count.
+        """
+        left_out = set[int]() if with_gradients else self._left_out
+        live, best = [0, 0], Amount()
+        born: set[int] = set()
+        for at, (number, size) in enumerate(self._events):
+            if number in left_out or (size < 0 and number not in born):
+                continue
+            born.add(number)
+            live[not self.classes[number]] += size
+            if at >= start and sum(live) > best.total:
+                best = Amount(*map(float, live))
+        return best
 
 
 class FusedKernels(TorchFunctionMode):
-    """Mode in which attention and dropout are the kernels of an accelerator, also for fake tensors on a CPU.
+    """Mode in which attention and dropout are a device's kernels, also for fake tensors.
 
-    Scaled dot-product attention is one kernel without stored scores; dropout keeps a mask of one byte an element.
+    Scaled dot-product attention is one kernel without stored scores; on a CPU only without dropout. On an accelerator
+    dropout keeps a mask of one byte an element, on a CPU one of the tensor's dtype.
+
+    transformers (5.3) makes a mask for fake tensors where a run needs none, and then repeats the heads of keys and
+    values for it. A CPU's kernels take them as they were before.
 
     Args:
         recorder: Recorder that gets its two products.
+        device: Type of the device.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, device: str = "cuda") -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._on_cpu = recorder, device == "cpu"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
-        if func in (nn.functional.dropout, torch.dropout):
+        if func in (nn.functional.dropout, torch.dropout) and not self._on_cpu:
             return _dropout(*args, **kwargs)
+        if (
+            self._on_cpu
+            and func is Tensor.reshape
+            and args[0].ndim == 5
+            and args[0].stride(2) == 0
+            and args[0].shape[2] > 1
+        ):
+            repeated = func(*args, **kwargs)
+            repeated.__dict__["_before_repeat"] = args[0].select(2, 0)
+            return repeated
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
         query, key, value = given["query"], given["key"], given["value"]
+        if self._on_cpu and given.get("dropout_p"):
+            return func(*args, **kwargs)
+        key, value = (getattr(tensor, "_before_repeat", tensor) for tensor in (key, value))
         length = query.shape[-2]
         mask = given.get("attn_mask")
         causal = bool(given.get("is_causal")) or (
             mask is not None and length > 1 and mask.shape[-2:] == (length, length)
         )
         with torch._C.DisableTorchFunctionSubclass():
-            out: Tensor = _Attention.apply(query, key, value, self._recorder, causal)
+            out: Tensor = _Attention.apply(query, key, value, self._recorder, causal, self._on_cpu)
         return out
 
 
@@ -163,9 +208,15 @@ class _Attention(torch.autograd.Function):
     """Attention that saves its operands, its result and one value a query."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder, causal: bool, on_cpu: bool
+    ) -> Tensor:
         """Returns an empty result `[..., L, D]`."""
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        if on_cpu:  # In memory it is [..., L, H, D], so that joining the heads copies nothing.
+            swapped = query.transpose(-3, -2)
+            out = swapped.new_empty(*swapped.shape[:-1], value.shape[-1]).transpose(-3, -2)
+        else:
+            out = query.new_empty(*query.shape[:-1], value.shape[-1])
         recorder.add_product(_scores(query, key, causal), [query, key, value], out)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder._allocate(lse, bool(recorder._region_of(False)[1]))
@@ -176,7 +227,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Returns empty gradients."""
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:

@@ -87,13 +87,7 @@ def plan_run(
     Raises:
         DloError: The model cannot be profiled, no layout is possible, or nothing fits.
     """
-    machine = load_machine(options.machine)
     trainer = config.get("trainer") or {}
-    nodes = nodes or -(-gpus // machine.ranks_per_node)
-    if gpus % nodes:
-        fix = f"set --gpus {gpus // nodes * nodes}" if gpus > nodes else f"set --nodes {gpus}"
-        raise DloError(f"plan: --gpus must be divisible by --nodes, got {gpus} and {nodes}; {fix}")
-    machine = replace(machine, ranks_per_node=gpus // nodes)
     batch = options.batch or read_batch(config)
     if batch is None:
         raise DloError(
@@ -106,12 +100,35 @@ def plan_run(
     if dtypes["gather"] is None and find_batch_norms(model):
         dtypes["gather"] = "float32"  # Batch norms refuse weights in half precision.
     state = state_format(str(trainer.get("precision") or "32-true"), fused=fused, **dtypes)
+    if options.measure is not None:
+        options.machine = measure_here(model, datamodule, state, gpus, batch, options)
+    machine = load_machine(options.machine)
+    nodes = nodes or -(-gpus // machine.ranks_per_node)
+    if gpus % nodes:
+        fix = f"set --gpus {gpus // nodes * nodes}" if gpus > nodes else f"set --nodes {gpus}"
+        raise DloError(f"plan: --gpus must be divisible by --nodes, got {gpus} and {nodes}; {fix}")
+    machine = replace(machine, ranks_per_node=gpus // nodes)
     machine.rate(state.compute)
     rotor = whole is None or whole.get("scope") == "blocks"
     request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top, rotor)
-    profile = profile_run(model, datamodule, getattr(torch, state.compute))
+    profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
     result = PlanSearch(profile, machine, state, request).run()
     return PlannedRun(profile, machine, request, nodes, result, config, state)
+
+
+def measure_here(
+    model: Any, datamodule: Any, state: StateFormat, gpus: int, batch: int, options: argparse.Namespace
+) -> str:
+    """Measures this machine for a config's model, writes a machine file, and returns its path."""
+    from dlo_plugins.planner.machine_measurement import BlockCalls, measure_machine, write_machine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls = BlockCalls(model.on_meta().model if isinstance(model, Task) else model)
+    profile = profile_run(model, datamodule, getattr(torch, state.compute), device, calls)
+    content = measure_machine(profile, calls.found, state.compute, gpus, batch, options.measure, device)
+    path = (options.out or Path()) / "machine.yaml"
+    write_machine(content, path)
+    return str(path)
 
 
 def state_format(precision: str, *, fused: bool, gather: str | None = None, reduce: str | None = None) -> StateFormat:
@@ -146,8 +163,10 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
     )
 
 
-def profile_run(model: Any, datamodule: Any, dtype: torch.dtype) -> ModelProfile:
-    """Returns the profile of a config's model.
+def profile_run(
+    model: Any, datamodule: Any, dtype: torch.dtype, device: str = "cuda", on_block: Any = None
+) -> ModelProfile:
+    """Returns the profile of a config's model; `on_block` gets the calls of its blocks.
 
     A LightningModule other than a Task has no plan: only data parallelism and ZeRO divide it.
 
@@ -158,12 +177,12 @@ def profile_run(model: Any, datamodule: Any, dtype: torch.dtype) -> ModelProfile
         model = model.on_meta()
         batch = model.example_batch(datamodule)
         batch = first_batch(datamodule) if batch is None else batch
-        return profile_model(model, batch, model.parallel_plan(), dtype=dtype)
+        return profile_model(model, batch, model.parallel_plan(), dtype=dtype, device=device, on_block=on_block)
     if not any(True for _ in model.parameters()):
         with torch.device("meta"):
             model.configure_model()
     plan = _inferred(model)
-    return profile_model(model, first_batch(datamodule), plan, dtype=dtype)
+    return profile_model(model, first_batch(datamodule), plan, dtype=dtype, device=device, on_block=on_block)
 
 
 def _inferred(model: nn.Module) -> ParallelPlan | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from dlo_plugins.planner.in_flight import InFlight, count_in_flight
 from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.memory_walk import MemoryWalk
 from dlo_plugins.planner.step_time import Stage, TimeModel, local_count
 from dlo_plugins.planner.work import Part, Share
 
@@ -103,6 +104,7 @@ class MemoryModel:
         self._known: dict[tuple[object, ...], StageBytes] = {}
         self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
         self._even: dict[int, tuple[float, float]] = {}
+        self._walk = MemoryWalk(times)
 
     def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
         """Returns the memory of the rank of the pipeline that needs most.
@@ -111,7 +113,21 @@ class MemoryModel:
             layout: Layout.
             rotor: Activations under Rotor; None for the layout's own recomputation.
         """
-        return max(self._of_groups(layout, rotor), key=lambda memory: memory.total)
+        walks = rotor is None and self._walks
+        return max(self._walked(layout) if walks else self._of_groups(layout, rotor), key=lambda memory: memory.total)
+
+    @property
+    def _walks(self) -> bool:
+        """Whether the largest moment of a step counts: an accelerator's allocator keeps blocks of other moments."""
+        return self._times.machine.device == "cpu"
+
+    def _walked(self, layout: Layout) -> list[RankMemory]:
+        """Returns the memory of each rank without Rotor, at the moment of a step when it is largest."""
+        machine = self._times.machine
+        return [
+            RankMemory(*moment, machine.reserved + machine.fragmentation * sum(moment))
+            for moment in self._walk.ranks(layout)
+        ]
 
     def least_state(self, layout: Layout) -> float:
         """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved."""
@@ -140,6 +156,8 @@ class MemoryModel:
 
     def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
         """Returns the memory of each rank of the pipeline."""
+        if rotor is None and self._walks:
+            return self._walked(layout)
         by_stage = {
             stages: memory
             for group, memory in zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)

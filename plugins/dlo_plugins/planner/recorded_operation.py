@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlo_plugins.planner.work import Amount, Product
-
-_NOTHING = Amount()
+from dlo_plugins.planner.work import Product
 
 
 @dataclass
@@ -36,12 +34,6 @@ class Operation:
 
 @dataclass
 class Record:
-    """Operations of a forward or a backward, and the most bytes that were alive in it.
-
-    Attributes:
-        operations: Operations in order.
-        peak: Most bytes alive at once that were allocated in it.
-    """
+    """Operations of a forward or a backward, in order."""
 
     operations: list[Operation] = field(default_factory=list)
-    peak: Amount = _NOTHING

@@ -222,6 +222,8 @@ class TimeModel:
         makespan = busy
         if layout.mesh.pp > 1:
             makespan = self._simulated(layout, forward, backward) if exact else self._formula(layout, forward, backward)
+            # Ranks that share a processor are faster while others wait.
+            makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
         sums["recompute"] += count * sum(more[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
@@ -348,7 +350,13 @@ class TimeModel:
                 size, layout.sharers * replicas, mesh.tp, reduces_and_gathers=True
             )
             return self._exposed(seconds, backward) if self.state.overlaps else seconds
-        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp)
+        seconds = sum(
+            times * self.machine.collective_seconds(
+                local_count(((part, mode, 1),), mesh.tp, trained=True) * self.state.reduced,
+                layout.sharers, mesh.tp, kind="reduce_scatter",
+            )
+            for part, mode, times in stage
+        )  # fmt: skip
         once = 0.0
         if layout.zero == 1:
             once = self.machine.collective_seconds(trained * self.state.gathered, layout.sharers, mesh.tp)
@@ -365,7 +373,7 @@ class TimeModel:
         trained = local_count(stage, layout.mesh.tp, trained=True)
         own = trained / layout.sharers if layout.zero else trained
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
-        return _OPTIMIZER_TRAFFIC * size / (self.machine.bandwidth * self.machine.bandwidth_efficiency)
+        return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
 
 
 def local_count(stage: Stage, tp: int, *, trained: bool = False) -> float:

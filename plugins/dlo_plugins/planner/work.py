@@ -189,6 +189,25 @@ class Recomputation:
         return self.fused if fused else self.saved
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """Most bytes in use at once in a part, beyond what is kept of it; gradients of parameters are not counted.
+
+    Attributes:
+        forward: Bytes in forward, beyond its output and what it saves.
+        backward: Bytes in backward, beyond its output and what it has saved.
+        unsaved: Bytes in a forward that saves nothing, beyond its input and its output.
+    """
+
+    forward: Amount = _NOTHING
+    backward: Amount = _NOTHING
+    unsaved: Amount = _NOTHING
+
+    def times(self, factor: float) -> Peaks:
+        """Returns the peaks times a factor."""
+        return Peaks(*(Amount(a.inside * factor, a.outside * factor) for a in vars(self).values()))
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Part of a model: its stem, one of its blocks, or its head with the loss.
@@ -201,7 +220,9 @@ class Part:
             ActivationCheckpoint does; `alternate`, which keeps every second of them, as torchtitan does; `attention`,
             which repeats unfused attention, as Megatron does; and `full`.
         output: Bytes of its output.
-        transient: Most bytes in use at once in forward and backward, beyond input, output, and what `none` saves.
+        peaks: Most bytes in use at once in forward and in backward.
+        transient: Most bytes in use at once in either, with the gradients of parameters; of a block beyond its output
+            and what `none` saves.
         parameters: Numbers of parameters: divided by tensor parallelism, and not.
         trained: Numbers of trained ones.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
@@ -213,6 +234,7 @@ class Part:
     backward: Work
     modes: dict[str, Recomputation]
     output: Amount
+    peaks: Peaks
     transient: Amount
     parameters: Amount
     trained: Amount

@@ -329,6 +329,11 @@ class CausalLM(Task):
         return vocabulary_loss.ACCELERATOR_LOGITS if self._traits.has_linear_head else None
 
     @property
+    def max_logits_on_cpu(self) -> int | None:  # type: ignore[override]
+        """Number of logits that the loss keeps at once on a CPU; None for all."""
+        return vocabulary_loss.logits_on_cpu(self.head) if self._traits.has_linear_head else None
+
+    @property
     def looks_inside(self) -> bool:
         """Whether the loss needs the router logits of all blocks and all tokens."""
         return self._balance is not None

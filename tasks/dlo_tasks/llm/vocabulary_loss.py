@@ -279,6 +279,11 @@ def _chunk(vocabulary: int, tokens: int, kernel: Kernel) -> int:
     return max(1, -(-tokens // chunks))
 
 
+def logits_on_cpu(head: VocabularyHead) -> int:
+    """Returns the number of logits of a chunk on a CPU."""
+    return _width(head) * _chunk(_width(head), CHUNK_TOKENS, "columns")
+
+
 def _width(head: VocabularyHead) -> int:
     """Returns the number of logits per token; 2**18 for a head without `out_features`."""
     found = getattr(head.module, "out_features", None)

@@ -1,0 +1,139 @@
+"""How near are the predictions of `dlo plan` to what is measured here?
+
+    python benchmarks/planner_measured.py [--only memory time] [--ranks 1 2 4] [--rounds 5] [--seconds 60]
+
+Each run has the strategy that the plan would write, and Lightning's training loop. Models have random weights.
+
+- Memory: the peak of a step on the rank that needs most, of all tensors and of what else the heap has beside them,
+  against the predicted one without the process's own memory. It is not timed, so other programs do not change it.
+- Time: the machine is measured by `dlo plan --measure` for each number of ranks, and the step time of each layout is
+  predicted from it. Layouts take turns; the median over the rounds counts. The first layout runs twice, as the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from measuring.catalogue import parse_options
+from measuring.planned_runs import Case, case, measure_peaks, measure_steps, models_of, predicted
+from measuring.record import Record, Table
+from measuring.rounds import ELAPSED
+
+from dlo_framework.testing import run_distributed
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.machine import Machine, load_machine, parse_machine
+
+MEMORY_BAR, TIME_BAR = 0.02, 0.07  # Mean error of memory, median error of time.
+MEMORY = [
+    case("llama", 16), case("llama", 16, recompute="full"), case("llama", 16, recompute="selective"),
+    case("llama", 4, 4), case("gpt", 8), case("gpt", 8, recompute="full"), case("vit", 16),
+    case("vit", 16, recompute="full"), case("coatnet", 8), case("coatnet", 4, 2),
+    case("llama", 8, dp_shard=2), case("llama", 8, dp_shard=2, zero=2), case("llama", 4, 2, dp_shard=2),
+    case("llama", 4, 2, dp_shard=2, reduce_each=True), case("llama", 8, dp_replicate=2), case("llama", 8, tp=2),
+    case("llama", 8, cp=2), case("llama", 4, 4, pp=2), case("llama", 4, 4, pp=2, recompute="full"),
+    case("llama", 2, 8, pp=2, schedule="Interleaved1F1B", stages_per_rank=2), case("gpt", 8, tp=2),
+    case("vit", 8, dp_shard=2, recompute="full"), case("coatnet", 4, dp_shard=2),
+    case("llama", 4, dp_shard=4), case("llama", 4, 2, dp_shard=2, tp=2), case("llama", 4, 4, pp=2, tp=2),
+    case("vit", 4, dp_replicate=2, dp_shard=2), case("vit", 4, 4, pp=2, dp_shard=2), case("gpt", 2, 4, pp=4),
+]  # fmt: skip
+#: Layouts that train with 16 rows a step.
+TIME = [
+    case("llama", 8, dp_shard=2), case("llama", 4, 2, dp_shard=2), case("llama", 8, dp_shard=2, zero=2),
+    case("llama", 8, dp_shard=2, recompute="full"), case("llama", 8, dp_replicate=2), case("llama", 16, tp=2),
+    case("llama", 4, 4, tp=2), case("llama", 4, 4, pp=2), case("llama", 2, 8, pp=2), case("llama", 8, 1, cp=2),
+    case("llama", 4, dp_shard=4), case("llama", 2, 2, dp_shard=4), case("llama", 8, dp_shard=2, tp=2),
+    case("llama", 4, 4, pp=2, tp=2), case("llama", 4, 2, pp=2, dp_shard=2), case("llama", 2, 8, pp=4),
+]  # fmt: skip
+
+
+def memory_tables(options: argparse.Namespace) -> list[Table]:
+    """Returns predicted over measured peaks."""
+    table = Table("memory: predicted peak", "the measured peak", "bytes of tensors and of the heap beside them")
+    machine, errors = load_machine("cpu"), []
+    for ranks in options.ranks:
+        cases = [one for one in MEMORY if one.ranks == ranks][: options.cases]
+        candidates = [(one.kind, predicted(one, machine)) for one in cases]
+        found = run_distributed(measure_peaks, ranks, candidates, backend=None, timeout=1200) if cases else []
+        for number, (one, (_, candidate)) in enumerate(zip(cases, candidates, strict=True)):
+            measured = max(of_rank[number] for of_rank in found)
+            guess = candidate.memory.total - candidate.memory.overhead
+            errors.append(guess / measured - 1)
+            table.add(f"{one}, {ranks} ranks", [guess / measured], ours=True, MB=measured / 1e6)
+    table.notes.append(summary(errors, "mean", statistics.mean(map(abs, errors)), MEMORY_BAR))
+    return [table]
+
+
+def summary(errors: list[float], what: str, error: float, bar: float) -> str:
+    """Returns the sentence on the errors of a table."""
+    return f"{what} error {error:.1%} (to reach: {bar:.0%}), largest {max(map(abs, errors)):.1%}, of {len(errors)}"
+
+
+def time_tables(options: argparse.Namespace) -> list[Table]:
+    """Returns predicted over measured step times."""
+    table = Table("time: predicted step", "the measured step", ELAPSED)
+    errors, order = [], []
+    for ranks in [number for number in options.ranks if number > 1]:
+        cases = [one for one in TIME if one.ranks == ranks][: options.cases]
+        machine = measured_machine(cases, ranks, options.seconds)
+        candidates = [(one.kind, predicted(one, machine)) for one in cases]
+        runs = [*candidates, candidates[0]]
+        found = run_distributed(measure_steps, ranks, runs, options.rounds, backend=None, timeout=2400)[0]
+        again = statistics.median(found[-1]) / statistics.median(found[0])
+        table.notes.append(f"{ranks} ranks: the first layout again takes {again:.3f} of its time.")
+        for one, (_, candidate), seconds in zip(cases, candidates, found, strict=False):
+            measured, guess = statistics.median(seconds), candidate.time.total
+            errors.append(guess / measured - 1)
+            order.append((ranks, guess, measured))
+            table.add(
+                f"{one}, {ranks} ranks", [guess / value for value in seconds], ours=True, ms=measured * 1e3,
+                predicted_ms=guess * 1e3,
+            )  # fmt: skip
+    table.notes.append(summary(errors, "median", statistics.median(map(abs, errors)), TIME_BAR))
+    table.notes += [choices(ranks, [(g, m) for n, g, m in order if n == ranks]) for ranks in {n for n, *_ in order}]
+    return [table]
+
+
+def choices(ranks: int, pairs: list[tuple[float, float]]) -> str:
+    """Returns the sentence on the order of predicted and measured times, and on the first choice."""
+    chosen = min(pairs)[1] / min(measured for _, measured in pairs) - 1
+    correlation = rank_correlation([guess for guess, _ in pairs], [measured for _, measured in pairs])
+    return f"{ranks} ranks: rank correlation {correlation:.2f}; the first choice is {chosen:.1%} slower than the best."
+
+
+def rank_correlation(one: list[float], other: list[float]) -> float:
+    """Returns Spearman's rank correlation."""
+    if len(one) < 3:
+        return 1.0
+    places = [[sorted(values).index(value) for value in values] for values in (one, other)]
+    return statistics.correlation(*[[float(place) for place in found] for found in places])
+
+
+def measured_machine(cases: list[Case], ranks: int, seconds: float) -> Machine:
+    """Returns this machine, measured for the first case's model."""
+    from dlo_plugins.planner.machine_measurement import measure_machine
+
+    profile, calls = models_of(cases[0].kind)
+    layout: Layout = cases[0].layout
+    content = measure_machine(profile, calls, "float32", ranks, layout.global_batch, seconds, "cpu")
+    return parse_machine(content, "measured")
+
+
+def main() -> None:
+    """Measures, and compares with what is predicted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("memory", "time"), default=["memory", "time"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring the machine")
+    parser.add_argument("--cases", type=int, default=100, help="largest number of layouts for a number of ranks")
+    options = parse_options(parser, __file__)
+    record = Record.of(__file__, __doc__, options)
+    for name, tables in (("memory", memory_tables), ("time", time_tables)):
+        for table in tables(options) if name in options.only else []:
+            record.add(table)
+    record.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Walks through a rank's step, and finds the moment with the most bytes: state, gathered units, activations, the loss.
+
+Forward and backward are walked block by block; a pipeline's actions are replayed. Gradients of the last step stay until
+the first backward, as Lightning frees them there. Buffers are those of FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dlo_plugins.pipeline.actions import ActionKind
+from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.step_time import Stage, TimeModel, local_count
+from dlo_plugins.planner.work import Part, Share
+
+
+class Moment(NamedTuple):
+    """Bytes of a rank at one moment of a step; see :class:`~dlo_plugins.planner.rank_memory.RankMemory`."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    gathered: float = 0.0
+    activations: float = 0.0
+    working: float = 0.0
+    loss: float = 0.0
+
+
+class _Action(NamedTuple):
+    """Action of a pipeline's rank, with what is in flight when it begins.
+
+    Attributes:
+        live: Micro-batches in flight, by stage.
+        stage: Stage that runs.
+        is_forward: Whether it is a forward.
+        with_gradients: Stages whose gradients are being accumulated.
+    """
+
+    live: tuple[tuple[int, int], ...]
+    stage: int
+    is_forward: bool
+    with_gradients: frozenset[int]
+
+
+class _Item(NamedTuple):
+    """Equal parts of a stage, on a rank: bytes, but for the counts of parameters.
+
+    Attributes:
+        kept: Bytes that one of them keeps for backward, with its output.
+        forward: Bytes that its forward uses beyond what is kept of it.
+        backward: Bytes that its backward uses beyond that, with what it recomputes.
+        unit: Parameters that are gathered together.
+        trained: Trained ones of them.
+        times: Number of these parts.
+        is_block: Whether it is a block, and so gathered by itself.
+        is_head: Whether it is the head with the loss.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    unit: float
+    trained: float
+    times: int
+    is_block: bool
+    is_head: bool
+
+
+class MemoryWalk:
+    """Predicts the memory of a model's ranks.
+
+    Args:
+        times: Time model, which knows the stages.
+    """
+
+    def __init__(self, times: TimeModel) -> None:
+        self._times, self.state = times, times.state
+        self._actions: dict[tuple[object, ...], list[list[_Action]]] = {}
+
+    def ranks(self, layout: Layout) -> list[Moment]:
+        """Returns each rank of the pipeline at the moment when it needs most."""
+        stages = self._times.stages(layout)
+        if layout.mesh.pp == 1:
+            return [self._rank(layout, stages, [0], [])]
+        where = self._times.placement(layout)
+        known: dict[object, Moment] = {}
+        found = []
+        for rank, actions in enumerate(self._replay(layout)):
+            own = where.stages_of(rank)
+            key = (tuple((id(stages[s]), s == 0, s == layout.stages - 1) for s in own), id(actions))
+            if key not in known:
+                known[key] = self._rank(layout, stages, own, actions)
+            found.append(known[key])
+        return found
+
+    def _replay(self, layout: Layout) -> list[list[_Action]]:
+        """Returns the distinct actions of each rank of the pipeline.
+
+        A stage keeps a micro-batch's activations from its forward until its backward, or until its weight gradient.
+        """
+        # A schedule's steady state repeats, so that more micro-batches keep no more in flight.
+        count = min(layout.micro_batches, 4 * layout.stages)
+        key = (layout.schedule, layout.mesh.pp, count, layout.stages_per_rank)
+        if key in self._actions:
+            return self._actions[key]
+        schedule = make_schedule(layout.schedule, layout.mesh.pp, count, layout.stages_option)
+        ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+        found = []
+        for order in schedule.orders:
+            live: dict[int, int] = {}
+            begun: set[int] = set()
+            actions: dict[_Action, None] = {}
+            for action in order:
+                at, is_forward = action.stage, action.kind is ActionKind.FORWARD
+                actions[_Action(tuple(sorted(live.items())), at, is_forward, frozenset(begun))] = None
+                if is_forward:
+                    live[at] = live.get(at, 0) + 1
+                else:
+                    begun.add(at)
+                    live[at] -= action.kind in (ends, ActionKind.BACKWARD)
+            found.append(list(actions))
+        self._actions[key] = found
+        return found
+
+    def _rank(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], actions: Sequence[_Action]) -> Moment:
+        mesh, state = layout.mesh, self.state
+        parts = tuple(item for stage in own for item in stages[stage])
+        total, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
+        profile = self._times.profile
+        tied = 0.0
+        if mesh.pp > 1 and layout.stages - 1 in own and profile.tied.total:
+            tied = profile.tied.inside / mesh.tp + profile.tied.outside
+            total, trained = total + tied, trained + tied
+        walk = _Walk(layout, state, total, trained, tied)
+        items = {stage: self._items(layout, stages[stage]) for stage in own}
+        moments = walk.step(items[0]) if mesh.pp == 1 else walk.pipeline(items, actions, self._received(layout, own))
+        stored = walk.stored
+        return max(moments, key=sum)._replace(
+            parameters=total * state.parameter / stored,
+            optimizer=state.state * trained / (layout.sharers if layout.zero else 1),
+        )
+
+    def _received(self, layout: Layout, own: Sequence[int]) -> dict[int, float]:
+        """Returns the bytes of a stage's input, which the stage before has sent, less an output that is freed."""
+        mesh, blocks = layout.mesh, self._times.profile.blocks
+        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        hidden = blocks[0].output.on(share) if blocks else 0.0
+        freed = hidden if self.state.frees_sent else 0.0
+        return {stage: hidden * (stage > 0) - freed * (stage < layout.stages - 1) for stage in own}
+
+    def _items(self, layout: Layout, stage: Stage) -> list[_Item]:
+        """Returns the parts of a stage in the order of forward."""
+        mesh = layout.mesh
+        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        profile, compiled = self._times.profile, self.state.compiled
+        found = []
+        for part, name, times in stage:
+            one = ((part, name, 1),)
+            counts = (local_count(one, mesh.tp), local_count(one, mesh.tp, trained=True))
+            everything = part.modes["none"].kept(compiled).on(share)
+            if part is profile.head:
+                found.append(_Item(*self._head(part, share, everything), *counts, 1, False, True))
+                continue
+            way = part.modes.get(name, part.modes["none"])
+            saved, backward = way.kept(compiled).on(share), part.peaks.backward.on(share)
+            is_kept = way is part.modes["none"]
+            forward = (part.peaks.forward if is_kept else part.peaks.unsaved).on(share)
+            kept, again = saved + part.output.on(share), everything - saved
+            if again > 0:  # Forward runs again before backward.
+                backward = again + max(backward, part.peaks.forward.on(share))
+            found.append(_Item(kept, forward, backward, *counts, times, part is not profile.stem, False))
+        return found
+
+    def _head(self, part: Part, share: Share, everything: float) -> tuple[float, float, float]:
+        """Returns the bytes that the head and the loss keep, and those that forward and backward use beyond them.
+
+        A loss in chunks computes its gradients in forward: it keeps those of the hidden states and of the projection.
+        """
+        limit = self._times.profile.max_logits
+        products = [product.on(share) for product, _ in part.forward.products]
+        if limit is None or not products:
+            return everything, part.peaks.forward.on(share), part.peaks.backward.on(share)
+        last = max(products, key=lambda product: product.m * product.n)
+        logits = last.m * last.n
+        kept = max(0.0, everything - 4 * logits) + last.size * last.m * last.k + 4 * last.n * last.k
+        return kept, min(limit, logits) * (last.size + 4), 0.0
+
+
+class _Walk:
+    """Walk through a rank's step.
+
+    Args:
+        layout: Layout of the run.
+        state: Bytes of the run's tensors.
+        total: Parameters of the rank.
+        trained: Trained ones of them.
+        tied: Those of them that another stage has too.
+    """
+
+    def __init__(self, layout: Layout, state: StateFormat, total: float, trained: float, tied: float) -> None:
+        self.layout, self.state, self.total, self.trained, self.tied = layout, state, total, trained, tied
+        #: Whether parameters are gathered in units: FSDP2 does so for copies of the model too.
+        shares = layout.zero >= 2 or (layout.zero == 1 and state.has_masters)
+        self.stored = layout.sharers if shares else 1
+        self.gathers = self.stored > 1 or (layout.zero == 0 and layout.mesh.dp_replicate > 1)
+        self.keeps_gathered = layout.zero in (1, 2)
+
+    def step(self, items: Sequence[_Item]) -> Iterator[Moment]:
+        """Yields the moments of a step without a pipeline."""
+        state, layout = self.state, self.layout
+        reduced = self.trained * state.gradient / self.stored
+        accumulates = layout.micro_batches > 1
+        full = self.trained * state.reduced if self.gathers and not layout.reduce_each else reduced
+        before = full if accumulates else reduced
+        yield from self._forward(items, before)
+        is_persistent = state.accumulates_in_products
+        yield from self._backward(items, before if accumulates or is_persistent else 0.0, accumulates or is_persistent)
+
+    def pipeline(
+        self, items: dict[int, list[_Item]], actions: Sequence[_Action], received: dict[int, float]
+    ) -> Iterator[Moment]:
+        """Yields the moments of a pipeline's rank."""
+        kept = {s: received[s] + sum(item.times * item.kept for item in items[s] if not item.is_head) for s in items}
+        heads = {s: sum(item.kept for item in items[s] if item.is_head) for s in items}
+        size = self.state.reduced if self.gathers else self.state.gradient
+        counts = {s: size * sum(item.times * item.trained for item in items[s]) for s in items}
+        counts[max(items)] += size * self.tied
+        for action in actions:
+            others = sum(number * kept[s] for s, number in action.live)
+            losses = sum(number * heads[s] for s, number in action.live)
+            has = self.state.accumulates_in_products or action.stage in action.with_gradients
+            gradients = sum(counts[s] for s in (items if self.state.accumulates_in_products else action.with_gradients))
+            own = items[action.stage]
+            if action.is_forward:
+                others += received[action.stage]
+                moments = self._forward(own, gradients)
+            else:  # Its own activations are part of the walk.
+                others -= kept[action.stage] - received[action.stage]
+                losses -= heads[action.stage]
+                moments = self._backward(own, gradients, has)
+            for moment in moments:
+                yield moment._replace(activations=moment.activations + others, loss=moment.loss + losses)
+
+    def _forward(self, items: Sequence[_Item], gradients: float) -> Iterator[Moment]:
+        kept = gathered = 0.0
+        outer = sum(item.unit for item in items if not item.is_block)
+        for item in items:
+            at_once = self._gathered(item, outer, gathered + item.times * item.unit)
+            if item.is_head:
+                yield Moment(gradients=gradients, gathered=at_once, activations=kept, loss=item.kept + item.forward)
+            else:
+                held = kept + item.times * item.kept
+                yield Moment(gradients=gradients, gathered=at_once, activations=held, working=item.forward)
+            kept += item.times * item.kept * (not item.is_head)
+            gathered += item.times * item.unit * item.is_block
+
+    def _backward(self, items: Sequence[_Item], gradients: float, accumulates: bool) -> Iterator[Moment]:
+        """Yields the moments of a backward.
+
+        Args:
+            items: Parts of the stage.
+            gradients: Bytes of the gradients before it.
+            accumulates: Whether these include the gradients that it computes.
+        """
+        state, done = self.state, 0.0
+        outer = sum(item.unit for item in items if not item.is_block)
+        kept = sum(item.times * item.kept for item in items if not item.is_head)
+        for item in reversed(items):
+            at_once = self._gathered(item, outer, self.total)
+            own = self._new_gradients(item, accumulates)
+            for count in {item.times, 1}:
+                added = 0.0 if accumulates else (done + (item.times - count) * item.trained) * state.gradient
+                moment = Moment(gradients=gradients + added / self.stored + own, gathered=at_once)
+                if item.is_head:
+                    yield moment._replace(activations=kept, loss=item.kept + item.backward)
+                else:
+                    left = kept - (item.times - count) * item.kept
+                    yield moment._replace(activations=left, working=item.backward)
+            kept -= item.times * item.kept * (not item.is_head)
+            done += item.times * item.trained
+
+    def _new_gradients(self, item: _Item, accumulates: bool) -> float:
+        """Returns the bytes of the gradients that a part's backward computes, before they are added or reduced."""
+        state = self.state
+        if not self.gathers or self.layout.mesh.pp > 1:
+            # One tensor's at a time, if they are added: of a block about a quarter.
+            return item.trained * state.gathered * ((0.25 if item.is_block else 1.0) if accumulates else 1.0)
+        # Its gradients, a buffer of them all that is reduced, and their shard.
+        once = state.gathered * (not accumulates or self.layout.reduce_each)
+        return item.trained * (once + state.reduced * (1 + 1 / self.stored))
+
+    def _gathered(self, item: _Item, outer: float, so_far: float) -> float:
+        """Returns the bytes of gathered parameters and of their casts, and the buffer that the next arrive in."""
+        state, found, unit = self.state, 0.0, item.unit if item.is_block else 0.0
+        if self.gathers and self.layout.mesh.pp > 1:  # Gathered once a step, before the micro-batches.
+            found = self.total
+        elif self.gathers:
+            found = min(outer + so_far, self.total) + unit if self.keeps_gathered else outer + 2 * unit
+        return state.gathered * found + state.casts * min(outer + so_far, self.total)

@@ -1,0 +1,335 @@
+"""Measures this rank of a machine while its other ranks measure the same: products, blocks, optimizer, collectives.
+
+All ranks work at once, as in a run, so that what they share, such as memory's bandwidth, is shared here too. With one
+thread a rank, computation on a CPU is timed by the rank's CPU time: ranks that share a core are counted by the planner.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceScatter
+
+#: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
+Shape = tuple[int, int, int, int, bool]
+#: Widths of the weights, and bytes of the buffers, of which the smallest gives latency and the largest bandwidth.
+_WIDTHS, _BUFFERS, _DEPTH = (16, 768), (1 << 12, 1 << 22), 8
+_CALLS = 5
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Call of a block.
+
+    Attributes:
+        name: Name of the block.
+        block: Block on the meta device.
+        arguments: Positional and keyword arguments on the meta device.
+        rows: Rows of these.
+    """
+
+    name: str
+    block: nn.Module
+    arguments: tuple[Any, dict[str, Any]]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured.
+
+    Attributes:
+        device: Type of the device.
+        dtype: Dtype in which products run.
+        products: Shapes of matrix products.
+        attention: Query's batch and heads together, length, width, and whether it is causal; None for none.
+        blocks: Calls of blocks.
+        rows: Numbers of rows with which blocks run.
+        seconds: Time for all of it, approximately.
+    """
+
+    device: str
+    dtype: torch.dtype
+    products: Sequence[Shape]
+    attention: tuple[int, int, int, bool] | None
+    blocks: Sequence[BlockCall]
+    rows: Sequence[int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """Measurement of a rank, in seconds and bytes.
+
+    Attributes:
+        products: Seconds of each matrix product.
+        attention: Seconds of fused attention, forward and backward.
+        blocks: Seconds of forward and backward of each block and number of rows.
+        copy: Bytes a second that a copy of a large tensor reads and writes.
+        optimizer: Seconds of an AdamW step for a byte of parameters, of tensors like the blocks'.
+        collectives: Seconds by kind, number of ranks and bytes of the full buffer.
+        slowdown: Time of computation and communication at once, beyond the longer one, over the shorter one, plus 1.
+        process: Bytes of the process before anything is allocated.
+    """
+
+    products: dict[Shape, float]
+    attention: tuple[float, float] | None
+    blocks: dict[tuple[str, int], tuple[float, float]]
+    copy: float
+    optimizer: float
+    collectives: dict[tuple[str, int, int], float]
+    slowdown: float
+    process: int
+
+
+def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
+    """Returns the measurement of this rank; all ranks must call it."""
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if wanted.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    measuring = _Measuring(wanted, world_size)
+    share = wanted.seconds / 10
+    products = measuring.products(4 * share)
+    blocks = measuring.blocks(3 * share)
+    found = RankMeasurement(
+        products, measuring.attention(), blocks, measuring.copy(), measuring.optimizer(), measuring.collectives(),
+        measuring.slowdown(), process,
+    )  # fmt: skip
+    return found
+
+
+class _Measuring:
+    """Measures one kind of work after the other.
+
+    Args:
+        wanted: Work that is measured.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, wanted: Wanted, world_size: int) -> None:
+        self.wanted, self.world_size, self.device = wanted, world_size, torch.device(wanted.device)
+        single = wanted.device == "cpu" and torch.get_num_threads() == 1
+        self._own_clock = time.process_time if single else self._elapsed
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def _elapsed(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _together(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _seconds(
+        self, run: Callable[[], object], calls: int = _CALLS, clock: Callable[[], float] | None = None
+    ) -> float:
+        """Returns the median time of a function after a first call."""
+        now = clock or self._own_clock
+        run()
+        found = []
+        for _ in range(calls):
+            began = now()
+            run()
+            found.append(now() - began)
+        return statistics.median(found)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.wanted.dtype)
+
+    def products(self, limit: float) -> dict[Shape, float]:
+        """Returns the seconds of products, as many as fit in the time."""
+        found: dict[Shape, float] = {}
+        self._together()
+        began = time.perf_counter()
+        for shape in self.wanted.products:
+            m, n, k, batch, transposed = shape
+            left = self._random(batch, k, m).mT if transposed else self._random(batch, m, k)
+            right = self._random(batch, k, n) if transposed else self._random(batch, n, k).mT
+            one = (left[0], right[0]) if batch == 1 else (left, right)
+            found[shape] = self._seconds(lambda one=one: torch.matmul(*one))  # type: ignore[misc]
+            if time.perf_counter() - began > limit:
+                break
+        return found
+
+    def attention(self) -> tuple[float, float] | None:
+        """Returns the seconds of fused attention, forward and backward."""
+        if self.wanted.attention is None:
+            return None
+        heads, length, width, causal = self.wanted.attention
+        query, key, value = (self._random(1, heads, length, width).requires_grad_() for _ in range(3))
+        attend = nn.functional.scaled_dot_product_attention
+        self._together()
+        return self._passes(lambda: attend(query, key, value, is_causal=causal))
+
+    def _passes(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Returns the median seconds of a forward and of its backward."""
+        forward, backward = [], []
+        for number in range(_CALLS + 1):
+            began = self._own_clock()
+            leaves = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            middle = self._own_clock()
+            torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+            end = self._own_clock()
+            if number:
+                forward.append(middle - began)
+                backward.append(end - middle)
+        return statistics.median(forward), statistics.median(backward)
+
+    def blocks(self, limit: float) -> dict[tuple[str, int], tuple[float, float]]:
+        """Returns the seconds of blocks, by name and rows."""
+        found: dict[tuple[str, int], tuple[float, float]] = {}
+        self._together()
+        began = time.perf_counter()
+        for call in self.wanted.blocks:
+            block = call.block.to_empty(device=self.device)
+            for parameter in block.parameters():
+                nn.init.normal_(parameter, std=0.02)
+            for rows in self.wanted.rows:
+                args, kwargs = tree_map(lambda leaf, c=call, r=rows: self._argument(leaf, c.rows, r), call.arguments)
+                found[call.name, rows] = self._passes(lambda b=block, a=args, k=kwargs: b(*a, **k))  # type: ignore[misc]
+                if time.perf_counter() - began > limit:
+                    return found
+        return found
+
+    def _argument(self, leaf: Any, given: int, rows: int) -> Any:
+        """Returns a real argument with a number of rows, without a mask that causal attention does not need."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dtype == torch.bool and leaf.ndim == 4:
+            return None
+        shape = [rows if at == 0 and size == given else size for at, size in enumerate(leaf.shape)]
+        made = torch.zeros(shape, dtype=leaf.dtype, device=self.device)
+        return made.normal_().requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
+
+    def copy(self) -> float:
+        """Returns the bytes a second of a copy that the caches do not hold."""
+        source = torch.zeros(1 << 24, device=self.device)
+        target = torch.zeros_like(source)
+        self._together()
+        return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def optimizer(self) -> float:
+        """Returns the seconds of an AdamW step for a byte of parameters."""
+        shapes = [tuple(p.shape) for call in self.wanted.blocks for p in call.block.parameters()] or [(1024, 1024)]
+        parameters = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters)
+        self._together()
+        return self._seconds(optimizer.step) / sum(parameter.nbytes for parameter in parameters)
+
+    # --- communication -------------------------------------------------------------------------------------
+
+    def _group(self, size: int) -> dist.ProcessGroup:
+        """Returns this rank's group of neighbouring ranks."""
+        if size not in self._groups:
+            starts = range(0, self.world_size, size)
+            groups: list[Any] = [dist.new_group(list(range(start, start + size))) for start in starts]
+            self._groups[size] = groups[dist.get_rank() // size]
+        return self._groups[size]
+
+    def collectives(self) -> dict[tuple[str, int, int], float]:
+        """Returns the seconds of collectives, of messages, and of gathering and reducing a unit with FSDP2."""
+        found: dict[tuple[str, int, int], float] = {}
+        for size in range(2, self.world_size + 1):
+            if self.world_size % size:
+                continue
+            group = self._group(size)
+            for length in _BUFFERS:
+                for kind, run in self._exchanges(group, length // 4).items():
+                    self._together()
+                    found[kind, size, length] = self._seconds(run, clock=self._elapsed)
+            for width in _WIDTHS:
+                gather, reduce = self._units(size, width)
+                found["all_gather", size, 4 * width * width] = gather
+                found["reduce_scatter", size, 4 * width * width] = reduce
+        return found
+
+    def _exchanges(self, group: dist.ProcessGroup, count: int) -> dict[str, Callable[[], object]]:
+        """Returns what tensor parallelism and a pipeline do: a gather and a reduction of shared tokens, a message."""
+        ranks, rank = group.size(), group.rank()
+        communicator = Communicator(group)
+        buffer = torch.zeros(ranks, count // ranks, device=self.device)
+
+        def all_reduce() -> None:
+            communicator.all_gather_parts(buffer[0])
+            communicator.reduce_scatter_parts(buffer)
+
+        def send() -> None:
+            into = torch.empty_like(buffer)
+            works = [dist.isend(buffer, group=group, group_dst=(rank + 1) % ranks)]
+            works.append(dist.irecv(into, group=group, group_src=(rank - 1) % ranks))
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        return {"all_reduce": all_reduce, "send": send}
+
+    def _units(self, size: int, width: int) -> tuple[float, float]:
+        """Returns the seconds of gathering and of reducing a unit of FSDP2, beyond those of the unit by itself."""
+        mesh = init_device_mesh(self.device.type, (self.world_size // size, size), mesh_dim_names=("copies", "shards"))
+        own = mesh["shards"]
+        x = torch.zeros(1, width, device=self.device, requires_grad=True)
+        found = []
+        for shards in (False, True):
+            layers = [nn.Linear(width, width, bias=False, device=self.device) for _ in range(_DEPTH)]
+            stack: Any = nn.Sequential(*layers)
+            for part in (*layers, stack) if shards else ():
+                sharded: Any = fully_shard(part, mesh=own)
+                if self.device.type == "cpu":
+                    communicator = Communicator(own.get_group())
+                    sharded.set_custom_all_gather(PairwiseAllGather(communicator))
+                    sharded.set_custom_reduce_scatter(PairwiseReduceScatter(communicator))
+            found.append(self._elapsed_passes(functools.partial(stack, x)))
+        gather = (found[1][0] - found[0][0]) / _DEPTH
+        # The last unit stays gathered until backward, which repeats the other gathers.
+        backward = (found[1][1] - found[0][1]) / _DEPTH
+        return max(gather, 1e-7), max(backward - gather * (_DEPTH - 1) / _DEPTH, 1e-7)
+
+    def _elapsed_passes(self, run: Callable[[], Any]) -> tuple[float, float]:
+        before, self._own_clock = self._own_clock, self._elapsed
+        self._together()
+        try:
+            return self._passes(run)
+        finally:
+            self._own_clock = before
+
+    def slowdown(self) -> float:
+        """Returns by how much communication lengthens computation at the same time; 2 where they do not overlap."""
+        if self.world_size == 1 or self.device.type == "cpu":
+            return 2.0  # On gloo a collective runs on the rank's core, and the step waits for it.
+        left = self._random(4096, 4096)
+        buffer = torch.zeros(1 << 24, device=self.device)
+
+        def compute() -> None:
+            for _ in range(8):
+                left @ left
+
+        def communicate() -> Any:
+            return dist.all_reduce(buffer, async_op=True)
+
+        def both() -> None:
+            work = communicate()
+            compute()
+            work.wait()
+
+        def communicate_alone() -> None:
+            communicate().wait()
+
+        alone, other = self._seconds(compute), self._seconds(communicate_alone)
+        return min(2.0, max(1.0, 1 + (self._seconds(both) - max(alone, other)) / min(alone, other)))

@@ -1,0 +1,162 @@
+"""Compares the prediction of a run with what its `summary.json` has measured, and stores the residuals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlo_framework import runs
+from dlo_framework.atomic_file import write_atomic
+from dlo_framework.errors import DloError
+from dlo_framework.units import format_bytes
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.machine import Machine, load_machine
+from dlo_plugins.planner.plan_config import find_part
+from dlo_plugins.planner.plan_report import profile_run, state_format
+from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.planner.run_layout import read_layout
+from dlo_plugins.planner.step_time import StepTime, TimeModel
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Predicted and measured value of one quantity, in seconds or bytes; None where the run has no measurement."""
+
+    name: str
+    predicted: float
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """Prediction of a run beside its measurement.
+
+    Attributes:
+        folder: Folder of the run.
+        machine: Name of the machine.
+        layout: Layout of the run.
+        residuals: Quantities of both.
+        time: Predicted time by part.
+        memory: Predicted memory by part.
+    """
+
+    folder: Path
+    machine: str
+    layout: Layout
+    residuals: tuple[Residual, ...]
+    time: StepTime
+    memory: RankMemory
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the comparison as JSON data."""
+        return {
+            "run": str(self.folder),
+            "machine": self.machine,
+            "layout": str(self.layout),
+            "residuals": {r.name: {**asdict(r), "error": r.error} for r in self.residuals},
+            "predicted_seconds": asdict(self.time),
+            "predicted_bytes": asdict(self.memory),
+        }
+
+    def text(self) -> str:
+        """Returns the comparison as a table."""
+        lines = [f"{self.folder}: {self.layout}, on {self.machine}", f"{'':<24}{'predicted':>12}{'measured':>12}"]
+        for residual in self.residuals:
+            shown = [_shown(residual.name, value) for value in (residual.predicted, residual.measured)]
+            error = "" if residual.error is None else f"{residual.error:+9.1%}"
+            lines.append(f"{residual.name:<24}{shown[0]:>12}{shown[1]:>12}{error}")
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """Writes the comparison as JSON.
+
+        Raises:
+            DloError: The file cannot be written.
+        """
+        write_atomic(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g} s" if name.endswith("seconds") else format_bytes(value)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Returns the summary of a finished run.
+
+    Raises:
+        DloError: The folder has no run, or the run has not finished.
+    """
+    if not (folder / "config.yaml").is_file():
+        others = ", ".join(str(run) for run in runs.versions(folder)[:3])
+        fix = f"set one of {others}" if others else "set a folder such as runs/x/version_0"
+        raise DloError(f"plan: --check must be the folder of a run, got {folder} without config.yaml; {fix}")
+    summary = runs.current_summary(folder)
+    if summary is None or summary.get("status") != "finished":
+        status = "no summary.json" if summary is None else str(summary.get("status"))
+        raise DloError(f"plan: --check must be a run that has finished, got {folder}: {status}; resume it to its end")
+    return summary
+
+
+def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any, machine_name: str) -> RunCheck:
+    """Returns the prediction of a run beside its measurement.
+
+    Args:
+        folder: Folder of the run.
+        config: Config of the run.
+        model: Task or LightningModule of the config, without recomputation.
+        datamodule: Datamodule of the config.
+        machine_name: Name or file of the machine that it ran on.
+
+    Raises:
+        DloError: The run has not finished, ran on another kind of device, or has a strategy that is not predicted.
+    """
+    summary = read_summary(folder)
+    ranks = int(summary["world_size"])
+    layout = read_layout(config, ranks)
+    machine = load_machine(machine_name)
+    device = "cpu" if str(summary.get("accelerator", "")).startswith("CPU") else "cuda"
+    if machine.device != device:
+        raise DloError(
+            f"plan: --machine must be the one that the run was on, a {device} machine, got {machine.name}"
+            f" ({machine.device}); set --machine to its file"
+        )
+    nodes = int((config.get("trainer") or {}).get("num_nodes") or 1)
+    machine = replace(machine, ranks_per_node=max(1, ranks // nodes))
+    fused = any(find_part(config, name) is not None for name in ("CompileBlocks", "Compile"))
+    state = state_format(str(summary.get("precision") or "32-true"), fused=fused)
+    profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
+    times = TimeModel(profile, machine, state)
+    return _compare(folder, summary, layout, machine, times)
+
+
+def _compare(folder: Path, summary: dict[str, Any], layout: Layout, machine: Machine, times: TimeModel) -> RunCheck:
+    time, memory = times.step(layout), MemoryModel(times).largest(layout)
+    state = summary.get("state_bytes") or {}
+    trained = sum(part.trained.total for part in times.profile.parts)
+    gradients = trained / layout.mesh.tp / layout.mesh.pp * times.state.gradient
+    # A run measures gradients before the optimizer's step, and activations of one micro-batch before its backward.
+    gradients /= layout.sharers if layout.zero >= 2 else 1
+    residuals = (
+        Residual("step_seconds", time.total, summary.get("step_seconds")),
+        Residual("peak_bytes", _peak(memory, machine), summary.get("peak_memory_bytes")),
+        Residual("parameters_bytes", memory.parameters, state.get("parameters")),
+        Residual("gradients_bytes", gradients, state.get("gradients")),
+        Residual("optimizer_bytes", memory.optimizer, state.get("optimizer")),
+    )
+    return RunCheck(folder, machine.name, layout, residuals, time, memory)
+
+
+def _peak(memory: RankMemory, machine: Machine) -> float:
+    """Returns the predicted peak as a run measures it: of a process on a CPU, of allocated tensors on a GPU."""
+    return memory.total if machine.device == "cpu" else memory.total - memory.overhead

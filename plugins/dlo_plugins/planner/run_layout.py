@@ -1,0 +1,81 @@
+"""Reads the layout of a run from its config: the opposite of :mod:`~dlo_plugins.planner.plan_config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import AXES, MeshSpec
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.plan_config import read_batch
+
+#: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
+_STAGES = {
+    **{"auto": 0, "ddp": 0, "DDPStrategy": 0, "SingleDeviceStrategy": 0, "fsdp": 3, "FSDPStrategy": 3},
+    **{"zero1": 1, "zero2": 2, "zero3": 3, "ZeroStrategy": None},
+}
+#: Default micro-batches of a pipeline for each of its ranks.
+_MICRO_BATCHES = 4
+
+
+def read_layout(config: dict[str, Any], ranks: int) -> Layout:
+    """Returns the layout of a run.
+
+    Args:
+        config: Merged config of the run.
+        ranks: Number of ranks.
+
+    Raises:
+        DloError: The strategy is one that is not predicted, or the config does not say the batch.
+    """
+    strategy = (config.get("trainer") or {}).get("strategy") or "auto"
+    entry: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
+    name = str(entry.get("class_path", "")).rpartition(".")[2]
+    options: dict[str, Any] = entry.get("init_args") or {}
+    batch = read_batch(config)
+    if batch is None:
+        raise DloError("plan: --check must have a run whose data has batch_size, got none in its config.yaml")
+    accumulated = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
+    if name in ("mesh", "MeshStrategy"):
+        return _mesh_layout(options, ranks, batch, accumulated)
+    if name not in _STAGES:
+        raise DloError(
+            f"plan: --check must have a run of MeshStrategy, {', '.join(_STAGES)}, got {name}; check another run"
+        )
+    known = _STAGES[name]
+    stage = int(options.get("stage", 1)) if known is None else known
+    if stage == 3 and options.get("reshard_after_forward") is False:
+        stage = 2
+    spec = MeshSpec(dp_shard=ranks) if stage else MeshSpec(dp_replicate=ranks, dp_shard=1)
+    recompute = "full" if options.get("recompute") or _recomputes(config) else "none"
+    return Layout(spec, batch // accumulated // ranks, accumulated, zero=stage if ranks > 1 else 0, recompute=recompute)
+
+
+def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:
+    sizes = {axis: options.get(axis, -1 if axis == "dp_shard" else 1) for axis in AXES}
+    spec = MeshSpec(**sizes).resolve(ranks)
+    appliers = {}
+    for applier in options.get("appliers") or []:
+        named = applier if isinstance(applier, dict) else {"class_path": applier}
+        appliers[str(named["class_path"]).rpartition(".")[2]] = named.get("init_args") or {}
+    sharding, recomputation = appliers.get("FullyShard", {}), appliers.get("ActivationCheckpoint")
+    keeps = sharding.get("reshard_after_forward") is False
+    count = accumulated
+    if spec.pp > 1:
+        count = options.get("micro_batches") or _MICRO_BATCHES * spec.pp
+    rows = batch // accumulated // spec.data_size // (count if spec.pp > 1 else 1)
+    split = options.get("split")
+    mode = "none" if recomputation is None else str(recomputation.get("mode", "full"))
+    if sharding.get("recompute"):
+        mode = "full"
+    return Layout(
+        spec, rows, count, options.get("schedule") or "1F1B", options.get("stages_per_rank") or 1,
+        tuple(split) if split else None, (2 if keeps else 3) if spec.dp_shard * spec.cp > 1 else 0,
+        bool(sharding.get("sync_every_micro_batch")), bool(options.get("sequence_parallel")), mode,
+        int((recomputation or {}).get("every") or 1),
+    )  # fmt: skip
+
+
+def _recomputes(config: dict[str, Any]) -> bool:
+    model = config.get("model")
+    return isinstance(model, dict) and bool((model.get("init_args") or {}).get("recompute"))

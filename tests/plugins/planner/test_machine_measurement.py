@@ -1,0 +1,127 @@
+"""Measured machines: shapes are those of the plans, constants have sources, and plans run with the file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+from dlo_plugins.planner.machine import ProductTable, parse_machine
+from dlo_plugins.planner.machine_measurement import machine_content, product_shapes
+from dlo_plugins.planner.rank_measurement import RankMeasurement, Wanted
+from dlo_plugins.planner.work import Product, Share
+from support.planner_models import llama
+
+CONFIG = """
+trainer: {accelerator: cpu, devices: 2, max_steps: 2}
+model:
+  class_path: CausalLM
+  init_args:
+    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
+             num_key_value_heads: 2, max_position_embeddings: 64, vocab_size: 512}
+data: {class_path: TextData, init_args: {seq_len: 64, batch_size: 16}}
+"""
+
+
+def test_shapes_are_those_of_the_plans_and_a_grid() -> None:
+    profile = llama(512, 1536, 3, 8, 4, 256, 1000)
+    shapes = product_shapes(profile, 2, [4])
+    assert (4 * 256, 1536, 512, 1, False) in shapes
+    assert (512, 1536, 1024, 1, True) in shapes or (1536, 512, 1024, 1, True) in shapes
+    assert (4 * 256, 768, 512, 1, False) in shapes  # tp 2
+    assert len(set(shapes)) == len(shapes)
+    assert (64, 64, 64, 1, False) in shapes
+
+
+def test_a_table_has_measured_shapes_exactly_and_others_between() -> None:
+    table = ProductTable({(64, 64, 64, 1, False): 1e9, (1024, 64, 64, 1, False): 4e9, (64, 64, 64, 1, True): 5e8})
+    assert table.rate(Product(64, 64, 64)) == pytest.approx(1e9)
+    assert table.rate(Product(64, 64, 64, tokens="k")) == pytest.approx(5e8)
+    assert 1e9 < table.rate(Product(512, 64, 64)) < 4e9
+
+
+def _measured(slope: float, launch: float) -> tuple[dict[str, object], Wanted]:
+    """Returns a machine made of ranks whose blocks take what a given bandwidth and cost of a kernel make of them."""
+    profile = llama(512, 1536, 3, 8, 4, 256, 1000)
+    block, rate = profile.blocks[0], 1e11
+    shapes = product_shapes(profile, 2, [1, 4])
+    heads = (8, 256, 64, True)
+    wanted = Wanted("cpu", torch.bfloat16, shapes, heads, (), [1, 4], 1.0)
+
+    def seconds(work: object, rows: int) -> float:
+        share = Share(rows)
+        flops = sum(count * product.on(share).flops for product, count in work.products)  # type: ignore[attr-defined]
+        return flops / rate + slope * work.moved.on(share) + launch * work.kernels  # type: ignore[attr-defined]
+
+    sizes = (1 << 12, 1 << 22)
+    attention = 2 * 2.0 * 8 * 256 * 256 * 64 / 2 / rate
+    rank = RankMeasurement(
+        {shape: 2.0 * shape[0] * shape[1] * shape[2] * shape[3] / rate for shape in shapes},
+        (attention, 2.5 * attention),
+        {(block.name, rows): (seconds(block.forward, rows), seconds(block.backward, rows)) for rows in (1, 4)},
+        2e10, 1e-9,
+        {(kind, 2, size): 1e-4 + size / 1e9 for kind in ("all_gather", "send", "all_reduce") for size in sizes},
+        2.0, 300_000_000,
+    )  # fmt: skip
+    return machine_content(profile, [rank, rank], wanted, "bfloat16", 1), wanted
+
+
+def test_bandwidth_and_launch_are_found_from_blocks() -> None:
+    content, _ = _measured(1 / 5e9, 2e-5)
+    machine = parse_machine(content, "measured")
+    assert machine.bandwidth * machine.bandwidth_efficiency == pytest.approx(5e9, rel=0.02)
+    assert machine.launch == pytest.approx(2e-5, rel=0.05)
+    assert machine.backward == pytest.approx((5e9, 2e-5), rel=0.05)
+    assert machine.attention == pytest.approx((1.0, 1.0))
+    assert machine.collectives["all_gather"][2].rate(1) == pytest.approx(0.5e9, rel=0.01)
+    assert machine.collectives["send"][2].rate(1) == pytest.approx(1e9, rel=0.01)
+    assert machine.collective_seconds(1 << 22, 2, 1) == pytest.approx(1e-4 + (1 << 22) / 1e9, rel=0.01)
+    assert all(len(source) > 10 and "measured" in source for source in machine.sources.values())
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    content, _ = _measured(1 / 5e9, 2e-5)
+    alone, shared = parse_machine(content | {"cores": 2}, "a"), parse_machine(content | {"cores": 1}, "b")
+    product = Product(1024, 1536, 512)
+    assert shared.contention == 2 * alone.contention
+    assert shared.product_seconds(product, "bfloat16") == 2 * alone.product_seconds(product, "bfloat16")
+
+
+def test_a_wrong_table_is_refused() -> None:
+    content, _ = _measured(1 / 5e9, 2e-5)
+    content["product"]["table"] = [[1, 2, 3]]  # type: ignore[index]
+    with pytest.raises(DloError, match=r"product\.table must be rows of m, n, k"):
+        parse_machine(content, "mine.yaml")
+
+
+@pytest.mark.timeout(240)
+def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", "--measure", "3s", "--json", "--top", "2"]
+    assert main([*words, "--out", str(tmp_path / "plans")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["step_seconds"] > 0 for plan in found["plans"]] == [True, True]
+    content = yaml.safe_load((tmp_path / "plans" / "machine.yaml").read_text())
+    machine = parse_machine(content, "machine.yaml")
+    assert machine.device == "cpu"
+    assert machine.table is not None
+    assert {"all_gather", "reduce_scatter", "all_reduce", "send"} <= machine.collectives.keys()
+    assert 1e7 < machine.bandwidth < 1e12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--measure", "soon"], "--measure must be 1 to 3600 seconds, got soon"),
+        (["--measure", "5s", "--machine", "cpu"], "--measure must come without --machine, got --machine cpu"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    assert main(["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", *words]) == 2
+    assert message in capsys.readouterr().err
