@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
-from measuring.rounds import all_ratios, take_turns
+from measuring.rounds import PROCESS, all_ratios, take_turns
 from measuring.uniform_recomputation import selective_schedules, uniform_schedules
 from torch import Tensor, nn
 
@@ -114,7 +113,7 @@ def survey(name: str, rows: int) -> Model:
     model = Model(task, names, batch, Chain((Stage("none", 0, (Mode("all", 0, 0, 0),)),), 0), 0)
     chains = []
     for _ in range(SURVEYS):
-        found = BlockSurvey(model.blocks, names, True, lambda: list(task.parameters()), clock=time.process_time)
+        found = BlockSurvey(model.blocks, names, True, lambda: list(task.parameters()), clock=PROCESS.mark)
         log = AllocationLog()
         found.begin_bytes(log)
         with log:

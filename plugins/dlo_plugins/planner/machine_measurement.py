@@ -175,6 +175,8 @@ def machine_content(
         "links": _links(ranks, constant),
         "overlap_slowdown": constant(_median(rank.slowdown for rank in ranks), "computation beside an all-reduce"),
     }  # fmt: skip
+    if wanted.device == "cpu" or len(ranks) == 1:
+        content["overlap_slowdown"]["source"] = "assumed: communication and computation take turns"
     if wanted.device == "cpu":
         content["cores"] = max(1, (os.cpu_count() or 1) // threads)
     return content

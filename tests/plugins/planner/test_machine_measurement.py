@@ -79,7 +79,9 @@ def test_bandwidth_and_launch_are_found_from_blocks() -> None:
     assert machine.collectives["all_gather"][2].rate(1) == pytest.approx(0.5e9, rel=0.01)
     assert machine.collectives["send"][2].rate(1) == pytest.approx(1e9, rel=0.01)
     assert machine.collective_seconds(1 << 22, 2, 1) == pytest.approx(1e-4 + (1 << 22) / 1e9, rel=0.01)
-    assert all(len(source) > 10 and "measured" in source for source in machine.sources.values())
+    sources = dict(machine.sources)
+    assert sources.pop("overlap_slowdown").startswith("assumed")  # On gloo nothing overlaps.
+    assert all(len(source) > 10 and "measured" in source for source in sources.values())
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
