@@ -107,6 +107,19 @@ def nothing_is_left_in_the_environment():
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def no_hooks_of_saved_tensors_are_left():
+    """Hooks that a step has entered and an error has left would be those of the next test's steps."""
+    yield
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    saved = torch.ones(1, requires_grad=True).exp()
+    with pytest.raises(RuntimeError, match="inplace"):  # Hooks turn torch's check of versions off.
+        saved.add_(1).sum().backward()
+
+
 @pytest.fixture
 def dlo(tmp_path) -> Command:
     return Command(tmp_path)

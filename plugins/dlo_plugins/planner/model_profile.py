@@ -190,12 +190,14 @@ class _Profiler:
             self.recorder,
             torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext(),
         ):
-            rest.begin("stem" if self.names else "head")
-            loss = self._loss(batch)
-            rest.begin_backward()
-            with self._left_out_gradients():
-                loss.backward()
-            rest.end()
+            try:
+                rest.begin("stem" if self.names else "head")
+                loss = self._loss(batch)
+                rest.begin_backward()
+                with self._left_out_gradients():
+                    loss.backward()
+            finally:  # A refused step must not leave its hooks to the process.
+                rest.end()
         self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
 
     def _loss(self, batch: Any) -> Tensor:
