@@ -185,9 +185,10 @@ def print_stack(rank: int, world_size: int, error: BaseException | None = None) 
         world_size: Number of ranks.
         error: Exception with which the main thread has left the place; None where it is still there.
     """
-    lines, frame = (_stack(main_frame()), main_frame()) if error is None else _raised_in(error.__traceback__)
+    frame = main_frame()
+    lines, position = (_stack(frame), position_of(frame)) if error is None else _raised_in(error.__traceback__)
     name = f"rank {rank} of {world_size}" if world_size > 1 else "this process"
-    head = f"dlo: {name} (pid {os.getpid()} on {socket.gethostname()}) was {position_of(frame)}:\n"
+    head = f"dlo: {name} (pid {os.getpid()} on {socket.gethostname()}) was {position}:\n"
     text = head + "".join(lines)
     if sys.stderr is not None:
         sys.stderr.write(text)
@@ -205,10 +206,8 @@ def _few(walk: Any) -> Any:
         yield item
 
 
-def _raised_in(trace: TracebackType | None) -> tuple[list[str], FrameType | None]:
-    """Returns the innermost lines of an error's traceback, and its innermost frame."""
-    frame = None
-    lines = traceback.format_tb(trace)[-_MOST_FRAMES:]
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-    return lines, frame
+def _raised_in(trace: TracebackType | None) -> tuple[list[str], Position]:
+    """Returns the innermost lines of an error's traceback, and the position at which it was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]  # They have returned, and no longer know their callers.
+    hook = next((found for frame in reversed(frames) if (found := hook_of(frame))), "")
+    return traceback.format_tb(trace)[-_MOST_FRAMES:], Position(hook, _collective_of(frames[-1] if frames else None))

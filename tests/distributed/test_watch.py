@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.call import _call_callback_hooks
 
 from dlo_framework.distributed import open_files
 from dlo_framework.distributed.failure import Failure, is_lost_connection
@@ -18,7 +21,7 @@ from dlo_framework.distributed.grace import GracePeriod
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
 from dlo_framework.distributed.signals import SignalListener, means_stop
-from dlo_framework.distributed.stacks import Position, StackSampler, position_of
+from dlo_framework.distributed.stacks import Position, StackSampler, position_of, print_stack
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.stop import GracefulStop
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -449,3 +452,26 @@ def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():
     done.wait(20)
     assert found == [0.0, 0.0]
     assert position_of(None) == Position()
+
+
+class Waits(Callback):
+    """A callback whose wait for other ranks fails."""
+
+    def on_train_start(self, trainer, pl_module):
+        raise RuntimeError("Timed out waiting 12000ms for recv operation to complete")
+
+
+def test_the_stack_of_an_error_has_the_hook_in_which_it_was_raised(capsys):
+    """The frames of an error have returned: they no longer know the functions that have called them."""
+    run = SimpleNamespace(
+        callbacks=[Waits()],
+        lightning_module=SimpleNamespace(_current_fx_name=None),
+        profiler=PassThroughProfiler(),
+    )
+    try:
+        _call_callback_hooks(run, "on_train_start")  # type: ignore[arg-type]
+    except RuntimeError as error:
+        print_stack(1, 2, error)
+    found = capsys.readouterr().err
+    assert found.startswith("dlo: rank 1 of 2 (pid ")
+    assert ") was in on_train_start of Waits:\n" in found
