@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from dlo_framework.data.distributed_loader import DistributedEvalLoader
 from dlo_framework.strategy_contract import contract_of
 
 KEY = "dlo"
@@ -131,7 +132,8 @@ def _set_loader_generators(trainer: Trainer) -> None:
     It does so before any hook could store training's random state.
     """
     for number, loader in enumerate(tree_leaves(trainer.val_dataloaders)):
-        drawing: list[Any] = [loader, loader.sampler] if isinstance(loader, DataLoader) else []
+        is_torchs = isinstance(loader, DataLoader | DistributedEvalLoader)
+        drawing: list[Any] = [loader, loader.sampler] if is_torchs else []
         for draws in drawing:
             if getattr(draws, "generator", number) is None:
                 draws.generator = torch.Generator().manual_seed(number)

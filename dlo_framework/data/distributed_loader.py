@@ -12,43 +12,62 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
+    _IndexBatchSamplerWrapper,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from dlo_framework.data.evaluation import count_samples
+from dlo_framework.data.evaluation import count_samples, mixes_batches
 from dlo_framework.strategy_contract import contract_of
+
+#: Samplers whose rank `r` of `n` gets the samples `r`, `r + n`, `r + 2n` ... of an order, and repeated ones at the end.
+_DEALING = (
+    DistributedSampler,
+    DistributedSamplerWrapper,
+    UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
+)
 
 
 def without_repeats(loader: Any, trainer: Trainer) -> Any:
     """Returns a loader that evaluates each sample once, in equally many batches on all ranks.
 
-    Loaders of training are returned unchanged, and so are those of predictions where a forward needs no other rank, and
-    all but a DataLoader over torch's DistributedSampler, whether Lightning or the user has inserted it, of a number of
-    samples that the ranks do not divide.
+    A loader is returned unchanged in training, and where it repeats no sample: it has no torch DistributedSampler, of
+    Lightning or of the user; its number of samples is a multiple of the ranks; its sampler drops the rest; or it is for
+    predictions, with Lightning's sampler, and no forward needs the other ranks.
 
     Args:
         loader: Loader as Lightning has prepared it.
         trainer: Trainer that is going to use it.
     """
     evaluates = trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting
+    if evaluates and isinstance(loader, DistributedEvalLoader):  # An earlier trainer left it in a CombinedLoader.
+        return DistributedEvalLoader(loader.loader, loader.share, trainer)
     if not evaluates or not isinstance(loader, DataLoader):
         return loader
     batches: Any = loader.batch_sampler
     in_prediction = isinstance(batches, _IndexBatchSamplerWrapper)  # Lightning (2.6) notes the indices.
-    if in_prediction and not contract_of(trainer.strategy).forward_needs_all_ranks:
-        return loader  # Lightning's sampler repeats no sample there, and a rank with a batch less keeps nobody waiting.
     dealt = batches._batch_sampler if in_prediction else batches
     sampler = getattr(dealt, "sampler", loader.sampler)
-    total = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
-    if not isinstance(sampler, DistributedSampler) or not total % sampler.num_replicas:
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return loader
-    if type(dealt) is not BatchSampler:
+    total = len(sampler.dataset)  # type: ignore[arg-type]
+    if not total % sampler.num_replicas:
+        return loader
+    if isinstance(sampler, UnrepeatedDistributedSampler) and not contract_of(trainer.strategy).forward_needs_all_ranks:
+        return loader  # A rank with a batch less keeps nobody waiting.
+    if type(dealt) is not BatchSampler or type(sampler).__iter__ not in [kind.__iter__ for kind in _DEALING]:
+        found = type(sampler if type(dealt) is BatchSampler else dealt).__name__
         rank_zero_warn(
-            f"a DistributedSampler for {sampler.num_replicas} ranks must be used by torch's BatchSampler to evaluate"
-            f" each of {total} samples once, got {type(dealt).__name__}, so that some may be evaluated twice; set a"
-            " batch_size, evaluate on one rank, or use ResumableDataModule.eval_loader"
+            f"a DistributedSampler for {sampler.num_replicas} ranks must have torch's own order and BatchSampler to"
+            f" evaluate each of {total} samples once, got {found}, so that some may be evaluated twice; set a"
+            " batch_size and let Lightning insert the sampler, evaluate on one rank, or use"
+            " ResumableDataModule.eval_loader"
         )
         return loader
     share, dealt = UnrepeatedSampler(sampler, dealt.batch_size, dealt.drop_last), copy.copy(dealt)
@@ -94,6 +113,9 @@ class UnrepeatedSampler(DistributedSampler):
 class DistributedEvalLoader:
     """DataLoader of a rank that says before each batch how many of its samples count.
 
+    All other attributes are those of the DataLoader, to read and to set: Lightning (2.6) sets `worker_init_fn`, and
+    `_iterator` to end persistent workers.
+
     Args:
         loader: DataLoader whose batches are loaded.
         share: Sampler of its indices.
@@ -101,20 +123,28 @@ class DistributedEvalLoader:
     """
 
     def __init__(self, loader: DataLoader, share: UnrepeatedSampler, trainer: Trainer) -> None:
-        self.loader, self.share, self._trainer = loader, share, weakref.ref(trainer)
+        vars(self).update(loader=loader, share=share, _trainer=weakref.ref(trainer))
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        trainer = self._trainer()
+        counts = trainer is None or not mixes_batches(trainer)
+        if not counts:
+            rank_zero_warn(
+                f"a step must get one batch of one loader at a time to evaluate each of {len(self.share.dataset)}"
+                " samples once, got loaders in parallel, one without a length, or a dataloader_iter, so that some may"
+                " be evaluated twice; return a list of loaders, or evaluate on one rank"
+            )
         left = self.share.samples
         for batch in self.loader:
             samples = min(left, self.share.batch_size)
             left -= samples
-            if not samples:
+            if counts and not samples:
                 self._forget_last_indices()
-            trainer = self._trainer()
-            if (trainer is not None and count_samples(trainer, samples)) or samples:
+            is_counted = counts and trainer is not None and count_samples(trainer, samples)
+            if is_counted or samples or not counts:
                 yield batch
 
     def _forget_last_indices(self) -> None:
@@ -123,17 +153,12 @@ class DistributedEvalLoader:
         if noted:
             noted[-1] = []
 
-    @property
-    def _iterator(self) -> Any:
-        """Iterator of persistent workers, which Lightning (2.6) ends with a run."""
-        return self.loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, value: Any) -> None:
-        self.loader._iterator = value
-
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the DataLoader, such as its dataset."""
-        if name == "loader":
+        if name in ("loader", "share", "_trainer"):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the DataLoader."""
+        setattr(self.loader, name, value)

@@ -55,7 +55,7 @@ def count_samples(trainer: Trainer, samples: int) -> bool:
         return False
     strategy: Any = trainer.strategy
     strategy.__dict__.pop(name, None)  # left by a batch without a step
-    if not _one_batch_a_step(trainer):
+    if mixes_batches(trainer):
         if samples:
             return False
         raise DloError(
@@ -88,13 +88,18 @@ def step_samples(trainer: Trainer | None) -> Any | None:
     return None if results is None else results.batch_size
 
 
-def _one_batch_a_step(trainer: Trainer) -> bool:
-    """Whether the batch handed out last is the next step's: Lightning (2.6) prefetches if their number is unknown."""
+def mixes_batches(trainer: Trainer) -> bool:
+    """Returns whether the batch that a loader hands out in evaluation may be another than the next step's.
+
+    Loaders in parallel give several batches to one step, and Lightning (2.6) prefetches if their number is unknown.
+    """
+    if trainer.state.stage not in _STEPS:
+        return False
     fetcher: Any = getattr(trainer._active_loop, "_data_fetcher", None)
     if fetcher is None or fetcher.length is None or isinstance(fetcher, _DataLoaderIterDataFetcher):
-        return False
+        return True
     combined = fetcher.combined_loader
-    return combined._mode == "sequential" or len(combined.flattened) == 1
+    return combined._mode != "sequential" and len(combined.flattened) > 1
 
 
 def _count_in_floats(results: Any) -> None:

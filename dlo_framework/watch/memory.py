@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -24,8 +25,18 @@ def memory_now(device: torch.device) -> dict[str, float]:
 
 def memory_peak(device: torch.device) -> int:
     """Returns the peak memory so far, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_peak()
+
+
+def process_peak() -> int:
+    """Returns the peak memory of this process so far, in bytes.
+
+    Linux's ``ru_maxrss`` begins with the peak of the process that has started this one, so it is the last choice.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     # Linux counts in kB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
@@ -18,7 +20,7 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from support.evaluated import KINDS, PlainSamples, Samples, measured, trainer
+from support.evaluated import KINDS, Plain, PlainSamples, Samples, measured, trainer
 
 #: Those of plain data parallelism, on any number of ranks.
 STRATEGIES = {
@@ -135,6 +137,33 @@ def test_every_kind_under_every_strategy(world: int) -> None:
     check(world, cases)
 
 
+class Pairs(PlainSamples):
+    """Two loaders that run in parallel."""
+
+    def val_dataloader(self) -> Any:
+        return CombinedLoader([super().val_dataloader(), super().val_dataloader()], "max_size")
+
+
+class FirstOfPair(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().validation_step(batch[0], batch_idx)
+
+
+def _in_parallel(rank: int, world: int) -> tuple[float, list[str]]:
+    run = trainer(world, DataParallelStrategy())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.validate(FirstOfPair(), Pairs(KINDS["plain"], 5, 2), verbose=False)
+    return float(run.callback_metrics["val_count"]), [str(w.message) for w in caught if "in parallel" in str(w.message)]
+
+
+def test_loaders_in_parallel_repeat_a_sample_with_a_warning() -> None:
+    (count, messages), (_, others) = run_distributed(_in_parallel, 2)
+    assert count == 6
+    assert "evaluate each of 5 samples once, got loaders in parallel" in messages[0]
+    assert not others, "rank 0 speaks for all"
+
+
 def _predicted(rank: int, world: int, cases: list[Case], folder: Path, data: Any = Samples) -> list[int]:
     counts = []
     for number, (name, kind, *sizes) in enumerate(cases):
@@ -166,18 +195,19 @@ class Indices(BasePredictionWriter):
         self.found = [index for batch in batch_indices[0] for index in batch]
 
 
-def _indices(rank: int, world: int, names: list[str], size: tuple[int, int]) -> list[list[int]]:
+def _indices(rank: int, world: int, names: list[str], size: tuple[int, int], data: str) -> list[list[int]]:
     found = []
     for name in names:
         writer = Indices("epoch")
         run = trainer(world, STRATEGIES[name](), callbacks=[writer])
-        run.predict(KINDS["mse"].module(), PlainSamples(KINDS["mse"], *size))
+        run.predict(KINDS["mse"].module(), PLAIN_DATA[data](KINDS["mse"], *size))
         found.append(writer.found)
     return found
 
 
-def test_a_prediction_writer_gets_each_index_of_torchs_loader_once() -> None:
-    by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2))
+@pytest.mark.parametrize("data", ["Lightning's sampler", "an own sampler"])
+def test_a_prediction_writer_gets_each_index_of_torchs_loader_once(data: str) -> None:
+    by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2), data)
     for found in zip(*by_rank, strict=True):
         assert sorted(index for indices in found for index in indices) == list(range(5))
 

@@ -112,6 +112,26 @@ def test_optimizers_of_full_tensors_train_under_tp_as_in_one_process() -> None:
     assert_parity(partial(llm, optimizer="adafactorbv", optimizer_args={}), cases(*axes), steps=3)
 
 
+class FullAdagrad(torch.optim.Adagrad):
+    """Optimizer of full tensors whose constructor makes state."""
+
+    needs_full_tensors = True
+
+
+class WithFullAdagrad(CausalLM):
+    def configure_optimizers(self) -> Any:
+        return FullAdagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+def llm_with_adagrad() -> tuple[Any, Any]:
+    config = {"model_type": "llama", **FAMILIES["llama"], "num_hidden_layers": 2}
+    return WithFullAdagrad(config=config), Tokens(1, rows=ROWS)
+
+
+def test_state_that_a_constructor_makes_has_the_full_shape_under_tp() -> None:
+    assert_parity(llm_with_adagrad, cases({"tp": 2}), steps=3)
+
+
 def test_what_else_a_run_has_goes_with_it() -> None:
     recomputed = {"appliers": [ActivationCheckpoint()]}
     kept = {"appliers": [FullyShard(reshard_after_forward=True)]}

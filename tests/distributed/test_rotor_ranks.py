@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.strategy import register_data_parallel
+from dlo_framework.distributed.strategy import DataParallelStrategy, register_data_parallel
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from support.rotor_runs import assert_same, train
+from support.rotor_runs import NetTask, assert_same, train
 
 PARTS = 4  # micro-batches
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -105,6 +111,43 @@ def test_other_strategies(strategy: str) -> None:
     kind = "llama" if strategy == "cp" else "vit"
     for found in run_distributed(compare, 2, kind, strategy, ["70%", "50%"], backend=None, timeout=800):
         assert any(not text.startswith("0 ") for text in found), found
+
+
+class Changing(DynamicBatchSize):
+    """Callback that may change batches, and leaves it to the data."""
+
+    def __init__(self) -> None:
+        Callback.__init__(self)
+
+
+for _name in {*vars(DynamicBatchSize)} & {*vars(Callback)} - {"__doc__", "__module__", "__init__"}:
+    setattr(Changing, _name, vars(Callback)[_name])
+
+
+def _larger_on_rank_0(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """Trains with a batch that is larger on rank 0, and then with larger ones on both ranks."""
+    silence_lightning()
+    sizes = [8] * 5 + [16 if rank == 0 else 8] + [8] * 2 + [32] * 6
+    batches = [(torch.randn(size, 16), torch.randint(4, (size,))) for size in sizes]
+    rotor = Rotor("80%")
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    run = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=DataParallelStrategy(),
+        max_epochs=1,
+        callbacks=[rotor, Changing()],
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        **options,
+    )
+    run.fit(NetTask(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return run.global_step, rotor._measured_bytes
+
+
+def test_ranks_survey_again_together(tmp_path: Path) -> None:
+    """A survey on one rank alone would leave it waiting for the others' plans."""
+    assert run_distributed(_larger_on_rank_0, 2, tmp_path) == [(14, 32 * (16 * 4 + 8))] * 2
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from dlo_framework.data.distributed_loader import DistributedEvalLoader, UnrepeatedSampler, without_repeats
+from dlo_framework.resume import _set_loader_generators
 
 SIZES = st.integers(1, 23), st.integers(1, 5), st.integers(1, 4)
 
@@ -87,3 +90,42 @@ def test_a_batch_sampler_of_ones_own_is_warned_of():
         warnings.simplefilter("error")
         plain = DataLoader(range(9), batch_sampler=Pairs(SequentialSampler(range(9)), 2, False))  # type: ignore[arg-type]
         assert without_repeats(plain, stage("validating")) is plain
+
+
+class InChunks(DistributedSampler):
+    """A sampler that deals a chunk of consecutive samples to each rank, so that the repeated ones are one rank's."""
+
+    def __iter__(self):
+        indices = [index % len(self.dataset) for index in range(self.total_size)]  # type: ignore[arg-type]
+        return iter(indices[self.rank * self.num_samples :][: self.num_samples])
+
+
+def test_a_sampler_with_its_own_order_is_warned_of():
+    loader = DataLoader(range(10), sampler=InChunks(range(10), 4, 3, shuffle=False))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="each of 10 samples once, got InChunks, so that some may be evaluated twice"):
+        assert without_repeats(loader, stage("validating")) is loader
+
+
+def test_a_sampler_that_drops_the_rest_repeats_none():
+    sampler = DistributedSampler(range(9), 2, 0, shuffle=False, drop_last=True)
+    loader = DataLoader(range(9), sampler=sampler)  # type: ignore[arg-type]
+    assert without_repeats(loader, stage("validating")) is loader
+
+
+def test_what_lightning_and_an_exact_resume_set_reaches_the_loader(monkeypatch):
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    changed = without_repeats(dealt_loader(), stage("validating"))
+    _auto_add_worker_init_fn(changed, 0)
+    _set_loader_generators(type("Run", (), {"val_dataloaders": [changed]})())  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    iter(changed.loader)
+    assert torch.equal(torch.get_rng_state(), before), "a validation must not draw from the training's stream"
+    assert changed.loader.worker_init_fn is not None
+
+
+def test_a_second_trainer_gets_a_loader_of_its_own():
+    first = without_repeats(dealt_loader(), stage("validating"))
+    trainer = stage("testing")
+    second = without_repeats(first, trainer)
+    assert second._trainer() is trainer
+    assert second.loader is first.loader

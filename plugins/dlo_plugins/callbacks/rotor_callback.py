@@ -176,12 +176,19 @@ class Rotor(Callback):
             executed.begin_backward()
 
     def _check_size(self, trainer: Trainer, pl_module: LightningModule, size: int) -> None:
-        """Surveys again for a larger batch, if all ranks have larger ones at the same time."""
-        if size <= self._measured_bytes:
-            return
-        changing = DynamicBatchSize | ProgressiveResizing
-        if trainer.world_size == 1 or any(isinstance(one, changing) for one in trainer.callbacks):  # type: ignore[attr-defined]
+        """Surveys again for a larger batch, if all ranks have larger ones at the same time.
+
+        The ranks vote in each batch if a callback may change their sizes: a survey on some of them would not end.
+        """
+        is_larger, changing = size > self._measured_bytes, DynamicBatchSize | ProgressiveResizing
+        grows = is_larger
+        if trainer.world_size > 1:
+            changes = any(isinstance(one, changing) for one in trainer.callbacks)  # type: ignore[attr-defined]
+            grows = changes and trainer.strategy.reduce_boolean_decision(is_larger)
+        if grows:
             self._begin_survey(trainer, pl_module)
+            return
+        if not is_larger:
             return
         rank_zero_warn(
             f"Rotor: a batch of {size} bytes is larger than the measured one of {self._measured_bytes}, so that"

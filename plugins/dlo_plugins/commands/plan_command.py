@@ -129,6 +129,13 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DloError(f"plan: --{name} must be at least 1, got {value}")
+    searches = ("measure", "gpus", "nodes", "memory", "batch", "fix")
+    unused = next((name for name in searches if options.check is not None and getattr(options, name)), None)
+    if unused is not None:
+        raise DloError(
+            f"plan: --check must come without --{unused}, since it predicts the layout of the run, got both; leave"
+            f" --{unused} out"
+        )
     if options.measure is not None and options.machine is not None:
         raise DloError(
             f"plan: --measure must come without --machine, got --machine {options.machine}; leave one of them out"

@@ -39,10 +39,10 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         dist.all_gather_object(self._slices_of, slices, group=tensor_parallel.group)
         super().__init__(groups, communicator)
 
-    def _numel(self, group: RowGroup, number: int) -> int:
-        """Returns the number of elements of the full tensor, by which all tp ranks assign the same owner."""
-        name, shape = group.names[number], group.parameters[number].shape
-        return self.slices[name].full_shape(shape).numel() if name in self.slices else shape.numel()
+    def full_shape(self, name: str) -> torch.Size:
+        """Returns the shape of a parameter without slices; by its size, all tp ranks assign the same owner."""
+        shape = self.shapes[name]
+        return self.slices[name].full_shape(shape) if name in self.slices else shape
 
     def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the full tensors that this rank owns, joined over the tp axis."""

@@ -7,7 +7,6 @@ thread a rank, computation on a CPU is timed by the rank's CPU time: ranks that 
 from __future__ import annotations
 
 import functools
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.watch.memory import process_peak
 from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceScatter
 
 #: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
@@ -98,7 +98,7 @@ class RankMeasurement:
 
 def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
     """Returns the measurement of this rank; all ranks must call it."""
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    process = process_peak()
     if wanted.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     measuring = _Measuring(wanted, world_size)

@@ -63,9 +63,10 @@ class ScheduledBlocks:
             intercept_calls(block, self._handler(index))
 
     def remove(self) -> None:
-        """Makes the blocks run as they did before."""
+        """Makes the blocks run as they did before, and finishes the copies that are left."""
         for block in self._blocks:
             restore_calls(block)
+        self.begin_step()
 
     def reset_counts(self) -> None:
         """Sets the numbers of executed forwards to 0."""

@@ -144,7 +144,7 @@ class OptimizerShard(ABC, Generic[Group]):
         """Returns the local shard of state that a constructor has made, as torch's Adagrad does."""
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        room = self.empty_shard(name, self.shapes[name], value.dtype)
+        room = self.empty_shard(name, self.full_shape(name), value.dtype)
         part, made = room.data if isinstance(room, FlatShard) else room, local_tensor(value).flatten()
         if part.numel() and not (made.numel() and bool((made == made[0]).all())):
             raise DloError(
@@ -152,6 +152,10 @@ class OptimizerShard(ABC, Generic[Group]):
                 f" {name!r} from {type(optimizer).__name__}'s constructor; make it in step()"
             )
         return part.copy_(made[0]) if part.numel() else part
+
+    def full_shape(self, name: str) -> torch.Size:
+        """Returns the shape of a parameter, all ranks' shards together."""
+        return self.shapes[name]
 
     def load_params(self) -> None:
         """Loads the shards' values into the local parameters, where these are copies."""
@@ -247,7 +251,7 @@ class FullTensorShard(OptimizerShard[Group]):
     def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
         self._places = [(group, number) for group in groups for number in range(len(group.names))]
-        numels = [self._numel(group, number) for group, number in self._places]
+        numels = [self.full_shape(group.names[number]).numel() for group, number in self._places]
         self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
         for group, number in self._places:
             if self._owner[id(group), number] == communicator.rank:
@@ -257,9 +261,6 @@ class FullTensorShard(OptimizerShard[Group]):
 
     def _keys(self) -> list[tuple[int, int]]:
         return [(id(group), number) for group, number in self._places]
-
-    def _numel(self, group: Group, number: int) -> int:
-        return group.parameters[number].numel()
 
     @torch.no_grad()
     def load_full_params(self) -> None:

@@ -65,6 +65,9 @@ def test_a_run_is_compared_and_residuals_are_stored(tmp_path: Path, capsys: pyte
     )
     assert main(["plan", "--check", str(run), "--machine", "h100"]) == 2
     assert "--machine must be the one that the run was on, a cpu machine, got h100" in capsys.readouterr().err
+    for words in (["--measure"], ["--fix", "tp=2"], ["--gpus", "16"]):
+        assert main(["plan", "--check", str(run), *words]) == 2
+        assert f"--check must come without {words[0]}, since" in capsys.readouterr().err
     (run / "summary.json").write_text(json.dumps(summary | {"status": "interrupted: KeyboardInterrupt"}))
     assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 2
     assert "must be a run that has finished" in capsys.readouterr().err

@@ -126,6 +126,18 @@ def test_a_saved_tensor_that_changes_in_place_is_an_error_as_without_offloading(
     executed.remove()
 
 
+def test_blocks_that_are_removed_after_an_error_leave_no_copies() -> None:
+    blocks = [Square() for _ in range(4)]
+    link = SimulatedLink(Link(1e9, 1e9), LinkClock(virtual=True))
+    executed = offloaded_blocks(blocks, link)
+    x: torch.Tensor = torch.ones(1, 64, requires_grad=True)
+    for block in blocks[:3]:  # The step fails before the backward.
+        x = block(x)
+    assert link._running
+    executed.remove()
+    assert not link._running
+
+
 def test_outputs_that_a_block_saves_leave_with_the_next_blocks_input() -> None:
     """Each tanh saves its output, which is the next block's input: one storage, which is copied once."""
     blocks = [Square() for _ in range(4)]
