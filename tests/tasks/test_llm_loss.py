@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -145,15 +144,6 @@ def test_under_autocast_the_product_is_in_half_precision_and_the_sums_are_not() 
         slopes, gradients(full_logits_loss(head, hidden, targets), hidden, projection.weight), strict=True
     ):
         assert (one - other).norm() < 0.02 * other.norm()
-
-
-@pytest.fixture(params=[torch.float64, torch.float32, torch.bfloat16])
-def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
-    """torch's default dtype, which Lightning sets in steps under `precision: 64-true` and `bf16-true`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("kernel", ["columns", "rows"])
