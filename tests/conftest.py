@@ -120,6 +120,17 @@ def no_hooks_of_saved_tensors_are_left():
         saved.add_(1).sum().backward()
 
 
+@pytest.fixture(params=["float64", "float32", "bfloat16"])
+def default_dtype(request):
+    """torch's default dtype, which Lightning sets in steps under `precision: 64-true` and `bf16-true`."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, request.param))
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture
 def dlo(tmp_path) -> Command:
     return Command(tmp_path)

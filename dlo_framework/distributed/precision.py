@@ -1,13 +1,55 @@
-"""Precision plug-ins for sharded gradients: clipping by the norm over all ranks, and one loss scale."""
+"""Precision plug-ins for sharded gradients: clipping by the norm over all ranks, one loss scale; dtype of scalars."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
+from torchmetrics import Metric
+
+
+def wide_dtype() -> torch.dtype:
+    """Returns torch's default dtype, or float32 if that is wider.
+
+    Lightning sets the default dtype to bf16 in steps under `precision: bf16-true`.
+    """
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+@contextlib.contextmanager
+def metrics_keep_dtypes(module: nn.Module) -> Iterator[None]:
+    """Restores the dtypes and values of metrics' states after the module in the block is converted to another dtype.
+
+    Sums in bf16 lose summands: from 256 on, adding 1 changes nothing. torchmetrics (1.0 to 1.9) keeps states in
+    `module.half()` and the like, but not in `module.to(dtype)`, which Lightning (2.6) calls.
+
+    Args:
+        module: Module whose metrics, at any depth, are restored; the block may move them to another device.
+    """
+    metrics = [found for found in module.modules() if isinstance(found, Metric)]
+    before = [(found, found.dtype, _tensor_states(found)) for found in metrics]
+    yield
+    for metric, dtype, states in before:
+        metric._dtype = dtype  # Some metrics convert what they are given to it.
+        for name, (default, value) in states.items():
+            device = getattr(metric, name).device
+            metric._defaults[name] = default.to(device)
+            setattr(metric, name, value.to(device))
+
+
+def _tensor_states(metric: Metric) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the default and the value of each state that is a tensor; the others are lists, empty before a batch."""
+    return {
+        name: (default, getattr(metric, name))
+        for name, default in metric._defaults.items()
+        if isinstance(default, torch.Tensor)
+    }
 
 
 class ShardedClipping:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -16,6 +17,7 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.batches import concat_batches
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.strategies.mesh import MeshStrategy
 from support.waits import Waits
 
 
@@ -59,6 +61,26 @@ def test_what_is_heard_lies_on_the_hearing_ranks_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
     found = pipelined(False, "meta").predict((torch.zeros(1, 2),), 0)
     assert all(tensor.is_meta for tensor in (found["logits"], found["pair"][0], found["pair"][1][0]))
+
+
+def test_measures_reach_all_stages_in_single_precision_whatever_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, default_dtype: None
+) -> None:
+    told = ({"val_loss": 2.2987654}, {})
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, **_: objects.__setitem__(0, told))
+    stage = pipelined(False, "cpu")
+    logged: dict[str, Tensor] = {}
+    monkeypatch.setattr(stage.task, "log_measured", lambda found, batch: logged.update(found))
+    stage.evaluate((torch.zeros(1, 2),))
+    assert logged["val_loss"].item() == pytest.approx(2.2987654, rel=1e-6)
+
+
+def test_the_losss_factor_is_in_single_precision_whatever_the_default_dtype(default_dtype: None) -> None:
+    strategy: Any = MeshStrategy(pp=2)
+    strategy.accelerator = CPUAccelerator()
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(accumulate_grad_batches=3))
+    strategy.parallel_devices = [torch.device("cpu")]
+    assert strategy._loss_scale().item() == pytest.approx(1 / 3, rel=1e-6)
 
 
 def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,16 @@ def test_under_autocast_the_product_is_in_half_precision_and_the_sums_are_not() 
         assert (one - other).norm() < 0.02 * other.norm()
 
 
+@pytest.mark.parametrize("kernel", ["columns", "rows"])
+def test_the_loss_adds_up_in_single_precision_whatever_the_default_dtype(kernel: Kernel, default_dtype: None) -> None:
+    projection, hidden, targets = make(dtype=torch.bfloat16)
+    many, goals = hidden.detach().repeat(200, 1), targets.repeat(200)
+    found = summed_loss(VocabularyHead(projection), many, goals, 4, kernel=kernel)
+    expected = F.cross_entropy(projection(many).float(), goals, ignore_index=IGNORE_INDEX, reduction="sum")
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_half_precision_weights_add_up_in_single_precision() -> None:
     projection, hidden, targets = make(dtype=torch.bfloat16)
     many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
@@ -190,12 +200,14 @@ def test_logits_of_all_tokens_are_never_there() -> None:
     assert largest.elements == 4000 * 300
 
 
-def test_measures_are_each_tokens_own() -> None:
-    projection, hidden, targets = make()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_measures_are_each_tokens_own(dtype: torch.dtype, default_dtype: None) -> None:
+    projection, hidden, targets = make(dtype=dtype)
+    targets[1] = projection(hidden)[1].argmax()
     losses, hits = token_losses_and_hits(VocabularyHead(projection, softcap=2.0), hidden, targets)
-    logits = 2 * torch.tanh(projection(hidden) / 2)
-    expected = F.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(losses, expected.float())
+    logits = projection(hidden).to(torch.promote_types(dtype, torch.float32))
+    logits = 2 * torch.tanh(logits / 2)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets, reduction="none"))
     assert hits.tolist() == ((logits.argmax(1) == targets) & (targets != IGNORE_INDEX)).tolist()
     assert hits.any()
 

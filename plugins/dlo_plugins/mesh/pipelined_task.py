@@ -19,6 +19,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.collectives import broadcast_values
+from dlo_framework.distributed.precision import wide_dtype
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
@@ -261,7 +262,7 @@ class PipelinedTask:
             metric = self.task.get_submodule(message)
             assert isinstance(metric, Metric)
             return metric
-        return torch.tensor(message, device=self.pipeline.device)
+        return torch.tensor(message, dtype=wide_dtype(), device=self.pipeline.device)
 
 
 def check_steps(task: Task) -> None:

@@ -69,7 +69,10 @@ class VocabularyHead:
         return shard_of(self.module)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens over the full vocabulary, `[n, V]` in float32, also where it is split."""
+        """Returns the logits of a few tokens over the full vocabulary, `[n, V]`, also where it is split.
+
+        They are in float32, or in float64 if the model is.
+        """
         return self._bent(self.module(hidden))
 
     def summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -84,11 +87,11 @@ class VocabularyHead:
         return losses.masked_fill(targets == IGNORE_INDEX, 0).sum()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]` in float32."""
+        """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]`; see :meth:`logits`."""
         return self._bent(self.module(hidden, split=True))
 
     def _bent(self, logits: Tensor) -> Tensor:
-        found = logits.float()
+        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             found = found * self.scale
         return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
@@ -201,14 +204,16 @@ def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
 
 @torch.no_grad()
 def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each token's cross-entropy, `[N]` in float32, and whether its target has the highest logit, `[N]`.
+    """Returns each token's cross-entropy, `[N]`, and whether its target has the highest logit, `[N]`.
+
+    Cross-entropies are in float32, or in float64 if the model is.
 
     Args:
         head: Head of the model.
         hidden: Hidden states, `[N, D]`.
         targets: Target ids, `[N]`; :data:`IGNORE_INDEX` has loss 0 and is never a hit.
     """
-    losses = torch.zeros(targets.shape, device=hidden.device)
+    losses = torch.zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
     if head.is_gathered:
         chunks: Any = [slice(None)]
@@ -317,7 +322,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             parts = _Gradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
-            total = torch.zeros((), device=hidden.device)
+            total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
             buffer: Tensor | None = None
             for start in range(0, len(targets), rows):
                 h, t = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
@@ -412,7 +417,7 @@ def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
 def _adds_wide(device_type: str, dtype: torch.dtype) -> bool:
     """Returns whether a device can add a half-precision product to a float32 matrix, tested on small ones."""
     one = torch.ones(16, 16, dtype=dtype, device=device_type)
-    total = torch.zeros(16, 16, device=device_type)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
