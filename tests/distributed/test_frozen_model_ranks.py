@@ -213,3 +213,50 @@ def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path
     back = _fit_average(strategy, 1, (0, 1), tmp_path / "zero3", resumes=True)
     for one, whole in zip(back, alone[-left:], strict=True):
         torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------
+
+CACHED = ("ddp", "zero3", "tp", "pp", "cp")
+
+
+def _cached(rank: int, world: int, folder: str, caches: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in CACHED:
+        make, shares = STRATEGIES[name]
+        for run in range(2):
+            torch.manual_seed(1)
+            callback = runs.Teacher(FrozenModel(folder, cache=str(caches / name)))
+            calls: list[int] = []
+            callback.look = lambda own, _, calls=calls: calls or _count(own, calls)
+            trainer = runs.make_trainer(make(), world, [callback])
+            try:
+                trainer.fit(runs.text_task(), runs.loader("text", rank * shares // world, shares))
+            except Exception as error:
+                raise RuntimeError(name) from error
+            found[f"{name} {run}"] = callback.found, len(calls)
+    return found
+
+
+def _count(own: runs.Teacher, calls: list[int]) -> None:
+    """Counts the forwards that follow; the first entry is not one."""
+    placed, calls[:] = own.frozen.placed, [0]
+    forward = placed._forward
+
+    def counted(batch: Any) -> Any:
+        calls.append(1)
+        return forward(batch)
+
+    placed._forward = counted  # type: ignore[method-assign]
+
+
+def test_ranks_share_a_cache_and_need_no_forward_for_its_samples(folders: dict[str, str], tmp_path: Path) -> None:
+    ranks = run_distributed(_cached, 2, folders["text"], tmp_path, timeout=600)
+    for name in CACHED:
+        records = list((tmp_path / name).glob("*.records"))
+        assert len(records) == (1 if name in ("tp", "pp") else 2)  # The ranks that have outputs of their own.
+        for found in ranks:
+            (first, computed), (second, hits) = found[f"{name} 0"], found[f"{name} 1"]
+            assert (computed, hits) == (runs.STEPS, 1)
+            for one, other in zip(first, second, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
