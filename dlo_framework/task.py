@@ -130,6 +130,16 @@ class Task(LightningModule, ABC):
         """
         return None
 
+    def read_placed_weights(self, shards: Mapping[str, Any], *, replaced: bool) -> None:
+        """Reads the model's own trained weights, as a second model of a run that was built on the meta device.
+
+        The default does nothing: :meth:`configure_model` has read them, or there are none.
+
+        Args:
+            shards: This rank's shards of the task's state, by name, to be filled.
+            replaced: Whether a checkpoint's weights are loaded next, so that none need to be read.
+        """
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's positional and keyword arguments for a batch.
 
@@ -139,6 +149,14 @@ class Task(LightningModule, ABC):
         if isinstance(batch, dict):
             return (), batch
         return (batch[0] if isinstance(batch, tuple | list) else batch,), {}
+
+    def cached_inputs(self, batch: Any) -> Any:
+        """Returns what a sample's outputs depend on, by which a second model's cache finds them.
+
+        Tensors ``[B, ...]`` in dicts, lists and tuples. The default is :meth:`inputs`; override it if these have
+        values that no sample has alone.
+        """
+        return self.inputs(batch)
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates the current stage's metrics with a batch, and returns the values to log at the epoch's end.
