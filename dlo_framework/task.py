@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from dlo_framework.batches import batch_size
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
+from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -100,6 +101,24 @@ class Task(LightningModule, ABC):
             outputs: Output of the model for `inputs(batch)`.
             batch: Batch on its device.
         """
+
+    def distillation_loss(
+        self, outputs: Any, teacher_outputs: Any, teacher: Any, batch: Any, loss: LogitLoss
+    ) -> Distilled:
+        """Returns the mean distance of the outputs from a teacher's, and how often both predict the same class.
+
+        The mean is over the same samples as that of :meth:`loss`. The default's outputs are logits, `[B, C]`, and all
+        samples count; override it for other outputs, or where some samples do not count.
+
+        Args:
+            outputs: Output of the model for `inputs(batch)`.
+            teacher_outputs: Output of the teacher's model for the same batch.
+            teacher: Frozen model, a `FrozenModel`, that computed them.
+            batch: Batch on its device.
+            loss: Distance between logits.
+        """
+        ours, theirs = outputs.flatten(0, -2), teacher_outputs.flatten(0, -2)
+        return Distilled(logit_losses(loss, ours, theirs).mean(), agreements(ours.detach(), theirs).float().mean())
 
     def check(self, datamodule: LightningDataModule | None) -> None:
         """Checks the task against the data before any process starts; called by the command line.

@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "strategy_contract",
                 "model_sizes",
                 "batch_transform",
+                "distillation",
                 "recompute",
             ),
         ),

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
@@ -265,6 +266,16 @@ class ImageClassifier(Task):
         else:
             values = losses.cross_entropy(outputs, targets, self.label_smoothing)
         return losses.mean_of_real(values, targets)
+
+    def distillation_loss(
+        self, outputs: Tensor, teacher_outputs: Tensor, teacher: Any, batch: Any, loss: LogitLoss
+    ) -> Distilled:
+        """Returns the mean distance of a batch's samples from the teacher; padding samples do not count."""
+        targets = batch[1]
+        real = losses.is_real(targets)
+        apart = logit_losses(loss, outputs, teacher_outputs).masked_fill(~real, 0.0)
+        agreed = agreements(outputs.detach(), teacher_outputs).logical_and_(real).float()
+        return Distilled(losses.mean_of_real(apart, targets), losses.mean_of_real(agreed, targets))
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns loss, top-1 and top-5 of the stage; updates the confusion matrix too."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.data import gradient_ranks
+from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
@@ -32,6 +33,7 @@ from dlo_tasks.llm import (
     families,
     language_models,
     sharded_weights,
+    vocabulary_distillation,
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
@@ -357,13 +359,32 @@ class CausalLM(Task):
         )
         if balance is not None:
             total = total + balance * (labels != vocabulary_loss.IGNORE_INDEX).sum()
+        return self._per_token(total, batch)
+
+    def _per_token(self, total: Tensor, batch: Any) -> Tensor:
+        """Returns this micro-batch's part of the mean over all tokens of the optimizer step, from its sum."""
         tokens = batch.get("tokens_in_step")
         if tokens is not None:
             ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
-        mean = mean_over_data(self._trainer, (labels != vocabulary_loss.IGNORE_INDEX).sum().float())
+        mean = mean_over_data(self._trainer, (batch["labels"] != vocabulary_loss.IGNORE_INDEX).sum().float())
         return total / mean.clamp(min=1)
+
+    def distillation_loss(
+        self, outputs: Any, teacher_outputs: Any, teacher: Any, batch: Any, loss: LogitLoss
+    ) -> Distilled:
+        """Returns this micro-batch's parts of the mean distance and agreement over all tokens of the optimizer step.
+
+        Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.llm.vocabulary_distillation`.
+        """
+        labels = batch["labels"]
+        ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
+        total, agreed = vocabulary_distillation.summed_distillation(
+            *(self.head, ours.flatten(0, 1), teacher.head, theirs.flatten(0, 1), labels.flatten(), loss),
+            count=batch_counts.read_target_count(labels),
+        )
+        return Distilled(self._per_token(total, batch), self._per_token(agreed, batch))
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided."""
