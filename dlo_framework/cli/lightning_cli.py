@@ -345,6 +345,10 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
+            for callback in callbacks if self.command == "fit" else ():
+                check_run = getattr(callback, "check_run", None)
+                if callable(check_run):
+                    check_run(trainer, self.model, self.datamodule)
             self._check_shares(trainer)
             if self.command == "predict":
                 strategy.check_predict(self.model)

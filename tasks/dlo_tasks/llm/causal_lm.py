@@ -273,7 +273,7 @@ class CausalLM(Task):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
         return optim.scheduled(
-            self._optimizer(self.model),
+            optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
             warmup_epochs=self.warmup_epochs,
@@ -371,6 +371,22 @@ class CausalLM(Task):
         mean = mean_over_data(self._trainer, (batch["labels"] != vocabulary_loss.IGNORE_INDEX).sum().float())
         return total / mean.clamp(min=1)
 
+    @property
+    def class_count(self) -> int | None:
+        """Size of the vocabulary; None if the data's tokenizer will set it."""
+        if not self.has_model and self.model_name is None and not language_models.has_vocabulary_size(self.given):
+            return None
+        return language_models.model_vocabulary_size(self.config)
+
+    def batch_mean(self, values: Tensor, batch: Any) -> Tensor:
+        """Returns this micro-batch's part of the mean over all tokens with a target of the optimizer step.
+
+        A value of a sample, `[B]`, counts for each of its tokens.
+        """
+        is_target = batch["labels"] != vocabulary_loss.IGNORE_INDEX
+        values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
+        return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
+
     def distillation_loss(
         self, outputs: Any, teacher_outputs: Any, teacher: Any, batch: Any, loss: LogitLoss
     ) -> Distilled:
@@ -380,10 +396,11 @@ class CausalLM(Task):
         """
         labels = batch["labels"]
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
-        total, agreed = vocabulary_distillation.summed_distillation(
-            *(self.head, ours.flatten(0, 1), teacher.head, theirs.flatten(0, 1), labels.flatten(), loss),
-            count=batch_counts.read_target_count(labels),
-        )
+        count = batch_counts.read_target_count(labels)
+        with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
+            total, agreed = vocabulary_distillation.summed_distillation(
+                self.head, ours.flatten(0, 1), head, theirs.flatten(0, 1), labels.flatten(), loss, count=count
+            )
         return Distilled(self._per_token(total, batch), self._per_token(agreed, batch))
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distillation import LogitLoss, agreements, logit_losses
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
@@ -36,6 +35,9 @@ from dlo_tasks.llm.vocabulary_loss import (
 
 #: Tensors as large as a chunk's logits that a distance keeps at once: chunks are shorter than those of cross-entropy.
 _COPIES = 4
+
+#: Error of a second backward.
+_ONCE = "backward of distillation over the vocabulary must run once, got a second call; compute the loss again"
 
 #: Function of a span of tokens that returns the teacher's logits over the student's slice of the vocabulary, [n, v].
 _TeacherLogits = Callable[[int, int], Tensor]
@@ -71,23 +73,18 @@ def summed_distillation(
     if shard is not None:
         hidden = shard.enter(hidden)
     theirs = _teacher_logits(teacher, teacher_hidden, shard)
-    rows = max(1, len(targets)) if student.is_gathered else chunk or _rows(student, len(targets), kernel)
+    rows = chunk or _rows(student, len(targets), kernel)
     if student.fuses:
         linear: Any = student.module
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         options = (student.softcap, dtype, rows, shard, kernel, loss)
         total, agreed = _LinearDistillation.apply(hidden, linear.weight, linear.bias, targets, theirs, *options)
         return total, agreed
-    parts = []
-    # A gathered head is called on ranks without a token too.
-    for start in range(0, max(len(targets), int(student.is_gathered)), rows):
-        span = hidden[start : start + rows], targets[start : start + rows]
-        run = _chunk_distillation if student.is_gathered else _recomputed_chunk
-        parts.append(run(student, *span, start, theirs, loss))
-    if not parts:
-        return hidden.float().sum(), torch.zeros((), device=hidden.device)
-    totals, agreed_parts = zip(*parts, strict=True)
-    return torch.stack(totals).sum(), torch.stack(agreed_parts).sum()
+    if student.is_gathered:  # Called on ranks without a token too.
+        return _gathered_distillation(student, hidden, targets, theirs, loss)
+    trained = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
+    total, agreed = _ModuleDistillation.apply(hidden, student, targets, theirs, rows, loss, *trained)
+    return total, agreed
 
 
 def _rows(head: VocabularyHead, tokens: int, kernel: Kernel) -> int:
@@ -114,18 +111,72 @@ def _teacher_logits(head: VocabularyHead, hidden: Tensor, shard: VocabularyShard
     return lambda start, stop: compute(hidden[start:stop])
 
 
-def _chunk_distillation(
-    head: VocabularyHead, hidden: Tensor, targets: Tensor, start: int, theirs: _TeacherLogits, loss: LogitLoss
+def _gathered_distillation(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, theirs: _TeacherLogits, loss: LogitLoss
 ) -> tuple[Tensor, Tensor]:
+    """Computes the logits of all tokens by one call of the head."""
     logits = head.logits(hidden) if head.shard is None else head.own_logits(hidden)
-    teacher, ignored = theirs(start, start + len(targets)), targets == IGNORE_INDEX
+    teacher, ignored = theirs(0, len(targets)), targets == IGNORE_INDEX
     agreed = agreements(logits.detach(), teacher, head.shard).masked_fill(ignored, False).sum()
     return logit_losses(loss, logits, teacher, head.shard).masked_fill(ignored, 0).sum(), agreed.float()
 
 
-def _recomputed_chunk(*args: Any) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = checkpoint(_chunk_distillation, *args, use_reentrant=False)
-    return found
+class _ModuleDistillation(torch.autograd.Function):
+    """Sums the distances between the logits of a head that is more than a product, and the teacher's.
+
+    Forward has the gradients of the hidden states and of the head's parameters, by autograd within a chunk. The head is
+    not called again in backward, when the teacher's may be freed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: VocabularyHead,
+        targets: Tensor,
+        theirs: _TeacherLogits,
+        rows: int,
+        loss: LogitLoss,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[0] or bool(trained)
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in trained]
+        sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(trained, wide, strict=True)]
+        of_hidden = torch.zeros_like(hidden)
+        total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
+        for start in range(0, len(targets), rows):
+            h = hidden[start : start + rows].detach().requires_grad_(needs)
+            ignored = targets[start : start + rows, None] == IGNORE_INDEX
+            with torch.set_grad_enabled(needs):
+                logits = head.logits(h) if head.shard is None else head.own_logits(h)
+            student, teacher = logits.detach().clone(), theirs(start, start + len(h)).to(logits.dtype)
+            agreed += agreements(student, teacher, head.shard).masked_fill_(ignored[:, 0], False).sum()
+            losses, slope = loss.losses_and_slope(student, teacher, head.shard, need_slope=needs)
+            total += losses.masked_fill_(ignored, 0).sum()
+            if slope is None:
+                continue
+            slope = slope.masked_fill(ignored, 0).to(logits.dtype)
+            found = torch.autograd.grad(logits, [h, *trained], slope, allow_unused=True)
+            if found[0] is not None:
+                of_hidden[start : start + rows] = found[0]
+            for one, part in zip(sums, found[1:], strict=True):
+                if part is not None:
+                    one += part
+        ctx.grads = [of_hidden if ctx.needs_input_grad[0] else None, *sums]
+        ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in trained)]
+        ctx.mark_non_differentiable(agreed)
+        return total, agreed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found, ctx.grads = ctx.grads, None
+        if found is None:
+            raise RuntimeError(_ONCE)
+        scaled = [
+            None if part is None else part.mul_(grads[0]).to(dtype)
+            for part, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return (scaled[0], *(None,) * 5, *scaled[1:])
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -168,9 +219,7 @@ class _LinearDistillation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts, ctx.parts = ctx.parts, None
         if parts is None:
-            raise RuntimeError(
-                "backward of distillation over the vocabulary must run once, got a second call; compute the loss again"
-            )
+            raise RuntimeError(_ONCE)
         return (*parts.scaled(grads[0]), *(None,) * 8)
 
 
