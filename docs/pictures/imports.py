@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
+        ("distillation", ("distillation/",)),
         ("callbacks", ("callbacks/",)),
         ("planner", ("planner/",)),
         ("commands", ("commands/",)),
