@@ -122,7 +122,7 @@ class HostMemory:
         self._handles: list[RemovableHandle] = []
         task.to("cpu")
         homes: dict[int, list[nn.Module]] = {}
-        blocks = [task.get_submodule(name) for name in _block_names(task)]
+        blocks = [task.get_submodule(name) for name in block_names(task)]
         for block in blocks:
             for tensor in _tensors(block):
                 homes.setdefault(id(tensor), []).append(block)
@@ -177,7 +177,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _block_names(task: Any) -> list[str]:
+def block_names(task: Any) -> list[str]:
+    """Returns the names of a task's blocks, from its plan; none if it has none."""
     try:
         plan: ParallelPlan = task.parallel_plan()
         return [f"model.{name}" for name in plan.block_names(task.model)]

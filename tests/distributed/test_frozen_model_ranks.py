@@ -11,11 +11,14 @@ import torch
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import run_distributed
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from tests.support import frozen_runs as runs
 
+#: DeepSpeed keeps no parameter in full because it is small.
+CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 #: Strategies by name, with the number of data-parallel ranks on two ranks.
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "ddp": (DataParallelStrategy, 2),
@@ -32,11 +35,14 @@ STRATEGIES: dict[str, tuple[Any, int]] = {
     "tp_sequence": (lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True), 1),
     "pp": (lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=4), 1),
     "cp": (lambda: MeshStrategy(cp=2, dp_shard=1), 1),
+    "deepspeed_0": (lambda: DeepSpeedBridge(0), 2),
+    "deepspeed_2": (lambda: DeepSpeedBridge(2), 2),
+    "deepspeed_3": (lambda: DeepSpeedBridge(3, config=CUT), 2),
 }
 #: Strategies for language models alone.
 TEXT_ONLY = ("cp", "zero3_meta", "fsdp_meta")
 #: Strategies that hold half of a model on each rank.
-HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_meta")
+HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_meta", "deepspeed_3")
 CASES = [(name, kind) for name in STRATEGIES for kind in runs.TASKS if kind == "text" or name not in TEXT_ONLY]
 
 
@@ -79,7 +85,7 @@ def folders(tmp_path_factory: Any) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks(folders: dict[str, str]) -> list[dict[str, Any]]:
-    return run_distributed(_outputs, 2, folders, CASES)
+    return run_distributed(_outputs, 2, folders, CASES, timeout=600)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
