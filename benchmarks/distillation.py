@@ -15,18 +15,25 @@ same number of steps: `alone`; `every 2`, which starts from every second block o
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from lightning.pytorch import Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
+
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.frozen_model import FrozenModel
+from dlo_plugins.callbacks.distill import Distill
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.text_data import TextData
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 0.97
@@ -43,86 +50,81 @@ STUDENTS: dict[str, dict[str, Any] | None] = {
 #: Options of Distill for images and for text.
 IMAGES = {"temperature": 4.0, "ce_weight": 0.5}
 TEXT = {"temperature": 2.0, "ce_weight": 0.5}
+METRICS: dict[type, str] = {ImageClassifier: "val_acc1", CausalLM: "val_loss"}
 
 
-def images(blocks: int, epochs: int) -> dict[str, Any]:
-    """Returns the quick start's config with this number of blocks."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    config["trainer"]["max_epochs"] = epochs
-    config["model"]["init_args"]["model_args"]["depth"] = blocks
-    return config
+def images(blocks: int, seed: int) -> tuple[Any, Any, list[Any]]:
+    """Returns the quick start's task with this number of blocks, its data and its callbacks."""
+    init = configured("quickstart.yaml")["model"]["init_args"]
+    init["model_args"]["depth"] = blocks
+    task = ImageClassifier(**init, log_images=0)
+    return task, DigitsData(image_size=16, batch_size=64, seed=seed), [OneCycle(max_lr=1.5e-3)]
 
 
-def text(blocks: int, steps: int) -> dict[str, Any]:
-    """Returns the text quick start's config with this number of blocks."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "llm" / "quickstart.yaml").read_text())
-    config["trainer"] |= {"max_steps": steps, "val_check_interval": steps, "limit_val_batches": 32}
-    init = config["model"]["init_args"]
+def text(blocks: int, seed: int) -> tuple[Any, Any, list[Any]]:
+    """Returns the text quick start's task with this number of blocks, its data and its callbacks."""
+    init = configured("llm/quickstart.yaml")["model"]["init_args"]
     init["config"]["num_hidden_layers"] = blocks
-    init["warmup_steps"] = min(init["warmup_steps"], steps)
     for name in ("prompts", "sampling"):
         init.pop(name)
-    return config
+    return CausalLM(**init), TextData(seq_len=256, batch_size=4), []
 
 
-def run(name: str, config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    """Trains once; returns the run's summary, with its folder."""
-    config["run"] = {"dir": str(folder / str(seed)), "name": name.replace(", ", "_").replace(" ", "_")}
-    config["seed_everything"] = seed
-    if config["data"]["class_path"] == "DigitsData":
-        config["data"]["init_args"]["seed"] = seed
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{config['run']['name']}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    words = [sys.executable, "-m", "dlo_framework", "fit", "--config", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    place = Path(config["run"]["dir"]) / config["run"]["name"] / "version_0"
-    return {**json.loads((place / "summary.json").read_text()), "folder": str(place)}
+def configured(name: str) -> dict[str, Any]:
+    """Returns a recipe of configs/."""
+    found: dict[str, Any] = yaml.safe_load((ROOT / "configs" / name).read_text())
+    return found
 
 
-def distilled(config: dict[str, Any], teacher: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Adds Distill to a config."""
-    callbacks = config["trainer"].setdefault("callbacks", [])
-    callbacks.append({"class_path": "Distill", "init_args": {"teacher": {"checkpoint": f"{teacher}/last"}, **options}})
-    return config
+def run(
+    made: tuple[Any, Any, list[Any]], limits: dict[str, Any], seed: int, folder: Path, distill: Any = None
+) -> float:
+    """Trains once, saves the last weights in a folder, and returns the metric of the last validation."""
+    task, data, callbacks = made
+    seed_everything(seed, workers=True, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[*callbacks, *([distill] if distill is not None else [])],
+        **limits,
+    )
+    use_canonical_checkpoints(trainer)
+    trainer.fit(task, datamodule=data)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return float(trainer.callback_metrics[METRICS[type(task)]])
 
 
-def contend(kind: str, seeds: int, size: int, folder: Path, students: list[str]) -> dict[str, list[float]]:
+def contend(kind: str, seeds: int, limits: dict[str, Any], folder: Path, students: list[str]) -> dict[str, list[float]]:
     """Trains teacher and students for each seed; returns accuracies, or cross-entropies."""
-    make, metric, own = (images, "val_acc1", IMAGES) if kind == "images" else (text, "val_loss", TEXT)
+    make, own = (images, IMAGES) if kind == "images" else (text, TEXT)
     found: dict[str, list[float]] = {"teacher": [], **{name: [] for name in students}}
     for seed in range(1, seeds + 1):
-        teacher = run("teacher", make(6, size), seed, folder / kind)
-        found["teacher"].append(teacher["metrics"][metric])
+        place = folder / f"{kind}_{seed}"
+        found["teacher"].append(run(make(6, seed), limits, seed, place))
         for name in students:
-            config, options = make(3, size), STUDENTS[name]
+            options, distill = STUDENTS[name], None
             if options is not None:
-                config = distilled(config, teacher["folder"], {**own, **options})
-            found[name].append(run(name, config, seed, folder / kind)["metrics"][metric])
-        print(
-            f"{kind}, seed {seed}: " + ", ".join(f"{who} {values[-1]:.4f}" for who, values in found.items()), flush=True
-        )
+                teacher = FrozenModel(str(place / "last.ckpt"))
+                distill = Distill(teacher, **{**own, **options})
+            found[name].append(run(make(3, seed), limits, seed, place / name.replace(", ", "_"), distill))
+            print(f"{kind}, seed {seed}: {name} {found[name][-1]:.4f}, teacher {found['teacher'][-1]:.4f}", flush=True)
     return found
 
 
 def parameters(make: Any, blocks: int) -> int:
-    """Returns the number of parameters of a config's model."""
-    import torch
-
-    from dlo_tasks.imagenet.classifier import ImageClassifier
-    from dlo_tasks.llm.causal_lm import CausalLM
-
-    init = make(blocks, 1)["model"]["init_args"]
+    """Returns the number of parameters of a model."""
+    task, data, _ = make(blocks, 1)
     if make is images:
-        task: Any = ImageClassifier(**{**init, "num_classes": 10, "image_size": 16})
+        task.check(data)
     else:
-        task = CausalLM(**{**init, "config": {**init["config"], "vocab_size": VOCABULARY}})
-    with torch.device("meta"):
-        model = task.on_meta().model
-    return sum(parameter.numel() for parameter in model.parameters())
+        task.config.vocab_size = VOCABULARY
+    return sum(parameter.numel() for parameter in task.on_meta().model.parameters())
 
 
 def main() -> None:
@@ -133,15 +135,17 @@ def main() -> None:
     parser.add_argument("--text-steps", type=int, default=420)
     parser.add_argument("--text-students", nargs="+", default=list(STUDENTS), choices=list(STUDENTS))
     options = parse_options(parser, __file__)
+    torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.seeds:
-            record.add(table_of_images(contend("images", options.seeds, options.epochs, folder, list(STUDENTS))))
+            limits: dict[str, Any] = {"max_epochs": options.epochs, "check_val_every_n_epoch": options.epochs}
+            record.add(table_of_images(contend("images", options.seeds, limits, folder, list(STUDENTS))))
         if options.text_seeds:
-            record.add(
-                table_of_text(contend("text", options.text_seeds, options.text_steps, folder, options.text_students))
-            )
+            limits = {"max_steps": options.text_steps, "val_check_interval": options.text_steps}
+            limits |= {"limit_val_batches": 32, "gradient_clip_val": 1.0}
+            record.add(table_of_text(contend("text", options.text_seeds, limits, folder, options.text_students)))
     record.finish()
 
 

@@ -74,12 +74,11 @@ class LayerOutputs:
 
 
 class _Keep:
-    """Hook that keeps a layer's output; torch.compile leaves it out of its graphs."""
+    """Hook that keeps a layer's output."""
 
     def __init__(self, outputs: LayerOutputs, name: str) -> None:
         self._outputs, self._name = outputs, name
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         tensor = output_tensor(output)
         if self._outputs.is_on and tensor is not None:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -22,8 +21,11 @@ from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.distill.layer_options import AttentionTransfer, HiddenStates, layer_pairs
 from dlo_plugins.distillation.hidden_losses import (
     as_sequence,
@@ -134,8 +136,6 @@ class Distill(BatchTransform):
             )
         if token and not weight:
             raise DloError("Distill: weight must be above 0 with token, got 0; set weight: 1, or token: false")
-        #: Second models of the run, which the framework checks before processes start.
-        self.frozen_models = [teacher]
         self.latest: dict[str, float] = {}
         self._pairs: dict[str, dict[str, str]] = {}  # of layers, by option
         self._task: Task | None = None
@@ -159,7 +159,10 @@ class Distill(BatchTransform):
                 f" {type(module).__name__}; derive it from Task"
             )
         module.check(datamodule)
-        teacher = self.teacher.check(module, datamodule, contract_of(trainer.strategy))
+        try:
+            teacher = self.teacher.check(module, datamodule, contract_of(trainer.strategy))
+        except DloError as error:
+            raise DloError(f"Distill: teacher: {error}") from error
         student = build_on_meta(module)
         self._check_classes(student if module.has_model else module, teacher)
         self._check_strategy(trainer)
@@ -176,6 +179,7 @@ class Distill(BatchTransform):
                 check_layers(f"{option}.layers", teacher.model, pairs.values())
                 self._pairs[option] = pairs
         if self._pairs:
+            self._check_compiled(trainer, student)
             self._check_shapes(student, teacher, datamodule)
 
     def _check_classes(self, student: Task, teacher: Task) -> None:
@@ -198,6 +202,24 @@ class Distill(BatchTransform):
             raise DloError(
                 "Distill: each rank must have all blocks and full sequences for hidden and attention, got"
                 f" {' and '.join(divided)}, which divides them; use the other axes, or distil logits alone"
+            )
+
+    def _check_compiled(self, trainer: Trainer, student: Task) -> None:
+        """Checks that no layer is inside compiled code, which blocks of one kind share and which keeps no outputs."""
+        callbacks, strategy = trainer.callbacks, trainer.strategy  # type: ignore[attr-defined]
+        scopes = [callback.scope for callback in callbacks if isinstance(callback, Compile)]
+        if isinstance(strategy, MeshStrategy) and any(isinstance(a, CompileBlocks) for a in strategy.appliers.ordered):
+            scopes.append("blocks")
+        if not scopes:
+            return
+        blocks = student.parallel_plan().block_names(student.model)
+        names = [name for pairs in self._pairs.values() for name in pairs]
+        inside = [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
+        if scopes[0] != "blocks" or inside:
+            raise DloError(
+                "Distill: layers of hidden and attention must be blocks of the plan, or outside of them, and Compile"
+                f" must have scope: blocks, got layer '{(inside or names)[0]}' and scope: {scopes[0]}; name a block,"
+                f" such as {blocks[-1]}, or leave Compile out"
             )
 
     def _check_token(self, student: Task) -> None:
