@@ -110,7 +110,7 @@ def contend(kind: str, seeds: int, limits: dict[str, Any], folder: Path, student
         for name in students:
             options, distill = STUDENTS[name], None
             if options is not None:
-                teacher = FrozenModel(str(place / "last.ckpt"))
+                teacher = FrozenModel(str(place / "last.ckpt"), task=make(6, seed)[0])
                 distill = Distill(teacher, **{**own, **options})
             found[name].append(run(make(3, seed), limits, seed, place / name.replace(", ", "_"), distill))
             print(f"{kind}, seed {seed}: {name} {found[name][-1]:.4f}, teacher {found['teacher'][-1]:.4f}", flush=True)

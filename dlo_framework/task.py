@@ -23,6 +23,7 @@ from dlo_framework.batches import batch_size
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
+from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -154,6 +155,28 @@ class Task(LightningModule, ABC):
             Whether the model has a distillation token; the default has none.
         """
         return False
+
+    def complete_batch(
+        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+    ) -> Any:
+        """Returns a batch of the model's own completions of a batch's prompts, whose targets are the completions.
+
+        The default has none: only tasks that generate override it.
+
+        Args:
+            batch: Batch on its device.
+            prompt_tokens: Number of tokens of each sample's prompt; None for the tokens before its first target.
+            max_new_tokens: Maximum number of tokens of a completion.
+            temperature: Divisor of the logits before sampling.
+            seed: Seed of the sampling.
+
+        Raises:
+            DloError: The task does not generate.
+        """
+        raise DloError(
+            f"{type(self).__name__} must have complete_batch to train on its own samples, got a task without; leave"
+            " on_policy out"
+        )
 
     def add_training_module(self, name: str, module: nn.Module) -> None:
         """Adds a module that only training uses, such as a projection in a loss; call it in `setup`.

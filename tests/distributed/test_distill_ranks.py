@@ -40,7 +40,7 @@ def text(
 ) -> Any:
     found: Any = seeded(lm(2, family, DistilledLM))
     states = None if hidden is None else HiddenStates(loss=hidden, project=True)
-    teacher = FrozenModel(checkpoint) if checkpoint else FrozenModel(task=sharp(lm(4, family)))
+    teacher = FrozenModel(checkpoint, task=lm(4)) if checkpoint else FrozenModel(task=sharp(lm(4, family)))
     temperature = 1.0 if loss in ("mse", "hard") else 2.0
     found.distill = Distill(teacher, loss, temperature, hidden=states, init_from=init_from, **options)
     return found, tokens(micro_batches)

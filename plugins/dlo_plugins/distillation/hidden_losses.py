@@ -33,7 +33,7 @@ def pool_to_same_grid(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]
     """Averages the larger of two grids, `[B, D, H, W]`, to the size of the smaller one, in each direction."""
     if student.ndim != 4 or student.shape[2:] == teacher.shape[2:]:
         return student, teacher
-    size = [min(pair) for pair in zip(student.shape[2:], teacher.shape[2:], strict=True)]
+    size = (min(student.shape[2], teacher.shape[2]), min(student.shape[3], teacher.shape[3]))
     return F.adaptive_avg_pool2d(student, size), F.adaptive_avg_pool2d(teacher, size)
 
 

@@ -29,6 +29,7 @@ from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
     batch_counts,
+    completions,
     export,
     families,
     language_models,
@@ -38,7 +39,15 @@ from dlo_tasks.llm import (
 )
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
-from dlo_tasks.llm.generation import Sampling, as_markdown, complete_ids, complete_texts, print_samples
+from dlo_tasks.llm.generation import (
+    Sampling,
+    as_markdown,
+    complete_ids,
+    complete_texts,
+    end_tokens,
+    pad_left,
+    print_samples,
+)
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
@@ -402,6 +411,20 @@ class CausalLM(Task):
                 self.head, ours.flatten(0, 1), head, theirs.flatten(0, 1), labels.flatten(), loss, count=count
             )
         return Distilled(self._per_token(total, batch), self._per_token(agreed, batch))
+
+    def complete_batch(
+        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+    ) -> dict[str, Tensor]:
+        """Returns a batch with the model's completions of the rows' prompts, without padding on the left.
+
+        It has no `tokens_in_step`: only other ranks know how many tokens they have written.
+        """
+        prompts = completions.find_prompts(batch, prompt_tokens)
+        ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
+        sampling = Sampling(max_new_tokens, temperature, seed=seed)
+        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
+        return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided."""

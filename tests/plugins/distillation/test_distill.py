@@ -18,12 +18,14 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates
+from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy
 from dlo_plugins.callbacks.distill.distill_callback import split_batch
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from support.distill_runs import OPTIMIZER, VIT, digits, lm, seeded, sharp, tokens, vit
+from dlo_tasks.llm.completions import find_prompts, join_completions
+from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 
 
 def trainer(*callbacks: Any, **options: Any) -> Trainer:
@@ -359,3 +361,76 @@ def test_a_task_with_its_own_batches_gets_them_as_they_were() -> None:
     found = trainer(distill)
     found.fit(Pair(), torch.utils.data.DataLoader(data, batch_size=4))
     assert distill.latest["distill/distance"] > 0
+
+
+# --- on-policy ---------------------------------------------------------------------------------------------
+
+
+class SeenLM(DistilledLM):
+    """Records the batches of training."""
+
+    seen: list[Any]
+
+    def configure_callbacks(self) -> list[Any]:
+        return []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch)
+        return super().training_step(batch, batch_idx)
+
+
+def on_policy(**options: Any) -> tuple[Any, Distill]:
+    task = seeded(lm(kind=SeenLM))
+    task.seen = []
+    teacher = FrozenModel(task=sharp(lm(3)))
+    distill = Distill(teacher, "jsd", on_policy=OnPolicy(**{"prompt_tokens": 5, "max_new_tokens": 7, **options}))
+    fit(task, distill, max_steps=4)
+    return task, distill
+
+
+def test_the_student_learns_on_its_own_samples_and_without_their_targets_loss() -> None:
+    task, distill = on_policy(fraction=1.0)
+    for batch in task.seen:
+        ids, labels = batch["input_ids"], batch["labels"]
+        assert ids.shape == (4, 11)
+        assert "tokens_in_step" not in batch
+        assert (labels != -100).sum(1).tolist() == [7] * 4
+        assert bool((labels[:, :4] == -100).all())
+        assert torch.equal(labels[:, 4:-1], ids[:, 5:]), "each completion's tokens are targets of those before"
+        assert batch["teacher_outputs"].outputs.shape[:2] == (4, 11)
+    assert distill.latest.keys() == {"distill/distance", "distill/agreement"}
+    again, _ = on_policy(fraction=1.0)
+    other, _ = on_policy(fraction=1.0, seed=1)
+    assert torch.equal(again.seen[3]["input_ids"], task.seen[3]["input_ids"])
+    assert not torch.equal(other.seen[0]["input_ids"], task.seen[0]["input_ids"])
+
+
+def test_a_fraction_of_the_steps_is_on_policy() -> None:
+    task, _ = on_policy(fraction=0.5)
+    sampled = [batch["teacher_outputs"].is_sampled for batch in task.seen]
+    assert sampled == [OnPolicy(fraction=0.5).samples_at(step) for step in range(4)]
+    assert 0 < sum(OnPolicy(fraction=0.3).samples_at(step) for step in range(1000)) / 1000 - 0.25 < 0.1
+    for batch, is_sampled in zip(task.seen, sampled, strict=True):
+        assert ("tokens_in_step" in batch) != is_sampled
+
+
+def test_prompts_end_before_the_first_target_unless_their_length_is_set() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3], [4, 4, 4, 4]]),
+        "labels": torch.tensor([[-100, 7, 8, 2], [1, 2, 3, 4], [-100] * 4]),
+    }
+    assert find_prompts(batch, None) == [[5, 6], [9], [4]]
+    assert find_prompts(batch, 3) == [[5, 6, 7], [9, 1, 2], [4, 4, 4]]
+    found = join_completions([[5, 6], [9]], [[7, 2, 0], [3, 4, 8]], [2], torch.device("cpu"))
+    assert found["input_ids"].tolist() == [[5, 6, 7], [9, 3, 4]]
+    assert found["labels"].tolist() == [[-100, 7, 2], [3, 4, 8]]
+
+
+def test_on_policy_needs_a_model_that_generates_and_full_weights() -> None:
+    refuse("on_policy must have a task that generates", vit(), Distill(FrozenModel(task=vit()), on_policy=OnPolicy()))
+    distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy())
+    refuse("full model between steps, got MeshStrategy", lm(), distill, tokens(), strategy=MeshStrategy(), devices=2)
+    refuse("full model between steps, got ZeroStrategy", lm(), distill, tokens(), strategy=ZeroStrategy(3), devices=2)
+    for options in ({"fraction": 0.0}, {"max_new_tokens": 0}, {"temperature": 0.0}):
+        with pytest.raises(DloError, match=f"on_policy.{next(iter(options))} must be"):
+            OnPolicy(**options)

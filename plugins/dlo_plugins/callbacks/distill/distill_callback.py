@@ -7,18 +7,21 @@ object for the time of a fit, because every strategy computes the loss by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
@@ -27,6 +30,7 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.distill.layer_options import AttentionTransfer, HiddenStates, layer_pairs
+from dlo_plugins.callbacks.distill.on_policy import OnPolicy
 from dlo_plugins.distillation.hidden_losses import (
     as_sequence,
     attention_distances,
@@ -51,11 +55,13 @@ class TeacherOutputs(NamedTuple):
         outputs: Outputs of the teacher's task.
         layers: Outputs of the teacher's named layers.
         kind: Class of the batch, for a list or a tuple.
+        is_sampled: Whether the batch is the student's own, for which the task has no targets.
     """
 
     outputs: Any
     layers: dict[str, Tensor]
     kind: type
+    is_sampled: bool = False
 
 
 class Distill(BatchTransform):
@@ -98,6 +104,8 @@ class Distill(BatchTransform):
             the task's loss those of its class token.
         hidden: Distance between hidden states of layers, with a projection.
         attention: Distance between attention maps of layers.
+        on_policy: Distillation on the student's own completions in a share of the steps (GKD), for language models; one
+            process, ddp, zero1 and zero2. Their loss has no task loss.
         init_from: `every k` copies the weights of every k-th block of the teacher into the student, and all other
             weights of the same names (DistilBERT: `every 2`). A resumed run does not.
 
@@ -120,11 +128,12 @@ class Distill(BatchTransform):
         token: bool = False,
         hidden: HiddenStates | None = None,
         attention: AttentionTransfer | None = None,
+        on_policy: OnPolicy | None = None,
         init_from: str | None = None,
     ) -> None:
         self.teacher, self.distance = teacher, LogitDistance(loss, temperature, beta)
         self.weight, self.ce_weight, self.token = weight, ce_weight, token
-        self.hidden, self.attention = hidden, attention
+        self.hidden, self.attention, self.on_policy = hidden, attention, on_policy
         self.every = None if init_from is None else parse_every(init_from)
         for name, value in (("weight", weight), ("ce_weight", ce_weight)):
             if not value >= 0:
@@ -134,16 +143,22 @@ class Distill(BatchTransform):
                 "Distill: weight must be above 0 without hidden and attention, got 0, so that nothing is distilled; set"
                 " weight: 1"
             )
+        if on_policy is not None and not weight:
+            raise DloError("Distill: weight must be above 0 with on_policy, got 0; set weight: 1")
         if token and not weight:
             raise DloError("Distill: weight must be above 0 with token, got 0; set weight: 1, or token: false")
         self.latest: dict[str, float] = {}
         self._pairs: dict[str, dict[str, str]] = {}  # of layers, by option
+        self._widths: dict[str, tuple[int, int]] = {}  # of student and teacher, by the student's layer
+        self._copies: dict[str, str] = {}  # the teacher's tensors by the student's
         self._task: Task | None = None
         self._ours: LayerOutputs | None = None
         self._theirs: LayerOutputs | None = None
         self._weights: dict[int, float] = {}  # of a pipeline's micro-batches
         self._sums: dict[str, Tensor] = {}
-        self._computed, self._batches, self._tick = False, 0, 0
+        self._counts: dict[str, int] = {}  # of batches, by tag
+        self._computed: set[str] = set()  # tags of the current batch
+        self._tick = 0
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -166,10 +181,12 @@ class Distill(BatchTransform):
         student = build_on_meta(module)
         self._check_classes(student if module.has_model else module, teacher)
         self._check_strategy(trainer)
+        if self.on_policy is not None:
+            self._check_on_policy(trainer, module)
         if self.token:
             self._check_token(student)
         if self.every is not None:
-            match_tensors(student, teacher, self.every)
+            self._copies = match_tensors(student, teacher, self.every)
             self._check_source(trainer)
         self._pairs = {}
         for option, what in (("hidden", self.hidden), ("attention", self.attention)):
@@ -202,6 +219,20 @@ class Distill(BatchTransform):
             raise DloError(
                 "Distill: each rank must have all blocks and full sequences for hidden and attention, got"
                 f" {' and '.join(divided)}, which divides them; use the other axes, or distil logits alone"
+            )
+
+    def _check_on_policy(self, trainer: Trainer, module: Task) -> None:
+        strategy = trainer.strategy
+        if type(module).complete_batch is Task.complete_batch:
+            raise DloError(
+                f"Distill: on_policy must have a task that generates, such as CausalLM, got {type(module).__name__};"
+                " leave it out"
+            )
+        cuts = isinstance(strategy, MeshStrategy) and strategy.num_nodes * strategy.num_processes > 1
+        if cuts or isinstance(strategy, DeepSpeedStrategy) or contract_of(strategy).zero_stage == 3:
+            raise DloError(
+                "Distill: on_policy must have a strategy that leaves each rank the full model between steps, got"
+                f" {type(strategy).__name__}; use ddp, zero1 or zero2, or leave on_policy out"
             )
 
     def _check_compiled(self, trainer: Trainer, student: Task) -> None:
@@ -266,7 +297,8 @@ class Distill(BatchTransform):
                         f" '{name}' and {list(shapes[1])} of '{other}'; pair others"
                     )
                 if option == "hidden":
-                    self._widths[name] = tuple(shape[1 if len(shape) == 4 else -1] for shape in shapes)
+                    width, theirs_width = (shape[1 if len(shape) == 4 else -1] for shape in shapes)
+                    self._widths[name] = width, theirs_width
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the student, unless the command line has, and adds the projections, which the strategy shards."""
@@ -277,12 +309,18 @@ class Distill(BatchTransform):
         assert isinstance(pl_module, Task)
         if self.hidden is not None:
             for number, name in enumerate(self._pairs["hidden"]):
-                width, theirs = self._widths[name]
-                if width != theirs or self.hidden.project:
+                if self._projects(name):
+                    width, theirs = self._widths[name]
                     with torch.random.fork_rng(devices=[]):  # the run's random numbers do not change
                         torch.manual_seed(number)
                         projection = nn.Linear(width, theirs, bias=False)
                     pl_module.add_training_module(f"{_PROJECTION}{number}", projection)
+
+    def _projects(self, name: str) -> bool:
+        """Returns whether a layer's states are projected."""
+        assert self.hidden is not None
+        ours, theirs = self._widths[name]
+        return ours != theirs or self.hidden.project
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Places the teacher, replaces the student's loss, and copies initial weights."""
@@ -292,19 +330,19 @@ class Distill(BatchTransform):
         if self.token:
             self._check_token(pl_module)
         if self.every is not None and trainer.ckpt_path is None:
-            self._copy_layers(trainer, pl_module)
+            self._copy_layers(trainer)
         self._replace_methods(pl_module)
         if self._pairs:
             self._ours = LayerOutputs(pl_module.model, [name for pairs in self._pairs.values() for name in pairs])
             names = [name for pairs in self._pairs.values() for name in pairs.values()]
             self._theirs = LayerOutputs(self.teacher.placed.task.model, names)
         control_group(trainer)
-        self._sums, self._computed, self._batches, self._tick = {}, False, 0, trainer.global_step
+        self._sums, self._counts, self._tick = {}, {}, trainer.global_step
+        self._computed.clear()
 
-    def _copy_layers(self, trainer: Trainer, task: Task) -> None:
+    def _copy_layers(self, trainer: Trainer) -> None:
         """Copies the teacher's layers, each rank its shards."""
-        assert self.every is not None
-        pairs = match_tensors(build_on_meta(task), self.teacher.placed.task, self.every)
+        pairs = self._copies
         if self.teacher.checkpoint is not None:
             saved = as_lazy_state_dict(load(find_checkpoint(self.teacher.checkpoint))["state_dict"])
         else:
@@ -363,20 +401,36 @@ class Distill(BatchTransform):
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Returns the batch with the teacher's outputs, on the ranks that compute the loss."""
+        is_sampled = self.on_policy is not None and self.on_policy.samples_at(trainer.global_step)
+        if is_sampled:
+            batch = self._sample(trainer, batch)
         if self._ours is not None:
             self._ours.values.clear()
         outputs = self.teacher.outputs(batch)
         layers = {} if self._theirs is None else self._theirs.pop()
         if not self.teacher.has_outputs:
             return batch
-        return join_batch(batch, TeacherOutputs(outputs, layers, type(batch)))
+        return join_batch(batch, TeacherOutputs(outputs, layers, type(batch), is_sampled))
+
+    def _sample(self, trainer: Trainer, batch: Any) -> Any:
+        """Returns a batch of the student's completions."""
+        assert self.on_policy is not None
+        assert self._task is not None
+        options, number = self.on_policy, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return self._task.complete_batch(
+            batch,
+            prompt_tokens=options.prompt_tokens,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed_of(trainer.global_step, number, data_parallel_coordinates(trainer)[0]),
+        )
 
     def _loss(self, task: Task, own_loss: Any, outputs: Any, plain: Any, theirs: TeacherOutputs, part: Any) -> Tensor:
         """Returns the student's loss for a batch or a micro-batch."""
         own, distilled = outputs if self.token else (outputs, outputs)
         found: dict[str, Tensor] = {}
         terms: list[Tensor] = []
-        if self.ce_weight:
+        if self.ce_weight and not theirs.is_sampled:
             found["task_loss"] = own_loss(own, plain)
             terms.append(self.ce_weight * found["task_loss"])
         if self.weight:
@@ -403,7 +457,7 @@ class Distill(BatchTransform):
         for number, (name, other) in enumerate(self._pairs["hidden"].items()):
             student, teacher = pool_to_same_grid(ours[name], theirs[other])
             states = as_sequence(student)
-            if f"{_PROJECTION}{number}" in task._modules.get("training_modules", {}):
+            if self._projects(name):
                 states = task.training_modules[f"{_PROJECTION}{number}"](states)
             apart = hidden_distances(states, as_sequence(teacher), self.hidden.loss)  # [B, N]
             losses.append(task.batch_mean(apart[:, 0] if student.ndim == 2 else apart, batch))
@@ -417,7 +471,7 @@ class Distill(BatchTransform):
     # --- logging -------------------------------------------------------------------------------------------
 
     def _note(self, found: dict[str, Tensor], weight: float) -> None:
-        self._computed = True
+        self._computed |= found.keys()
         for name, value in found.items():
             value = value.detach().float() * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -426,8 +480,9 @@ class Distill(BatchTransform):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the means since the last record, every `trainer.log_every_n_steps` steps."""
-        self._batches += int(self._computed)
-        self._computed = False
+        for name in self._computed:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self._computed.clear()
         self._weights.clear()
         every, step = max(1, trainer.log_every_n_steps), trainer.global_step  # type: ignore[attr-defined]
         complete = step // every > self._tick // every
@@ -441,29 +496,34 @@ class Distill(BatchTransform):
 
     def _record(self, trainer: Trainer) -> None:
         """Logs the means over all batches of all ranks that computed losses; called on all ranks."""
-        names = [name for name, is_on in self._tags() if is_on]
+        names = self._tags()
         values = [float(self._sums[name]) if name in self._sums else 0.0 for name in names]
-        sums = torch.tensor([*values, self._batches], dtype=torch.float64)
+        sums = torch.tensor([*values, *(self._counts.get(name, 0) for name in names)], dtype=torch.float64)
         group = control_group(trainer)
         if group is not None:
             dist.all_reduce(sums, group=group)
-        batches = float(sums[-1])
-        self._sums, self._batches = {}, 0
-        if not batches:
+        self._sums, self._counts = {}, {}
+        totals, counts = sums.split(len(names))
+        found = {
+            f"distill/{name}": float(total / count)
+            for name, total, count in zip(names, totals, counts, strict=True)
+            if count
+        }
+        if not found:
             return
-        self.latest = {f"distill/{name}": float(value) / batches for name, value in zip(names, sums, strict=False)}
+        self.latest = found
         for logger in trainer.loggers:
             logger.log_metrics(self.latest, step=trainer.global_step)
 
-    def _tags(self) -> list[tuple[Literal["task_loss", "distance", "agreement", "hidden", "attention"], bool]]:
-        logits = self.weight > 0
-        return [
-            ("task_loss", self.ce_weight > 0),
-            ("distance", logits),
-            ("agreement", logits),
-            ("hidden", self.hidden is not None),
-            ("attention", self.attention is not None),
-        ]
+    def _tags(self) -> list[str]:
+        found = {
+            "task_loss": self.ce_weight > 0,
+            "distance": self.weight > 0,
+            "agreement": self.weight > 0,
+            "hidden": self.hidden is not None,
+            "attention": self.attention is not None,
+        }
+        return [name for name, is_on in found.items() if is_on]
 
 
 def join_batch(batch: Any, theirs: TeacherOutputs) -> Any:
@@ -493,5 +553,5 @@ def _same_positions(student: torch.Size, teacher: torch.Size) -> bool:
     """Returns whether two layers' outputs have the same positions; grids are pooled to the same size."""
     if len(student) == len(teacher) == 4:
         return True
-    counts = [shape[2:].numel() if len(shape) == 4 else shape[1:-1].numel() for shape in (student, teacher)]
+    counts = [math.prod(shape[2:] if len(shape) == 4 else shape[1:-1]) for shape in (student, teacher)]
     return counts[0] == counts[1]
