@@ -22,9 +22,14 @@ from torchmetrics import Metric
 from dlo_framework.batches import batch_size
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
+from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
+from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
+
+#: Attribute of a task with the modules that only training uses.
+_TRAINING = "training_modules"
 
 _STAGES: dict[RunningStage, Stage] = {
     RunningStage.TRAINING: "train",
@@ -59,6 +64,7 @@ class Task(LightningModule, ABC):
     """
 
     model: nn.Module
+    training_modules: nn.ModuleDict
     #: Whether :meth:`predict_step` runs the model by itself, as often as needed, and not once on :meth:`inputs`.
     generates = False
     #: Number of logits that :meth:`loss` keeps at once on an accelerator, for estimates of memory; None for all.
@@ -100,6 +106,105 @@ class Task(LightningModule, ABC):
             outputs: Output of the model for `inputs(batch)`.
             batch: Batch on its device.
         """
+
+    # --- distillation --------------------------------------------------------------------------------------
+
+    @property
+    def class_count(self) -> int | None:
+        """Number of classes of the logits, or of tokens of the vocabulary; None if it is not known (yet)."""
+        return None
+
+    def batch_mean(self, values: Tensor, batch: Any) -> Tensor:
+        """Returns the mean of values over a batch, a scalar, over the same samples and in the same way as :meth:`loss`.
+
+        The default is the plain mean; override it where some samples do not count, or where the loss is a share of
+        the step's.
+
+        Args:
+            values: One value per sample, `[B]`, or per position, `[B, N]`.
+            batch: Batch on its device.
+        """
+        return values.mean()
+
+    def distillation_loss(
+        self, outputs: Any, teacher_outputs: Any, teacher: Any, batch: Any, loss: LogitLoss
+    ) -> Distilled:
+        """Returns the mean distance of the outputs from a teacher's, and how often both predict the same class.
+
+        The mean is over the same samples as that of :meth:`loss`. The default's outputs are logits, `[B, C]`; override
+        it for others.
+
+        Args:
+            outputs: Output of the model for `inputs(batch)`.
+            teacher_outputs: Output of the teacher's model for the same batch.
+            teacher: Frozen model that computed them.
+            batch: Batch on its device.
+            loss: Distance between logits.
+        """
+        apart = logit_losses(loss, outputs, teacher_outputs)
+        agreed = agreements(outputs.detach(), teacher_outputs).to(apart.dtype)
+        return Distilled(self.batch_mean(apart, batch), self.batch_mean(agreed, batch))
+
+    def use_distillation_token(self, on: bool = True) -> bool:
+        """Makes the model return a pair of logits in training: of its class token, and of its distillation token.
+
+        Args:
+            on: Whether it returns both; False for their mean, as in evaluation.
+
+        Returns:
+            Whether the model has a distillation token; the default has none.
+        """
+        return False
+
+    def complete_batch(
+        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+    ) -> Any:
+        """Returns a batch of the model's own completions of a batch's prompts, whose targets are the completions.
+
+        The default has none: only tasks that generate override it.
+
+        Args:
+            batch: Batch on its device.
+            prompt_tokens: Number of tokens of each sample's prompt; None for the tokens before its first target.
+            max_new_tokens: Maximum number of tokens of a completion.
+            temperature: Divisor of the logits before sampling.
+            seed: Seed of the sampling.
+
+        Raises:
+            DloError: The task does not generate.
+        """
+        raise DloError(
+            f"{type(self).__name__} must have complete_batch to train on its own samples, got a task without; leave"
+            " on_policy out"
+        )
+
+    def add_training_module(self, name: str, module: nn.Module) -> None:
+        """Adds a module that only training uses, such as a projection in a loss; call it in `setup`.
+
+        Its parameters are trained, sharded and saved like the model's, as `training_modules.<name>`. Exports leave them
+        out, and a checkpoint that has them loads into a task without them. A task whose optimizer is not made from
+        `self.parameters()` adds them to it: see :attr:`training_parameters`.
+
+        Args:
+            name: Name of the module.
+            module: Module; it replaces an earlier one of the same name.
+        """
+        if _TRAINING not in self._modules:
+            self.training_modules = nn.ModuleDict()
+        self.training_modules[name] = module
+
+    @property
+    def training_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the modules that only training uses, which belong in the optimizer beside the model's."""
+        modules = self._modules.get(_TRAINING)
+        return [] if modules is None else list(modules.parameters())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Drops the weights of modules that only training uses, if this task has none; an override calls it too."""
+        state = checkpoint.get("state_dict", {})
+        if _TRAINING not in self._modules:
+            for name in [name for name in state if name.startswith(f"{_TRAINING}.")]:
+                del state[name]
 
     def check(self, datamodule: LightningDataModule | None) -> None:
         """Checks the task against the data before any process starts; called by the command line.

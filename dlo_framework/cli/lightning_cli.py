@@ -348,6 +348,10 @@ class DloCLI(LightningCLI):
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
             for frozen in find_frozen_models([self.model, *callbacks]) if self.command == "fit" else []:
                 frozen.check(self.model, self.datamodule, strategy)
+            for callback in callbacks if self.command == "fit" else ():
+                check_run = getattr(callback, "check_run", None)
+                if callable(check_run):
+                    check_run(trainer, self.model, self.datamodule)
             self._check_shares(trainer)
             if self.command == "predict":
                 strategy.check_predict(self.model)

@@ -30,6 +30,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+    from dlo_framework.task import Task
+
+
+def with_training_modules(optimizer: Optimizer, task: Task) -> Optimizer:
+    """Returns an optimizer with one more group, for the modules that only training uses, if the task has any.
+
+    Args:
+        optimizer: Optimizer of the model's parameters.
+        task: Task whose `add_training_module` may have been called.
+    """
+    found = task.training_parameters
+    if found:
+        optimizer.add_param_group({"params": found, "name": "training_modules", "lr_scale": 1.0})
+    return optimizer
+
 
 def lr_factor(
     fraction: float, warmup: float = 0.0, start: float = 0.0, end: float = 0.0, shape: Shape = "cosine"

@@ -17,6 +17,8 @@ SMALL = ["--trainer.max_epochs", "2", "--data.init_args.val_fraction", "0.8", "-
 SCRIPT = f"""
 import os, sys
 from dlo_framework.cli.main import main
+if "distill" in sys.argv[1:]:  # Its teacher is another run.
+    assert main(["fit", "--config", "quickstart", "--run.name", "digits_teacher", *{SMALL}]) == 0
 for name in sys.argv[1:]:
     os.environ.pop("DLO_RUN_FOLDER", None)  # Each is a run of its own.
     assert main(["fit", "--config", f"digits/{{name}}", *{SMALL}]) == 0

@@ -36,7 +36,13 @@ def accepted(cls: type) -> set[str]:
 
 
 def test_the_recipes_are_there():
-    assert [path.stem for path in CONFIGS] == ["coatnet_0", "resnet50_ffcv88", "vit_b16_deit3", "vit_s16_90ep"]
+    assert [path.stem for path in CONFIGS] == [
+        "coatnet_0",
+        "deit_distilled",
+        "resnet50_ffcv88",
+        "vit_b16_deit3",
+        "vit_s16_90ep",
+    ]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -66,3 +72,23 @@ def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
         (images,), _ = task.inputs((torch.zeros(2, 3, size, size), None))
         assert task(images).shape == (2, 1000)
     task.parallel_plan().validate(task.model)
+
+
+def test_deits_student_and_its_teacher_fit_together(monkeypatch):
+    """The recipe's Distill accepts both on the meta device; the teacher's weights are not downloaded."""
+    from dlo_framework.frozen_model import FrozenModel
+    from dlo_plugins.callbacks.distill import Distill
+
+    config = yaml.safe_load((FOLDER / "deit_distilled.yaml").read_text())
+    init = next(c["init_args"] for c in config["trainer"]["callbacks"] if c["class_path"] == "Distill")
+    given = init.pop("teacher")["task"]["init_args"]
+    assert given.pop("pretrained")
+    distill = Distill(FrozenModel(task=ImageClassifier(**given)), **init)
+    student = ImageClassifier(**config["model"]["init_args"])
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    distill.check_run(trainer, student, Thousand(config["data"]["init_args"]["image_size"]))
+    with torch.device("meta"):
+        student.configure_model()
+    assert student.use_distillation_token()
+    by_class, by_token = student.train()(torch.zeros(2, 3, 224, 224, device="meta"))
+    assert by_class.shape == by_token.shape == (2, 1000)

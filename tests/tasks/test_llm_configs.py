@@ -21,7 +21,7 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("mesh", "one_bit_adam", "quickstart")
+SMALL = ("distill", "mesh", "one_bit_adam", "quickstart")
 #: Of the models that the recipes name, as their config.json has it.
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {

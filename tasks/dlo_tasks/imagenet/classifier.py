@@ -231,7 +231,7 @@ class ImageClassifier(Task):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, with a learning-rate scheduler unless the schedule is `constant`."""
         return optim.scheduled(
-            self._optimizer(self.model),
+            optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
             warmup_epochs=self.warmup_epochs,
@@ -265,6 +265,25 @@ class ImageClassifier(Task):
         else:
             values = losses.cross_entropy(outputs, targets, self.label_smoothing)
         return losses.mean_of_real(values, targets)
+
+    @property
+    def class_count(self) -> int | None:
+        """Number of classes."""
+        return self.num_classes
+
+    def batch_mean(self, values: Tensor, batch: Any) -> Tensor:
+        """Returns the mean over a batch's samples, without padding samples."""
+        per_sample = values if values.ndim == 1 else values.flatten(1).mean(dim=1)
+        real = losses.is_real(batch[1])
+        return losses.mean_of_real(per_sample.masked_fill(~real, 0.0), batch[1])
+
+    def use_distillation_token(self, on: bool = True) -> bool:
+        """Makes a distilled model of timm return the logits of both tokens in training, or their mean."""
+        switch = getattr(self.model, "set_distilled_training", None)
+        if switch is None:
+            return False
+        switch(on)
+        return True
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns loss, top-1 and top-5 of the stage; updates the confusion matrix too."""

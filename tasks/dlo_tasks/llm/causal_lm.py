@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.data import gradient_ranks
+from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
@@ -28,15 +29,25 @@ from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
     batch_counts,
+    completions,
     export,
     families,
     language_models,
     sharded_weights,
+    vocabulary_distillation,
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
-from dlo_tasks.llm.generation import Sampling, as_markdown, complete_ids, complete_texts, print_samples
+from dlo_tasks.llm.generation import (
+    Sampling,
+    as_markdown,
+    complete_ids,
+    complete_texts,
+    end_tokens,
+    pad_left,
+    print_samples,
+)
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
@@ -271,7 +282,7 @@ class CausalLM(Task):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
         return optim.scheduled(
-            self._optimizer(self.model),
+            optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
             warmup_epochs=self.warmup_epochs,
@@ -362,13 +373,63 @@ class CausalLM(Task):
         )
         if balance is not None:
             total = total + balance * (labels != vocabulary_loss.IGNORE_INDEX).sum()
+        return self._per_token(total, batch)
+
+    def _per_token(self, total: Tensor, batch: Any) -> Tensor:
+        """Returns this micro-batch's part of the mean over all tokens of the optimizer step, from its sum."""
         tokens = batch.get("tokens_in_step")
         if tokens is not None:
             ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
-        mean = mean_over_data(self._trainer, (labels != vocabulary_loss.IGNORE_INDEX).sum().float())
+        mean = mean_over_data(self._trainer, (batch["labels"] != vocabulary_loss.IGNORE_INDEX).sum().float())
         return total / mean.clamp(min=1)
+
+    @property
+    def class_count(self) -> int | None:
+        """Size of the vocabulary; None if the data's tokenizer will set it."""
+        if not self.has_model and self.model_name is None and not language_models.has_vocabulary_size(self.given):
+            return None
+        return language_models.model_vocabulary_size(self.config)
+
+    def batch_mean(self, values: Tensor, batch: Any) -> Tensor:
+        """Returns this micro-batch's part of the mean over all tokens with a target of the optimizer step.
+
+        A value of a sample, `[B]`, counts for each of its tokens.
+        """
+        is_target = batch["labels"] != vocabulary_loss.IGNORE_INDEX
+        values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
+        return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
+
+    def distillation_loss(
+        self, outputs: Any, teacher_outputs: Any, teacher: Any, batch: Any, loss: LogitLoss
+    ) -> Distilled:
+        """Returns this micro-batch's parts of the mean distance and agreement over all tokens of the optimizer step.
+
+        Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.llm.vocabulary_distillation`.
+        """
+        labels = batch["labels"]
+        ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
+        count = batch_counts.read_target_count(labels)
+        with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
+            total, agreed = vocabulary_distillation.summed_distillation(
+                self.head, ours.flatten(0, 1), head, theirs.flatten(0, 1), labels.flatten(), loss, count=count
+            )
+        return Distilled(self._per_token(total, batch), self._per_token(agreed, batch))
+
+    def complete_batch(
+        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+    ) -> dict[str, Tensor]:
+        """Returns a batch with the model's completions of the rows' prompts, without padding on the left.
+
+        It has no `tokens_in_step`: only other ranks know how many tokens they have written.
+        """
+        prompts = completions.find_prompts(batch, prompt_tokens)
+        ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
+        sampling = Sampling(max_new_tokens, temperature, seed=seed)
+        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
+        return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided."""

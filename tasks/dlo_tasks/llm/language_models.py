@@ -145,6 +145,12 @@ def model_vocabulary_size(config: PretrainedConfig) -> int:
     return int(text_config(config).vocab_size)
 
 
+def has_vocabulary_size(given: Mapping[str, Any]) -> bool:
+    """Returns whether the user's settings of a config, or those of its text model, have a vocabulary size."""
+    parts = [given, *(value for value in given.values() if isinstance(value, Mapping))]
+    return any("vocab_size" in part for part in parts)
+
+
 def fit_to_tokenizer(config: PretrainedConfig, given: Mapping[str, Any], tokenizer: Any) -> None:
     """Fills the unset vocabulary size and special tokens of a config from the data's tokenizer.
 

@@ -1,0 +1,65 @@
+"""Options of distillation on the student's own samples (GKD).
+
+On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes. Agarwal et al., 2024, arXiv
+2306.13649. In a share of the steps the student completes the batch's prompts, and the loss is the distance from the
+teacher on these completions alone. No gradient goes through the sampling. Departure: the share is of optimizer steps,
+so that all micro-batches of a step are of one kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlo_framework.errors import DloError
+
+
+@dataclass
+class OnPolicy:
+    """Distillation on the student's own completions, in a share of the steps.
+
+    Args:
+        fraction: Share of optimizer steps that train on the student's samples, lambda; 0.5 mixes both, 1 uses no
+            answers of the data.
+        prompt_tokens: Number of tokens of each row's prompt, for packed text; None for the tokens before the first
+            target, for prompts and answers.
+        max_new_tokens: Maximum number of tokens of a completion.
+        temperature: Divisor of the student's logits in sampling; the paper uses 1.
+        seed: Seed of the choice of steps and of the sampling.
+
+    Raises:
+        DloError: A value is out of range.
+    """
+
+    fraction: float = 0.5
+    prompt_tokens: int | None = None
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise DloError(
+                f"Distill: on_policy.fraction must be in (0, 1], got {self.fraction}; leave on_policy out to switch it"
+                " off"
+            )
+        for name, value in (("prompt_tokens", self.prompt_tokens), ("max_new_tokens", self.max_new_tokens)):
+            if value is not None and value < 1:
+                raise DloError(f"Distill: on_policy.{name} must be at least 1, got {value}")
+        if not self.temperature > 0:
+            raise DloError(f"Distill: on_policy.temperature must be above 0, got {self.temperature}; 1 is usual")
+
+    def samples_at(self, step: int) -> bool:
+        """Returns whether an optimizer step trains on samples; the same on all ranks."""
+        return float(np.random.default_rng([self.seed, step]).random()) < self.fraction
+
+    def seed_of(self, step: int, batch: int, share: int) -> int:
+        """Returns the seed of a batch's samples.
+
+        Args:
+            step: Number of optimizer steps before it.
+            batch: Number of the batch in the epoch.
+            share: This rank's share of the data.
+        """
+        return int(np.random.default_rng([self.seed, 1, step, batch, share]).integers(2**31))

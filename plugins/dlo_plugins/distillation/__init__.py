@@ -1,0 +1,1 @@
+"""Mathematics of distillation: distances between logits, hidden states and attention maps, and initial weights."""

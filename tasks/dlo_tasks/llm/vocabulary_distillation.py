@@ -1,0 +1,239 @@
+"""Distils over a vocabulary in chunks of tokens, so that neither model's logits are ever in memory for all tokens.
+
+It follows :mod:`dlo_tasks.llm.vocabulary_loss`: forward computes a chunk's logits of both models, and the gradient
+together with the distance; backward only scales the gradients. A head that a strategy gathers when it is called is
+called once, with all tokens, as there.
+
+The vocabulary may be split over ranks: each rank then computes its slice of both models' logits.
+
+Shapes: N tokens, D width, E the teacher's width, V vocabulary, v this rank's slice of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlo_framework.distillation import LogitLoss, agreements, logit_losses
+from dlo_framework.distributed.vocab_parallel import VocabularyShard
+from dlo_tasks.llm.vocabulary_loss import (
+    IGNORE_INDEX,
+    HeadGradients,
+    Kernel,
+    VocabularyHead,
+    autocast_dtype,
+    chunk_tokens,
+    default_kernel,
+    head_width,
+    project_columns,
+    project_rows,
+    select_targets,
+)
+
+#: Tensors as large as a chunk's logits that a distance keeps at once: chunks are shorter than those of cross-entropy.
+_COPIES = 4
+
+#: Error of a second backward.
+_ONCE = "backward of distillation over the vocabulary must run once, got a second call; compute the loss again"
+
+#: Function of a span of tokens that returns the teacher's logits over the student's slice of the vocabulary, [n, v].
+_TeacherLogits = Callable[[int, int], Tensor]
+
+
+def summed_distillation(
+    student: VocabularyHead,
+    hidden: Tensor,
+    teacher: VocabularyHead,
+    teacher_hidden: Tensor,
+    targets: Tensor,
+    loss: LogitLoss,
+    chunk: int | None = None,
+    count: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the tokens' distances, a scalar, and the number of tokens on which both models agree.
+
+    Args:
+        student: Head of the student.
+        hidden: Hidden states of the student, `[N, D]`.
+        teacher: Head of the teacher.
+        teacher_hidden: Hidden states of the teacher, `[N, E]`.
+        targets: Target ids, `[N]`; tokens with :data:`~dlo_tasks.llm.vocabulary_loss.IGNORE_INDEX` are left out.
+        loss: Distance.
+        chunk: Tokens per chunk; by default computed from the vocabulary size.
+        count: Number of targets, if known; see :func:`~dlo_tasks.llm.vocabulary_loss.summed_loss`.
+    """
+    kernel, shard = default_kernel(hidden.device), student.shard
+    if not student.is_gathered and not teacher.is_gathered:
+        waits = kernel == "columns"
+        teacher_hidden, _ = select_targets(teacher_hidden.detach(), targets, count, waits=waits)
+        hidden, targets = select_targets(hidden, targets, count, waits=waits)
+    if shard is not None:
+        hidden = shard.enter(hidden)
+    theirs = _teacher_logits(teacher, teacher_hidden, shard)
+    rows = chunk or _rows(student, len(targets), kernel)
+    if student.fuses:
+        linear: Any = student.module
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        options = (student.softcap, dtype, rows, shard, kernel, loss)
+        total, agreed = _LinearDistillation.apply(hidden, linear.weight, linear.bias, targets, theirs, *options)
+        return total, agreed
+    if student.is_gathered:  # Called on ranks without a token too.
+        return _gathered_distillation(student, hidden, targets, theirs, loss)
+    trained = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
+    total, agreed = _ModuleDistillation.apply(hidden, student, targets, theirs, rows, loss, *trained)
+    return total, agreed
+
+
+def _rows(head: VocabularyHead, tokens: int, kernel: Kernel) -> int:
+    return chunk_tokens(_COPIES * head_width(head), tokens, kernel)
+
+
+def _teacher_logits(head: VocabularyHead, hidden: Tensor, shard: VocabularyShard | None) -> _TeacherLogits:
+    """Returns the function that computes the teacher's logits of a span of tokens, in the caller's autocast."""
+    device = hidden.device.type
+    dtype = autocast_dtype(hidden.device)
+    theirs = head.shard
+    is_split_alike = theirs is not None and shard is not None and theirs.first == shard.first
+
+    def compute(tokens: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            if is_split_alike:
+                return head.own_logits(tokens)
+            logits = head.logits(tokens)
+        return logits if shard is None else logits.narrow(1, shard.first, shard.count)
+
+    if head.is_gathered:
+        complete = compute(hidden)
+        return lambda start, stop: complete[start:stop].clone()
+    return lambda start, stop: compute(hidden[start:stop])
+
+
+def _gathered_distillation(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, theirs: _TeacherLogits, loss: LogitLoss
+) -> tuple[Tensor, Tensor]:
+    """Computes the logits of all tokens by one call of the head."""
+    logits = head.logits(hidden) if head.shard is None else head.own_logits(hidden)
+    teacher, ignored = theirs(0, len(targets)), targets == IGNORE_INDEX
+    agreed = agreements(logits.detach(), teacher, head.shard).masked_fill(ignored, False).sum()
+    return logit_losses(loss, logits, teacher, head.shard).masked_fill(ignored, 0).sum(), agreed.float()
+
+
+class _ModuleDistillation(torch.autograd.Function):
+    """Sums the distances between the logits of a head that is more than a product, and the teacher's.
+
+    Forward has the gradients of the hidden states and of the head's parameters, by autograd within a chunk. The head is
+    not called again in backward, when the teacher's may be freed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: VocabularyHead,
+        targets: Tensor,
+        theirs: _TeacherLogits,
+        rows: int,
+        loss: LogitLoss,
+        *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[0] or bool(trained)
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in trained]
+        sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(trained, wide, strict=True)]
+        of_hidden = torch.zeros_like(hidden)
+        total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
+        for start in range(0, len(targets), rows):
+            h = hidden[start : start + rows].detach().requires_grad_(needs)
+            ignored = targets[start : start + rows, None] == IGNORE_INDEX
+            with torch.set_grad_enabled(needs):
+                logits = head.logits(h) if head.shard is None else head.own_logits(h)
+            student, teacher = logits.detach().clone(), theirs(start, start + len(h)).to(logits.dtype)
+            agreed += agreements(student, teacher, head.shard).masked_fill_(ignored[:, 0], False).sum()
+            losses, slope = loss.losses_and_slope(student, teacher, head.shard, need_slope=needs)
+            total += losses.masked_fill_(ignored, 0).sum()
+            if slope is None:
+                continue
+            slope = slope.masked_fill(ignored, 0).to(logits.dtype)
+            found = torch.autograd.grad(logits, [h, *trained], slope, allow_unused=True)
+            if found[0] is not None:
+                of_hidden[start : start + rows] = found[0]
+            for one, part in zip(sums, found[1:], strict=True):
+                if part is not None:
+                    one += part
+        ctx.grads = [of_hidden if ctx.needs_input_grad[0] else None, *sums]
+        ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in trained)]
+        ctx.mark_non_differentiable(agreed)
+        return total, agreed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found, ctx.grads = ctx.grads, None
+        if found is None:
+            raise RuntimeError(_ONCE)
+        scaled = [
+            None if part is None else part.mul_(grads[0]).to(dtype)
+            for part, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return (scaled[0], *(None,) * 5, *scaled[1:])
+
+
+class _LinearDistillation(torch.autograd.Function):
+    """Sums the distances between `hidden @ weight.T + bias` and the teacher's logits; forward has the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        theirs: _TeacherLogits,
+        softcap: float | None,
+        dtype: torch.dtype,
+        rows: int,
+        shard: VocabularyShard | None,
+        kernel: Kernel,
+        loss: LogitLoss,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
+            total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
+            for start in range(0, len(targets), rows):
+                h, ignored = hidden[start : start + rows].to(dtype), targets[start : start + rows, None] == IGNORE_INDEX
+                teacher = theirs(start, start + len(h)).to(wide)
+                student, bent = _student_logits(h, parts.weight, bias, softcap, kernel, parts.wanted)
+                agreed += agreements(student, teacher, shard).masked_fill_(ignored[:, 0], False).sum()
+                losses, slope = loss.losses_and_slope(student, teacher, shard, need_slope=parts.wanted)
+                total += losses.masked_fill_(ignored, 0).sum()
+                if slope is not None:
+                    slope = slope if bent is None else slope.mul_(bent)
+                    parts.add(start, h, slope.to(dtype), ignored)
+        ctx.parts = parts
+        ctx.mark_non_differentiable(agreed)
+        return total, agreed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts, ctx.parts = ctx.parts, None
+        if parts is None:
+            raise RuntimeError(_ONCE)
+        return (*parts.scaled(grads[0]), *(None,) * 8)
+
+
+def _student_logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, kernel: Kernel, need_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the student's logits, `[n, v]` in float32 or wider, and the soft-cap's slope, of the same shape."""
+    if kernel == "columns":
+        logits = project_columns(h, weight, bias, h.new_empty(len(weight), len(h)))
+    else:
+        logits = project_rows(h, weight, bias, h.new_empty(len(h), len(weight)))
+    values = logits.to(torch.promote_types(h.dtype, torch.float32))
+    if softcap is None:
+        return values, None
+    values = values.div_(softcap).tanh_()
+    bent = 1 - values.square() if need_slope else None
+    return values.mul_(softcap), bent

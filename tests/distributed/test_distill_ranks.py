@@ -1,0 +1,130 @@
+"""Distillation on two ranks equals one process: losses, gradients and weights of the student, under each strategy."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.testing import Case, assert_parity
+from dlo_plugins.callbacks.batch_mix import BatchMix
+from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.distill_runs import DistilledLM, DistilledViT, digits, lm, seeded, sharp, tokens, vit
+
+DATA: dict[str, Any] = {
+    "ddp": "ddp",
+    "fsdp": FSDPStrategy,
+    **{f"zero{stage}": partial(ZeroStrategy, stage) for stage in (1, 2, 3)},
+}
+TP = partial(MeshStrategy, tp=2)
+PP = partial(MeshStrategy, pp=2, micro_batches=2)
+CP = partial(MeshStrategy, cp=2)
+DEEPSPEED = {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (1, 2, 3)}
+
+
+def text(
+    family: str = "llama",
+    loss: Any = "kl",
+    hidden: Any = None,
+    init_from: str | None = None,
+    micro_batches: int = 1,
+    checkpoint: str | None = None,
+    **options: Any,
+) -> Any:
+    found: Any = seeded(lm(2, family, DistilledLM))
+    states = None if hidden is None else HiddenStates(loss=hidden, project=True)
+    teacher = FrozenModel(checkpoint, task=lm(4)) if checkpoint else FrozenModel(task=sharp(lm(4, family)))
+    temperature = 1.0 if loss in ("mse", "hard") else 2.0
+    found.distill = Distill(teacher, loss, temperature, hidden=states, init_from=init_from, **options)
+    return found, tokens(micro_batches)
+
+
+def images(
+    token: bool = False, layers: bool = False, mixed: bool = False, init_from: str | None = None, **options: Any
+) -> Any:
+    name = "deit_tiny_distilled_patch16_224" if token else "vit_tiny_patch16_224"
+    found: Any = seeded(vit(2, model=name, kind=DistilledViT))
+    width = 32 if init_from else 64
+    teacher = FrozenModel(task=sharp(vit(4, width)))
+    if layers:
+        options |= {"hidden": HiddenStates({"blocks.0": "blocks.1"}), "attention": AttentionTransfer()}
+    found.distill = Distill(teacher, token=token, init_from=init_from, **options)
+    if mixed:
+        distill = found.distill
+        found.configure_callbacks = lambda: [distill, BatchMix(mode="pair", group_size=2)]
+    return found, digits()
+
+
+def case(strategy: Any, name: str, trainer: dict[str, Any] | None = None, **arguments: Any) -> Case:
+    return Case(strategy, arguments, trainer or {}, name)
+
+
+def saved_teacher(folder: Path) -> str:
+    """Returns the checkpoint of a language model with twice the student's blocks."""
+    path = folder / "teacher.ckpt"
+    if not path.exists():
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=0, logger=False, enable_progress_bar=False)
+        use_canonical_checkpoints(trainer)
+        trainer.fit(sharp(lm(4)), datamodule=tokens())
+        trainer.save_checkpoint(path)
+    return str(path)
+
+
+def test_distilled_language_models_equal_one_process() -> None:
+    found = [case(strategy, name) for name, strategy in {**DATA, "tp": TP, "pp": PP}.items()]
+    found += [
+        case(strategy, f"{name}, gemma2", family="gemma2")
+        for name, strategy in {"fsdp": FSDPStrategy, "tp": TP}.items()
+    ]
+    assert_parity(text, found, steps=4, rtol=1e-5)
+
+
+def test_distilled_images_equal_one_process() -> None:
+    found = [case(strategy, name, mixed=True) for name, strategy in DATA.items()]
+    found += [case(TP, "tp"), case(PP, "pp")]
+    found += [case("ddp", "token", token=True, loss="hard"), case(PP, "pp, token", token=True, loss="hard")]
+    assert_parity(images, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_initial_weights_and_accumulation_equal_one_process(tmp_path: Path) -> None:
+    """Hidden states, attention maps, weights from every second block, uneven tokens of micro-batches."""
+    inside = {**DATA, "tp": TP}
+    found = [case(strategy, f"{name}, hidden", hidden="mse") for name, strategy in inside.items()]
+    found += [
+        case(strategy, f"{name}, every 2", init_from="every 2", checkpoint=saved_teacher(tmp_path))
+        for name, strategy in {**DATA, "tp": TP, "pp": PP}.items()
+    ]
+    twice = {"accumulate_grad_batches": 2}
+    found += [
+        case(strategy, f"{name}, accumulation", twice, micro_batches=2, loss="jsd", hidden="cosine")
+        for name, strategy in {"ddp": "ddp", "zero2": DATA["zero2"], "fsdp": FSDPStrategy}.items()
+    ]
+    found += [case(PP, "pp, accumulation", twice, micro_batches=2), case(TP, "tp, wasserstein", loss="wasserstein")]
+    assert_parity(text, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_of_images_equal_one_process() -> None:
+    found = [case(strategy, f"{name}, layers", layers=True) for name, strategy in {**DATA, "tp": TP}.items()]
+    assert_parity(images, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_context_parallelism_and_deepspeed_equal_one_process() -> None:
+    found = [case(CP, "cp")] + [case(strategy, name) for name, strategy in DEEPSPEED.items()]
+    assert_parity(text, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_half_precision_equals_one_process_within_its_rounding() -> None:
+    half = {"precision": "bf16-mixed"}
+    found = [case(strategy, name, half) for name, strategy in {**DATA, "tp": TP, "pp": PP}.items()]
+    assert_parity(text, found, steps=4, rtol=2**-7)

@@ -1,0 +1,205 @@
+"""Distillation over the vocabulary in chunks equals that over all logits, and so do its gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlo_framework.distillation import agreements, logit_losses
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard
+from dlo_framework.testing import run_distributed
+from dlo_plugins.distillation.logit_losses import LogitDistance
+from dlo_tasks.llm import vocabulary_distillation
+from dlo_tasks.llm.vocabulary_distillation import summed_distillation
+from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+
+WIDTH, WIDER, VOCABULARY, TOKENS = 16, 24, 50, 23
+KL = LogitDistance("kl", 2.0)
+
+
+def make(bias: bool = False, dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor, Any, Tensor, Tensor]:
+    """Returns projection and hidden states of a student and of a wider teacher, and targets."""
+    torch.manual_seed(0)
+    student, teacher = (nn.Linear(width, VOCABULARY, bias=bias, dtype=dtype) for width in (WIDTH, WIDER))
+    hidden = (3 * torch.randn(TOKENS, WIDTH, dtype=dtype)).requires_grad_()
+    theirs = 3 * torch.randn(TOKENS, WIDER, dtype=dtype)
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    targets[::4] = IGNORE_INDEX
+    return student, hidden, teacher, theirs, targets
+
+
+def from_all_logits(
+    student: VocabularyHead, hidden: Tensor, teacher: VocabularyHead, theirs: Tensor, targets: Tensor, loss: Any
+) -> tuple[Tensor, Tensor]:
+    keep = targets != IGNORE_INDEX
+    ours, others = student.logits(hidden[keep]), teacher.logits(theirs[keep]).detach()
+    return logit_losses(loss, ours, others).sum(), agreements(ours, others).sum()
+
+
+def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(3 * loss, tensors))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("chunk", "scale"), [(1, 1.0), (5, 1.0), (100, 1.0), (5, 0.5)])
+def test_chunks_equal_all_logits(chunk: int, scale: float, bias: bool, softcap: float | None) -> None:
+    projection, hidden, teacher, theirs, targets = make(bias)
+    student, other = VocabularyHead(projection, scale, softcap), VocabularyHead(teacher, softcap=5.0)
+    assert student.fuses == (scale == 1.0)
+    for loss in (KL, LogitDistance("jsd"), LogitDistance("wasserstein"), LogitDistance("mse")):
+        expected, expected_agreed = from_all_logits(student, hidden, other, theirs, targets, loss)
+        found, agreed = summed_distillation(student, hidden, other, theirs, targets, loss, chunk)
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
+        assert int(agreed) == int(expected_agreed)
+        wanted = gradients(expected, hidden, *projection.parameters())
+        for one, reference in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
+            torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_kernel_of_an_accelerator_has_the_same_loss(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
+    projection, hidden, teacher, theirs, targets = make(bias=True)
+    student, other = VocabularyHead(projection, softcap=2.0), VocabularyHead(teacher)
+    expected, expected_agreed = from_all_logits(student, hidden, other, theirs, targets, KL)
+    monkeypatch.setattr(vocabulary_distillation, "default_kernel", lambda device: "rows")
+    count = int((targets != IGNORE_INDEX).sum()) if counted else None
+    found, agreed = summed_distillation(student, hidden, other, theirs, targets, KL, 5, count)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
+    assert int(agreed) == int(expected_agreed)
+    wanted = gradients(expected, hidden, *projection.parameters())
+    for one, reference in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
+        torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
+
+
+def _gathered(projection: nn.Linear, calls: list[int]) -> None:
+    """Frees a weight that a forward then gathers, as FSDP and ZeRO's third stage do."""
+    weight, storage = projection.weight.detach().clone(), projection.weight.untyped_storage()
+    size = storage.nbytes()
+
+    def gather(*_: object) -> None:
+        calls.append(1)
+        storage.resize_(size)
+        projection.weight.data.copy_(weight)
+
+    storage.resize_(0)
+    projection.register_forward_pre_hook(gather)
+
+
+@pytest.mark.parametrize("gathered", ["student", "teacher", "both"])
+def test_a_gathered_head_is_called_once(gathered: str) -> None:
+    projection, hidden, teacher, theirs, targets = make()
+    heads = VocabularyHead(projection), hidden, VocabularyHead(teacher), theirs, targets
+    expected, expected_agreed = from_all_logits(*heads, KL)
+    wanted = gradients(expected, hidden)
+    calls: list[int] = []
+    for name, module in (("student", projection), ("teacher", teacher)):
+        if gathered in (name, "both"):
+            _gathered(module, calls)
+    found, agreed = summed_distillation(*heads, KL, 5)
+    assert len(calls) == (2 if gathered == "both" else 1)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
+    assert int(agreed) == int(expected_agreed)
+    torch.testing.assert_close(gradients(found, hidden)[0], wanted[0], rtol=2e-5, atol=2e-6)
+
+
+def test_without_targets_loss_and_gradients_are_zero() -> None:
+    projection, hidden, teacher, theirs, targets = make()
+    for scale in (1.0, 0.5):
+        student = VocabularyHead(projection, scale)
+        found, agreed = summed_distillation(
+            student, hidden, VocabularyHead(teacher), theirs, targets.fill_(IGNORE_INDEX), KL
+        )
+        assert float(agreed) == 0
+        assert float(gradients(found, hidden)[0].abs().sum()) == 0
+
+
+def test_under_autocast_products_are_in_half_precision_and_sums_in_single() -> None:
+    projection, hidden, teacher, theirs, targets = make(dtype=torch.float32)
+    heads = VocabularyHead(projection), hidden, VocabularyHead(teacher), theirs, targets
+    exact, _ = summed_distillation(*heads, KL)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = summed_distillation(*heads, KL)
+    assert found.dtype == torch.float32
+    assert 0 < abs(float((found - exact).detach())) < 0.02 * float(exact.detach())
+    grads = gradients(found, hidden, projection.weight)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_logits_of_all_tokens_are_never_in_memory(scale: float) -> None:
+    torch.manual_seed(0)
+    student, teacher = nn.Linear(8, 300, bias=False), nn.Linear(12, 300, bias=False)
+    hidden, theirs = torch.randn(4000, 8, requires_grad=True), torch.randn(4000, 12)
+    heads = VocabularyHead(student, scale), hidden, VocabularyHead(teacher), theirs, torch.randint(300, (4000,))
+    with Largest() as largest:
+        summed_distillation(*heads, KL)[0].backward()
+    assert largest.elements <= 256 * 300
+    with Largest() as largest:
+        from_all_logits(*heads, KL)[0].backward()
+    assert largest.elements == 4000 * 300
+
+
+class SplitLinear(nn.Linear):
+    """Projection of a rank's slice of the vocabulary, called as tensor parallelism's."""
+
+    def forward(self, hidden: Tensor, split: bool = False) -> Tensor:
+        logits = super().forward(hidden)
+        shard: Any = self.__dict__["vocabulary_shard"]
+        return logits if split else shard.gather(logits)
+
+
+def _split(linear: nn.Linear, rank: int, ranks: int) -> nn.Linear:
+    first, last = (VOCABULARY * number // ranks for number in (rank, rank + 1))
+    part = SplitLinear(linear.in_features, last - first, bias=linear.bias is not None, dtype=torch.float64)
+    part.load_state_dict({name: value[first:last] for name, value in linear.state_dict().items()})
+    set_shard(part, VocabularyShard(Communicator(), first, last - first, VOCABULARY))
+    return part
+
+
+def _on_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for who in ("both", "student", "teacher"):
+        for scale in (1.0, 0.5):
+            projection, hidden, teacher, theirs, targets = make(bias=True)
+            ours = _split(projection, rank, world_size) if who != "teacher" else projection
+            other = _split(teacher, rank, world_size) if who != "student" else teacher
+            loss, agreed = summed_distillation(
+                *(VocabularyHead(ours, scale, 2.0), hidden, VocabularyHead(other, softcap=5.0), theirs, targets, KL),
+                chunk=5,
+            )
+            found[who, scale] = (loss.detach(), agreed, *gradients(loss, hidden, ours.weight))
+    return found
+
+
+def test_a_vocabulary_that_is_split_over_ranks_has_the_loss_and_gradients_of_one_process() -> None:
+    ranks = run_distributed(_on_ranks, 2)
+    for (who, scale), (loss, agreed, of_hidden, of_weight) in ranks[0].items():
+        projection, hidden, teacher, theirs, targets = make(bias=True)
+        student, other = VocabularyHead(projection, scale, 2.0), VocabularyHead(teacher, softcap=5.0)
+        expected, expected_agreed = from_all_logits(student, hidden, other, theirs, targets, KL)
+        torch.testing.assert_close(loss.double(), expected.detach().double(), rtol=2e-6, atol=0)
+        assert int(agreed) == int(expected_agreed)
+        wanted = gradients(expected, hidden, projection.weight)
+        torch.testing.assert_close(of_hidden, wanted[0], rtol=2e-5, atol=2e-6)
+        parts = [of_weight, ranks[1][who, scale][3]]
+        whole = torch.cat(parts) if who != "teacher" else of_weight
+        torch.testing.assert_close(whole, wanted[1], rtol=2e-5, atol=2e-6)
