@@ -136,7 +136,10 @@ class FrozenModel:
             path = find_checkpoint(self.checkpoint)
             check_weights(as_lazy_state_dict(load(path, level=None)["state_dict"]), twin, path)
         if contract is not None:
-            contract.check_frozen(twin, datamodule)
+            try:
+                contract.check_frozen(twin, datamodule)
+            except DloError as error:
+                raise DloError(f"second model: {error}") from error
             if self.cache is not None and self.checkpoint is not None and (Path(self.cache) / INFO).exists():
                 OutputCache(self.cache, self._fingerprint(task, _precision(contract))).close()
         self._made = task
