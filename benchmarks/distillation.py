@@ -7,6 +7,8 @@
 * text: the teacher is the text quick start's Llama with 6 blocks, the student has half of them. The gain is that over a
   random guess: in cross-entropy, `ln V - loss`, which is stricter than in perplexity, `V - exp(loss)`.
 
+* memory: distillation over a vocabulary in chunks, beside the logits of all tokens at once.
+
 Per seed (of weights, of the data's order, and of the images' split) one teacher is trained, and then students with the
 same number of steps: `alone`; `every 2`, which starts from every second block of the teacher, without distillation;
 `distilled`, from random weights; `distilled, every 2`, as DistilBERT. Figures are those of the last validation.
@@ -16,24 +18,32 @@ from __future__ import annotations
 
 import argparse
 import math
+import resource
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import yaml
 from lightning.pytorch import Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
+from torch import nn
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.frozen_model import FrozenModel
 from dlo_plugins.callbacks.distill import Distill
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.distillation.logit_losses import LogitDistance
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.llm.vocabulary_distillation import summed_distillation
+from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 0.97
@@ -127,8 +137,56 @@ def parameters(make: Any, blocks: int) -> int:
     return sum(parameter.numel() for parameter in task.on_meta().model.parameters())
 
 
+#: Sizes of the measurement of memory: tokens, widths of student and teacher, vocabulary.
+MEMORY = {"tokens": 4096, "width": 256, "teacher_width": 512, "vocabulary": 32_768}
+FORMS = ("nothing", "all logits", "chunks")
+
+
+def peak_megabytes(form: str, sizes: dict[str, int]) -> float:
+    """Returns the peak memory of a process that distils once, forward and backward, in MB."""
+    words = [sys.executable, __file__, "--form", form, *(str(size) for size in sizes.values())]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def distil_once(form: str, tokens: int, width: int, teacher_width: int, vocabulary: int) -> None:
+    """Distils over a vocabulary in one of the forms, and prints the process's peak memory in MB."""
+    torch.manual_seed(0)
+    student, teacher = (nn.Linear(size, vocabulary, bias=False) for size in (width, teacher_width))
+    hidden, theirs = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, teacher_width)
+    targets = torch.zeros(tokens, dtype=torch.long)
+    if form == "chunks":
+        heads = VocabularyHead(student), hidden, VocabularyHead(teacher), theirs
+        summed_distillation(*heads, targets, LogitDistance("kl", 2.0))[0].backward()
+    elif form == "all logits":
+        with torch.no_grad():
+            wanted = torch.log_softmax(teacher(theirs) / 2, 1)
+        found = torch.log_softmax(student(hidden) / 2, 1)
+        (4 * F.kl_div(found, wanted, log_target=True, reduction="sum")).backward()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def table_of_memory(rounds: int) -> Table:
+    """Returns the peak memory of distillation over a vocabulary, above that of a process that does nothing."""
+    table = Table("peak memory over a vocabulary", "all logits at once", "MB of the process")
+    peaks = {form: [peak_megabytes(form, MEMORY) for _ in range(rounds)] for form in FORMS}
+    above = {
+        form: [peak - base for peak, base in zip(peaks[form], peaks["nothing"], strict=True)] for form in FORMS[1:]
+    }
+    for form, values in above.items():
+        shares = [value / base for value, base in zip(values, above["all logits"], strict=True)]
+        ours = form == "chunks"
+        table.add(f"dlo, {form}" if ours else form, shares, bar=0.5 if ours else None, ours=ours, MB=values[0])
+    table.notes.append(", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in MEMORY.items()) + ", float32")
+    return table
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--form"]:
+        distil_once(sys.argv[2], *(int(size) for size in sys.argv[3:]))
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of memory")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--text-seeds", type=int, default=2)
@@ -137,6 +195,7 @@ def main() -> None:
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)
+    record.add(table_of_memory(options.rounds))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.seeds:
