@@ -10,6 +10,7 @@ for bit. The layout of a checkpoint is Lightning's: `state_dict` holds the avera
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,9 +58,13 @@ class WeightEMA(Callback):
         self._last_step = 0
         self._swapped = False
         self._aside: dict[int, Tensor] = {}  # trained weights beyond the average's dtype, while it is swapped in
+        #: Functions of the trainer that change the average in the module's tensors when it is put there, such as one
+        #: that keeps pruned weights at zero; called on all ranks.
+        self.restrictions: list[Callable[[Trainer], None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drops an earlier run's average: its module holds it."""
+        self.restrictions = []
         self._average, self._updates, self._swapped, self._aside = None, 0, False, {}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -196,6 +201,8 @@ class WeightEMA(Callback):
             else:
                 self._aside[number] = held
         self._swapped = average
+        for restrict in self.restrictions if average else ():
+            restrict(trainer)
         contract_of(trainer.strategy).refresh()
 
 

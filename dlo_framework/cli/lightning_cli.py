@@ -346,6 +346,10 @@ class DloCLI(LightningCLI):
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
             self._check_shares(trainer)
+            for callback in callbacks:
+                check_callback = getattr(callback, "check_before_start", None)
+                if callable(check_callback) and self.command == "fit":
+                    check_callback(trainer, self.model, self.datamodule)
             if self.command == "predict":
                 strategy.check_predict(self.model)
             return trainer

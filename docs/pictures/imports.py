@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("sharding", ("sharding/",)),
         (
             "techniques",
-            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
+            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "pruning/", "zero/", "fsdp/", "deepspeed/"),
         ),
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),
