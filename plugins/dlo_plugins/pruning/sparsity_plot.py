@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,3 +35,45 @@ def draw_training(curve: Sequence[Mapping[str, Any]], layers: Mapping[str, float
     shown = range(0, len(names), max(1, len(names) // 12))
     right.set_xticks(list(shown), [names[number].removesuffix(".weight") for number in shown], rotation=90, fontsize=6)
     return figure
+
+
+def draw_tickets(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """Returns a figure of the rounds of `dlo ticket`: the metric over the kept weights, and the time that they took.
+
+    Args:
+        points: Results with ``kind`` (``ticket`` or ``reinit``), ``kept``, ``metric``, ``value`` and ``seconds``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for kind, label in (("ticket", "rewound weights"), ("reinit", "new random weights")):
+        own = [point for point in points if point["kind"] == kind and point["value"] is not None]
+        if own:
+            left.plot([100 * point["kept"] for point in own], [point["value"] for point in own], "o-", label=label)
+    left.set_xscale("log")
+    left.invert_xaxis()
+    left.set_xlabel("kept weights, percent")
+    left.set_ylabel(points[-1]["metric"] if points else "")
+    left.set_title("how much?")
+    if left.lines:
+        left.legend()
+    tickets = [point for point in points if point["kind"] == "ticket"]
+    total = 0.0
+    for point in tickets:
+        right.bar(point["round"], point["seconds"], bottom=total, color="tab:blue")
+        total += point["seconds"]
+    right.set_xlabel("round")
+    right.set_ylabel("seconds of training so far")
+    right.set_title("what time does it cost?")
+    return figure
+
+
+def log_to_tensorboard(figure: Figure, folder: Path, tag: str, step: int) -> None:
+    """Writes a figure as TensorBoard's event into a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_figure(tag, figure, global_step=step, close=False)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,12 +21,12 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.checkpoint import check, load
-from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.checkpoint import check
+from dlo_framework.checkpoint.loading import LazyStateDict
 from dlo_framework.distributed.step_hooks import prepend_post_hook
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
@@ -44,9 +43,7 @@ from dlo_plugins.pruning.nm_pattern import NMPattern
 from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShard, PrunedShards
 from dlo_plugins.pruning.schedule import check_fraction, cubic_sparsity
 from dlo_plugins.pruning.semi_structured import check_kernels, use_sparse_kernels
-
-#: Key of masks, values aside and scores in a checkpoint.
-PRUNING = "pruning"
+from dlo_plugins.pruning.tickets import PRUNING, read_masks
 
 
 class Prune(Callback):
@@ -172,7 +169,8 @@ class Prune(Callback):
         self._check_strategy(trainer)
         self._check_schedule(trainer)
         if self.masks is not None:
-            _open_masks(self.masks)
+            check(self.masks)
+            read_masks(self.masks)
         if self.kernels == "semi_structured":
             check_kernels(trainer.strategy.root_device, str(trainer.precision))
         built, _ = prepare_model(module)
@@ -239,7 +237,7 @@ class Prune(Callback):
         last = last_linear(pl_module)
         self.layers = select_layers(pl_module, self.skip, last)
         if self.masks is not None and self._pending is None:
-            self._start_with(trainer, _open_masks(self.masks))
+            self._start_with(trainer, read_masks(self.masks))
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
             # DeepSpeed steps its parameter groups one by one; its weights are masked at the batch's end.
             self._handle = prepend_post_hook(trainer.optimizers[0], lambda *_: self._after_step(trainer, 1))
@@ -248,9 +246,8 @@ class Prune(Callback):
                 callback.restrictions.append(self._restrict_average)
 
     @torch.no_grad()
-    def _start_with(self, trainer: Trainer, saved: dict[str, Any]) -> None:
+    def _start_with(self, trainer: Trainer, masks: LazyStateDict) -> None:
         """Sets the weights that a checkpoint's masks prune to zero, in the module's own layout."""
-        masks = as_lazy_state_dict(saved[MASKS])
         held = trainer.strategy.lightning_module_state_dict()
         for layer in self.layers:
             shard = held.get(layer.name)
@@ -473,23 +470,3 @@ def _parse(point: str | float, key: str) -> RunPosition:
 
 def _show(point: RunPosition) -> str:
     return f"{point.value:.0%}" if point.unit == "runs" else f"{point.value:g} epochs"
-
-
-def _open_masks(path: str | Path) -> dict[str, Any]:
-    """Returns the pruning state of a checkpoint, with lazy tensors.
-
-    Raises:
-        DloError: If there is no checkpoint, or it holds no masks.
-    """
-    check(path)
-    found = load(path, level="size").get(PRUNING)
-    if not found or MASKS not in found:
-        raise DloError(
-            f"Prune: masks must name a checkpoint of a pruned run, got {path} without masks; train one first"
-        )
-    return dict(found)
-
-
-def masked_fraction(masks: dict[str, Tensor]) -> float:
-    """Returns the fraction of pruned weights of full masks."""
-    return 1 - sum(int(mask.sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
