@@ -132,7 +132,7 @@ def local_data(shard: Shard) -> Tensor:
 def shard_maker(shard: Shard) -> Callable[[Tensor], Shard]:
     """Returns a function that makes a shard with the place of a given one, from other elements.
 
-    The elements have the shape of :func:`local_data` and any dtype. The function does not keep the given shard's memory.
+    The elements have the shape of :func:`local_data` and any dtype. The given shard's memory is not kept.
     """
     if isinstance(shard, SlicedShard):
         inner, cut = shard_maker(shard.shard), shard.tensor_slice

@@ -53,8 +53,9 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("sharding", ("sharding/",)),
         (
             "techniques",
-            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "pruning/", "zero/", "fsdp/", "deepspeed/"),
+            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
         ),
+        ("pruning", ("pruning/",)),
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),

@@ -1,4 +1,4 @@
-"""``dlo ticket``: finds lottery tickets by iterative magnitude pruning with rewinding; each round is a run of `dlo fit`."""
+"""``dlo ticket``: finds lottery tickets by iterative magnitude pruning; each round is a run of ``dlo fit``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.errors import DloError
 
-_HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to their early values, train again.
+_HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to early values, train again.
 
 Each round is a run of `dlo fit` in the output folder. If the command is stopped, start it again with the same options:
 finished rounds are kept, and the unfinished one continues from its last checkpoint."""
@@ -90,7 +90,7 @@ class Rounds:
                 raise DloError(f"ticket: {name} must be left out, as the rounds set it, got {word}; use --output")
         if any(variable in os.environ for variable in ("RANK", "SLURM_PROCID")):
             raise DloError(
-                "ticket: the command must be started once, as each round starts its own ranks, got a rank of a launcher;"
+                "ticket: the command must be started once, as each round starts its own ranks, got a launcher's rank;"
                 " start it without torchrun or srun, with --trainer.devices"
             )
         self.folder = Path(options.output or Path("runs") / Path(configs[-1]).stem / "ticket")

@@ -77,7 +77,9 @@ def next_masks(checkpoint: str | Path, names: Sequence[str], sparsity: float, sc
     state = as_lazy_state_dict(content.get(TRAINED) or content["state_dict"])
     absent = next((name for name in names if name not in state), None)
     if absent is not None:
-        raise DloError(f"checkpoint must hold the pruned weights, got {checkpoint} without {absent}{did_you_mean(absent, state)}")
+        raise DloError(
+            f"checkpoint must hold the pruned weights, got {checkpoint} without {absent}{did_you_mean(absent, state)}"
+        )
     saved = content.get(PRUNING, {}).get(MASKS, {})
     before = as_lazy_state_dict(saved)
     weights = {name: state[name].float() for name in names}
@@ -98,7 +100,9 @@ def read_masks(path: str | Path) -> LazyStateDict:
     """
     found = load(path, level="size").get(PRUNING) or {}
     if MASKS not in found:
-        raise DloError(f"Prune: masks must name a checkpoint of a pruned run, got {path} without masks; train one first")
+        raise DloError(
+            f"Prune: masks must name a checkpoint of a pruned run, got {path} without masks; train one first"
+        )
     return as_lazy_state_dict(found[MASKS])
 
 

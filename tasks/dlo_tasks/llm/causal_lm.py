@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -463,6 +463,12 @@ class CausalLM(Task):
         """Prints the last completed prompts."""
         if self.samples and self.trainer.is_global_zero:
             print_samples(self.prompts, self.samples)
+
+    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+        """Returns the `config` of a model with fewer heads, hidden units or blocks; its vocabulary is the checkpoint's."""
+        about = saved.get("exporter") or {}
+        config = self.config if "config" not in about else language_models.config_from_json(about["config"])
+        return {"model": None, "config": language_models.resized_config(config, sizes)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds to a checkpoint what an export needs beside the weights: config, tokenizer, adapters."""

@@ -5,8 +5,8 @@
 - Movement pruning: Sanh, Wolf & Rush, "Movement Pruning: Adaptive Sparsity by Fine-Tuning", 2020, arXiv 2005.07683. It
   departs from the paper in that scores are accumulated with rate 1 and not stepped by an optimizer, and that the kept
   fraction follows the schedule at intervals.
-- N:M patterns with SR-STE: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", 2021,
-  arXiv 2102.04010.
+- N:M patterns with SR-STE: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch",
+  2021, arXiv 2102.04010.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Prune(Callback):
     the validation metric over the sparsity, and the sparsity of each layer.
 
     Args:
-        method: Score of a weight, the smallest of which are pruned: `magnitude`, or `movement`, the accumulated movement
-            away from zero, which suits fine-tuning. Pruned weights can return under `movement`.
+        method: Score of a weight, the smallest of which are pruned: `magnitude`, or `movement`, the accumulated
+            movement away from zero, which suits fine-tuning. Pruned weights can return under `movement`.
         amount: Fraction of the weights that is pruned in the end, in (0, 1); None with a `pattern`, which sets it, or
             with `masks` that stay as they are.
         scope: Weights that are compared: `global` for all of the model together, `layer` for each layer's own.
