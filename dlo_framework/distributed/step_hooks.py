@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -20,5 +21,6 @@ def prepend_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Remova
         hook: Function of the optimizer and the step's arguments.
     """
     handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
     return handle

@@ -10,8 +10,8 @@ from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 
-_HELP = """Make a smaller model from a checkpoint: remove the attention heads, hidden units of the MLPs or blocks with the
-smallest weights. The output folder gets pruned.ckpt, and config.yaml to train the smaller model from it."""
+_HELP = """Make a smaller model from a checkpoint: remove the heads, hidden units of MLPs or blocks with the smallest
+weights. The output folder gets pruned.ckpt, and config.yaml to train the smaller model from it."""
 
 _EPILOG = """All other options are those of `dlo fit`: --config and --ckpt_path (a path, last or best) are needed.
 

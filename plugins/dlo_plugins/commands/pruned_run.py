@@ -181,17 +181,14 @@ def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any
         lines.append(f"{kind}: {count} -> {keep} in each of {len(groups)} blocks")
     if "blocks" in amounts:
         blocks = plan.block_names(model)
-        kept = _kept_blocks(amounts["blocks"], blocks, block_scores_or_none(amounts, model, plan, weights))
+        is_list = isinstance(amounts["blocks"], list)
+        scores = None if is_list else block_scores(model, plan, weights, _MODEL)
+        kept = _kept_blocks(amounts["blocks"], blocks, scores)
         remove_blocks(weights, blocks, kept, _MODEL)
         sizes["blocks"] = len(kept)
         gone = [number for number in range(len(blocks)) if number not in kept]
         lines.append(f"blocks: {len(blocks)} -> {len(kept)}, without {', '.join(map(str, gone))}")
     return sizes, lines
-
-
-def block_scores_or_none(amounts: dict[str, Any], model: Any, plan: Any, weights: dict[str, Tensor]) -> Tensor | None:
-    """Returns the blocks' scores; None where the blocks to remove are given by number."""
-    return None if isinstance(amounts["blocks"], list) else block_scores(model, plan, weights, _MODEL)
 
 
 def _kept_blocks(amount: float | list[int], blocks: list[str], scores: Tensor | None) -> list[int]:

@@ -182,7 +182,7 @@ class PrunedShards:
     # --- this rank's elements ------------------------------------------------------------------------------
 
     def values(self, item: PrunedShard, of: Tensor | None = None) -> Tensor:
-        """Returns this rank's elements of a weight, or of a tensor in the layout of the stepped one: the memory itself."""
+        """Returns the memory of this rank's elements of a weight, or of a tensor in the layout of the stepped one."""
         return local_data(self.contract.as_shard(item.name, item.tensor, (item.tensor if of is None else of).detach()))
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
 """Structured pruning: a smaller model from the weights of a larger one, without heads, hidden units or blocks.
 
-Units are scored by their weights alone, as in Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv 1608.08710:
-the norm of the weights that compute a unit, times the norm of those that read it. Every block loses equally many, so that
-a config can describe the result. Where units are comes from the model's parallel plan: tensor parallelism divides the same
-features over ranks.
+Units are scored by their weights alone, as in Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv
+1608.08710: the norm of the weights that compute a unit, times the norm of those that read it. Every block loses equally
+many, so that a config can describe the result. Where units are comes from the model's parallel plan: tensor parallelism
+divides the same features over ranks.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Seque
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1 or not all(name.rpartition(".")[2].isdigit() for name in blocks):
         raise DloError(
-            f"prune: blocks must be in one list for --blocks, got {len(parents)} lists, such as {blocks[0]}; prune heads"
-            " or hidden units"
+            f"prune: blocks must be in one list for --blocks, got {len(parents)} lists, such as {blocks[0]}; prune"
+            " heads or hidden units"
         )
     parent = parents.pop()
     new_names = {prefix + blocks[old]: f"{prefix}{parent}.{new}" for new, old in enumerate(keep)}

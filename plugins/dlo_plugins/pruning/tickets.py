@@ -8,6 +8,7 @@ Hypothesis", 2020, arXiv 1912.05671.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,8 +53,8 @@ def magnitude_masks(
         return torch.arange(offsets[number], offsets[number] + sizes[number])
 
     counts = torch.tensor([round(sparsity * size) for size in (sizes if per_layer else [sum(sizes)])])
-    parts = [Keys(lambda name=name: keys(name), number if per_layer else 0) for number, name in enumerate(names)]  # type: ignore[misc]
-    where = [lambda number=number: indices(number) for number in range(len(names))]  # type: ignore[misc]
+    parts = [Keys(partial(keys, name), number if per_layer else 0) for number, name in enumerate(names)]
+    where = [partial(indices, number) for number in range(len(names))]
     cut = find_cut(parts, where, counts, lambda values: values)
     return {
         name: ~cut.is_pruned(keys(name), where[number], parts[number].group).view(weights[name].shape)

@@ -148,7 +148,8 @@ def _attention_of_width(width: int) -> type[Attention]:
 
     class AttentionOfWidth(Attention):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, attn_head_dim=width, **kwargs)
+            kwargs["attn_head_dim"] = width
+            super().__init__(*args, **kwargs)
 
     return AttentionOfWidth
 

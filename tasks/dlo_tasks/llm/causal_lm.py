@@ -465,7 +465,7 @@ class CausalLM(Task):
             print_samples(self.prompts, self.samples)
 
     def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
-        """Returns the `config` of a model with fewer heads, hidden units or blocks; its vocabulary is the checkpoint's."""
+        """Returns the `config` of a model with fewer heads, hidden units or blocks, and the checkpoint's vocabulary."""
         about = saved.get("exporter") or {}
         config = self.config if "config" not in about else language_models.config_from_json(about["config"])
         return {"model": None, "config": language_models.resized_config(config, sizes)}

@@ -338,8 +338,8 @@ def resized_config(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
         layers = getattr(config, "layer_types", None)
         if layers is not None and len(set(layers)) > 1:
             raise DloError(
-                f"prune: blocks must be alike for --blocks, got {len(set(layers))} kinds in {config.model_type}; prune heads"
-                " or hidden units"
+                f"prune: blocks must be alike for --blocks, got {len(set(layers))} kinds in {config.model_type}; prune"
+                " heads or hidden units"
             )
         if layers is not None:
             config.layer_types = layers[: sizes["blocks"]]
@@ -348,14 +348,15 @@ def resized_config(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
         key = next((key for key in _HIDDEN if hasattr(config, key)), None)
         if key is None:
             raise DloError(
-                f"prune: the config must have one of {', '.join(_HIDDEN)} for --hidden, got none in {config.model_type}; prune blocks"
+                f"prune: the config must have one of {', '.join(_HIDDEN)} for --hidden, got none in"
+                f" {config.model_type}; prune blocks"
             )
         setattr(config, key, sizes["hidden"])
     if "heads" in sizes:
         if not hasattr(config, "head_dim"):
             raise DloError(
-                f"prune: the config must have head_dim for --heads, as that of Llama has, got none in {config.model_type};"
-                " prune hidden units or blocks"
+                "prune: the config must have head_dim for --heads, as that of Llama has, got none in"
+                f" {config.model_type}; prune hidden units or blocks"
             )
         config.num_attention_heads, config.head_dim = sizes["heads"], sizes["head_width"]
         if getattr(config, "num_key_value_heads", None) is not None:
