@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.distributed.strategy import _refuse_pruning, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.prune import Prune
