@@ -117,7 +117,9 @@ class PrunedRun(SimulatedRun):
 
     def _build(self, arguments: dict[str, Any]) -> Task:
         """Returns the task of the smaller model, with the model on the meta device."""
-        smaller: Task = type(self.model)(**{**dict(self.model.hparams), **arguments})
+        # Lightning's command line adds `_class_path` to the hyperparameters.
+        own = {key: value for key, value in self.model.hparams.items() if not key.startswith("_")}
+        smaller: Task = type(self.model)(**{**own, **arguments})
         smaller.check(self.datamodule)
         return smaller.on_meta()
 
