@@ -39,7 +39,7 @@ from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.callbacks.prune import Prune
 from dlo_plugins.callbacks.prune.ticket_start import START, TicketStart
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
-from dlo_plugins.pruning.schedule import ticket_sparsity
+from dlo_plugins.pruning.sparsity_schedule import ticket_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, save_masks
 
 #: Seed of the digits' split, and the number of held-out images.

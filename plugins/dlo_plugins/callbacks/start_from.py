@@ -18,7 +18,7 @@ class StartFrom(Callback):
             average.
 
     Raises:
-        DloError: If there is no such checkpoint, or it is of another model.
+        DloError: If the checkpoint does not exist, or is of another model.
     """
 
     def __init__(self, checkpoint: str) -> None:

@@ -53,7 +53,7 @@ def parse_amount(text: str) -> float:
     """Returns the fraction of an option such as ``20%`` or ``0.2``.
 
     Raises:
-        DloError: If it is no number, or not in (0, 1).
+        DloError: If it is not a number in (0, 1).
     """
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -169,7 +169,7 @@ class Rounds:
         path = self.folder / f"masks_{number}.ckpt"
         if path.exists():
             return path
-        from dlo_plugins.pruning.schedule import ticket_sparsity
+        from dlo_plugins.pruning.sparsity_schedule import ticket_sparsity
         from dlo_plugins.pruning.tickets import next_masks, save_masks
 
         names = json.loads((self.folder / "layers.json").read_text())

@@ -8,7 +8,7 @@ step sends only their scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from dlo_framework.shards import Box
 from dlo_plugins.pruning.nm_pattern import NMPattern, keep_largest, nm_mask
-
-if TYPE_CHECKING:
-    from dlo_plugins.pruning.pruned_shards import PrunedShard
+from dlo_plugins.pruning.pruned_weight import PrunedShard
 
 
 class GroupExchange:

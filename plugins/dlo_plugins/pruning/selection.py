@@ -72,7 +72,7 @@ def find_threshold(parts: Sequence[Keys], counts: Tensor, bits: int, sum_ranks: 
 
     Args:
         parts: Keys of this rank's elements.
-        counts: k of each group, int64 ``[groups]`` on the device; at most the group's number of elements.
+        counts: Number k of each group, int64 ``[groups]`` on the device; at most the group's number of elements.
         bits: Number of bits of the keys; a multiple of 11.
         sum_ranks: Function that returns the sum of a tensor over all ranks; called on all of them.
     """
@@ -131,7 +131,7 @@ def find_cut(parts: Sequence[Keys], indices: Sequence[Callable[[], Tensor]], cou
     Args:
         parts: Keys of this rank's elements, each element on one rank only.
         indices: Functions that return these elements' indices in the model, int64 below ``2^55``, for each part.
-        counts: k of each group, int64 ``[groups]``.
+        counts: Number k of each group, int64 ``[groups]``.
         sum_ranks: Function that returns the sum of a tensor over all ranks; called on all of them.
     """
     found = find_threshold(parts, counts, SCORE_BITS, sum_ranks)

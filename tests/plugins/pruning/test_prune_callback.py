@@ -19,8 +19,8 @@ from dlo_plugins.callbacks.prune import Prune
 from dlo_plugins.callbacks.prune.ticket_start import TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
-from dlo_plugins.pruning.schedule import cubic_sparsity
 from dlo_plugins.pruning.semi_structured import check_kernels
+from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.pruned_nets import masks_of, weights_of
@@ -403,7 +403,7 @@ def test_lightnings_fsdp_is_refused():
 def test_lightnings_pruning_is_pointed_to_it():
     callbacks = [ModelPruning("l1_unstructured", amount=0.5)]
     run: Any = SimpleNamespace(callbacks=callbacks, strategy=ZeroStrategy(3))
-    with pytest.raises(DloError, match="got ModelPruning; use Prune, which masks shards, or strategy ddp"):
+    with pytest.raises(DloError, match="got ModelPruning; use dlo's own pruning callback \\(dlo plugins\\), or ddp"):
         _refuse_pruning(run)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern, keep_largest, nm_mask
-from dlo_plugins.pruning.schedule import cubic_sparsity, ticket_sparsity
 from dlo_plugins.pruning.selection import SCORE_BITS, Keys, find_cut, find_threshold, order_keys
+from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity, ticket_sparsity
 from dlo_plugins.pruning.tickets import magnitude_masks
 
 

@@ -40,9 +40,10 @@ from dlo_plugins.callbacks.run_position import RunPosition, parse_position
 from dlo_plugins.mesh.mesh_description import prepare_model
 from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
 from dlo_plugins.pruning.nm_pattern import NMPattern
-from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShard, PrunedShards
-from dlo_plugins.pruning.schedule import check_fraction, cubic_sparsity
+from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShards
+from dlo_plugins.pruning.pruned_weight import PrunedShard
 from dlo_plugins.pruning.semi_structured import check_kernels, use_sparse_kernels
+from dlo_plugins.pruning.sparsity_schedule import check_fraction, cubic_sparsity
 from dlo_plugins.pruning.tickets import PRUNING, read_masks
 
 
