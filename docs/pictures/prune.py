@@ -1,10 +1,8 @@
-"""Draws docs/images/prune.svg from a record: ``python docs/pictures/prune.py benchmarks/results/FILE.json``."""
+"""Draws docs/images/prune.svg from a benchmark's results: ``python docs/pictures/prune.py``."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,18 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FILE = Path(__file__).parents[1] / "images" / "prune.svg"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "pruning_2026-11-24.md"
 COLOURS = {"ticket": "#3f6ad8", "new weights": "#d9822b"}
+
+
+def read_rows() -> dict[str, dict[str, float]]:
+    """Returns mean and standard error of the rows of the results' tables."""
+    found = {}
+    for line in RESULTS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) >= 6 and re.fullmatch(r"[\d.]+", cells[1]) and re.fullmatch(r"[\d.]+", cells[5]):
+            found.setdefault(cells[0], {"mean": float(cells[4]), "standard error": float(cells[5])})
+    return found
 
 
 def points(rows: dict[str, Any], label: str) -> list[tuple[float, float, float]]:
@@ -28,14 +37,14 @@ def points(rows: dict[str, Any], label: str) -> list[tuple[float, float, float]]
     return found
 
 
-def main(path: str) -> None:
+def main() -> None:
     """Draws the accuracy of tickets over the kept weights, and of gradual pruning over the pruned weights."""
-    tables = {table["title"]: table["rows"] for table in json.loads(Path(path).read_text())["tables"]}
+    rows = read_rows()
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     plt.rcParams |= {"axes.edgecolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
     for label, colour in COLOURS.items():
-        own = points(tables["tickets on the digits"], label)
+        own = points(rows, label)
         left.errorbar(
             [kept for kept, _, _ in own],
             [100 * mean for _, mean, _ in own],
@@ -52,7 +61,6 @@ def main(path: str) -> None:
     left.minorticks_off()
     left.set(xlabel="kept weights, percent", title="tickets: held-out accuracy, percent")
     left.legend(frameon=False)
-    rows = tables["gradual pruning and 2:4 on the digits"]
     gradual = [(float(name[:2]), row) for name, row in rows.items() if re.fullmatch(r"\d+% pruned", name)]
     shown = [(0.0, rows["dense"]), *gradual]
     right.errorbar(
@@ -86,4 +94,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

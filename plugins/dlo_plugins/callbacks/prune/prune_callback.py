@@ -444,7 +444,7 @@ class Prune(Callback):
         figure = draw_training(self._curve, layers)
         log_figure(trainer, "prune/report", figure)
         report = {"sparsity": sparsity, "layers": layers, "curve": self._curve}
-        if folder.is_dir():
+        if folder.is_dir() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_atomic(folder / "pruning.json", json.dumps(report, indent=1) + "\n")
             figure.savefig(folder / "pruning.png", dpi=120)
         rank_zero_info(f"Prune: {sparsity:.1%} of {sum(self.shards.sizes):,} weights in {len(layers)} layers are zero")
