@@ -207,6 +207,7 @@ class Timed(Callback):
 
 def costs(record: Record, rounds: int, steps: int) -> None:
     """Adds the table of a step's cost."""
+    folder = tempfile.TemporaryDirectory()  # For the reports.
 
     def run(settings: dict[str, Any] | None) -> float:
         seed_everything(0, verbose=False)
@@ -220,6 +221,7 @@ def costs(record: Record, rounds: int, steps: int) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
+            default_root_dir=folder.name,
             callbacks=[*([] if settings is None else [Prune(**settings)]), timed],
         )
         train, _ = digits()
@@ -239,6 +241,7 @@ def costs(record: Record, rounds: int, steps: int) -> None:
     for name, values in all_ratios(seconds, "dense").items():
         table.add(name, values, ours=name.startswith("Prune"), control=name == "dense again")
     record.add(table)
+    folder.cleanup()
 
 
 def main() -> None:
