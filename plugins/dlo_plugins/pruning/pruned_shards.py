@@ -280,7 +280,7 @@ class PrunedShards:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads this rank's part of a checkpoint's ``pruning``, or of the masks alone.
+        """Loads this rank's part of a checkpoint's ``pruning``, or of the masks alone; called on all ranks.
 
         Raises:
             DloError: If a mask is missing or has another shape.
@@ -296,6 +296,7 @@ class PrunedShards:
                     continue
                 if own is not None:
                     theirs.read_into(item.name, item.make(own))
+        self.target = float(self.count_pruned().sum()) / sum(self.sizes)
 
     @torch.no_grad()
     def masks_in(self, held: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
