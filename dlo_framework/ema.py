@@ -10,6 +10,7 @@ for bit. The layout of a checkpoint is Lightning's: `state_dict` holds the avera
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -56,6 +57,11 @@ class WeightEMA(Callback):
     @property
     def _average(self) -> list[Tensor] | None:
         return self._held.tensors
+
+    @property
+    def restrictions(self) -> list[Callable[[Any], None]]:
+        """Functions of the strategy that change the average when it is put into the module; dropped by a new run."""
+        return self._held.restrictions
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drops an earlier run's average: its module holds it."""

@@ -205,6 +205,27 @@ class ParallelPlan:
         return _block_of(self.blocks, name) or self.owners(name)[0]
 
 
+def match_names(patterns: Iterable[str], names: Iterable[str], known: Iterable[str], rule: str) -> list[str]:
+    """Returns the names that patterns match, or that belong to a module which they match, in the patterns' order.
+
+    Args:
+        patterns: Patterns.
+        names: Names to match.
+        known: Names to offer in place of a pattern that matches none.
+        rule: Rule in the error, such as "each pattern of exclude must match a parameter".
+
+    Raises:
+        DloError: for a pattern that matches none.
+    """
+    names, found = list(names), dict[str, None]()
+    for pattern in patterns:
+        matched = [name for name in names if _owns(pattern, name)]
+        if not matched:
+            raise DloError(f"{rule}, got '{pattern}'{did_you_mean(pattern, list(known)) or '; remove it'}")
+        found |= dict.fromkeys(matched)
+    return list(found)
+
+
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Returns the groups of parameter names of `module` that share one tensor, in order of registration."""
     groups: dict[int, list[str]] = {}

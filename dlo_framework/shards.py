@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +118,42 @@ Shard = Tensor | FlatShard | SlicedShard
 def attach_slice(held: Shard, cut: TensorSlice | None) -> Shard:
     """Returns a rank's shard together with the TP slice that it belongs to, if there is one."""
     return held if cut is None or isinstance(held, SlicedShard) else SlicedShard(held, cut)
+
+
+def local_data(shard: Shard) -> Tensor:
+    """Returns the tensor that holds a shard's elements on this rank: its own memory, outside autograd."""
+    if isinstance(shard, SlicedShard):
+        return local_data(shard.shard)
+    if isinstance(shard, FlatShard):
+        return shard.data.detach()
+    return (shard.to_local() if isinstance(shard, DTensor) else shard).detach()
+
+
+def shard_maker(shard: Shard) -> Callable[[Tensor], Shard]:
+    """Returns a function that makes a shard with the place of a given one, from other elements.
+
+    The elements have the shape of :func:`local_data` and any dtype. The given shard's memory is not kept.
+    """
+    if isinstance(shard, SlicedShard):
+        inner, cut = shard_maker(shard.shard), shard.tensor_slice
+
+        def make_slice(data: Tensor) -> Shard:
+            made = inner(data)
+            assert not isinstance(made, SlicedShard)
+            return SlicedShard(made, cut)
+
+        return make_slice
+    if isinstance(shard, FlatShard):
+        shape, start = shard.shape, shard.start
+        return lambda data: FlatShard(data, shape, start)
+    if isinstance(shard, DTensor):
+        mesh, placements, full, stride = shard.device_mesh, shard.placements, shard.shape, shard.stride()
+
+        def make_dtensor(data: Tensor) -> Shard:
+            return DTensor.from_local(data, mesh, placements, run_check=False, shape=full, stride=stride)
+
+        return make_dtensor
+    return lambda data: data
 
 
 def flat_slice_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.placed_model import PlacedModel
+from dlo_framework.shards import Shard
 
 
 class StrategyContract:
@@ -87,6 +88,26 @@ class StrategyContract:
 
     def refresh(self) -> None:
         """Called after :meth:`local_tensors` have been written to from outside."""
+
+    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the tensors that an optimizer steps on this rank, by parameter name, in the optimizer's order.
+
+        Args:
+            optimizer: Optimizer of the run.
+        """
+        names = {id(parameter): name for name, parameter in _module_of(self).named_parameters()}
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {names[id(tensor)]: tensor for tensor in stepped if id(tensor) in names}
+
+    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
+        """Returns a tensor that is laid out as a stepped one, as a shard with its place in the full tensor.
+
+        Args:
+            name: Name of the parameter.
+            tensor: Tensor that the optimizer steps for the parameter.
+            value: Tensor in the shape of ``tensor``: itself, its gradient, or state of the optimizer.
+        """
+        return value
 
     def finish_step(self) -> None:
         """Waits for communication and copies of the last step, before state is read or written; called on all ranks."""

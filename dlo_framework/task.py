@@ -292,6 +292,23 @@ class Task(LightningModule, ABC):
         """
         return ParallelPlan.infer(self.model)
 
+    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+        """Returns the arguments of the class that build this task's model with fewer heads, hidden units or blocks.
+
+        Structured pruning calls it, and checks the shapes of the model that they build.
+
+        Args:
+            saved: Checkpoint of the larger model.
+            sizes: New sizes, those that change: `heads`, with `kv_heads` and `head_width`, `hidden` and `blocks`.
+
+        Raises:
+            DloError: if the task cannot build such a model.
+        """
+        raise DloError(
+            f"{type(self).__name__} must say how its model is built in other sizes, got no method resized;"
+            f" override it to return its arguments for {', '.join(sizes)}"
+        )
+
     def called(self) -> nn.Module:
         """Returns the module that a step calls: `self.model`, or the submodule that :meth:`forward` runs instead.
 

@@ -6,7 +6,7 @@ in fp32, because the change of a step would be lost to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,15 @@ class WeightAverage:
         tensors: Average on this rank, while the module holds the trained weights; None before :meth:`begin`.
         updates: Number of updates; the first one copies the weights.
         swapped: Whether the module holds the average, and :attr:`tensors` the trained weights.
+        restrictions: Functions of the strategy that change the average in the module's tensors when it is put there,
+            such as one that keeps pruned weights at zero; called on all ranks.
     """
 
     def __init__(self, decay: float, *, copies_buffers: bool = False) -> None:
         self.tensors: list[Tensor] | None = None
         self.updates = 0
         self.swapped = False
+        self.restrictions: list[Callable[[Any], None]] = []
         self._copies_buffers = copies_buffers
         self._update = get_ema_multi_avg_fn(decay)
         self._aside: dict[int, Tensor] = {}  # trained weights beyond the average's dtype, while it is swapped in
@@ -89,6 +92,8 @@ class WeightAverage:
             else:
                 self._aside[number] = held
         self.swapped = average
+        for restrict in self.restrictions if average else ():
+            restrict(strategy)
         contract_of(strategy).refresh()
 
     # --- checkpoints ---------------------------------------------------------------------------------------

@@ -353,6 +353,10 @@ class DloCLI(LightningCLI):
                 if callable(check_run):
                     check_run(trainer, self.model, self.datamodule)
             self._check_shares(trainer)
+            for callback in callbacks:
+                check_callback = getattr(callback, "check_before_start", None)
+                if callable(check_callback) and self.command == "fit":
+                    check_callback(trainer, self.model, self.datamodule)
             if self.command == "predict":
                 strategy.check_predict(self.model)
             return trainer

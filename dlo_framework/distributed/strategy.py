@@ -366,7 +366,7 @@ def _refuse_pruning(trainer: Trainer) -> None:
         if isinstance(callback, ModelPruning):
             raise DloError(
                 f"parameters under {type(trainer.strategy).__name__} must not be pruned between steps, got"
-                f" {type(callback).__name__}; use strategy ddp, zero1 or zero2"
+                f" {type(callback).__name__}; use dlo's own pruning callback (dlo plugins), or ddp, zero1 or zero2"
             )
 
 

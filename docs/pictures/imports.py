@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
             "techniques",
             ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
         ),
+        ("pruning", ("pruning/",)),
         ("appliers", ("appliers/",)),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from dlo_framework.data.hashing import hash64
 from dlo_framework.distributed.norms import shards_state
-from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.plan import ParallelPlan
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.task import Task
 
 _NOISE = 3  # number of the hash's random stream
@@ -223,18 +223,10 @@ def excluded_names(pl_module: LightningModule, patterns: list[str] | None) -> li
     if patterns is None:
         last = last_linear(pl_module)
         return [name for name in names if last is not None and name.startswith(f"{last}.")]
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        matcher = ParallelPlan(head=(pattern,))
-        matched = [name for name in names if matcher.owners(name)]
-        if not matched:
-            known = [*names, *(name for name, _ in pl_module.named_modules() if name)]
-            raise DloError(
-                f"AdaptiveGradientClipping: each pattern of exclude must match a parameter, got '{pattern}'"
-                f"{did_you_mean(pattern, known) or '; remove it'}"
-            )
-        found |= dict.fromkeys(matched)
-    return list(found)
+    known = [*names, *(name for name, _ in pl_module.named_modules() if name)]
+    return match_names(
+        patterns, names, known, "AdaptiveGradientClipping: each pattern of exclude must match a parameter"
+    )
 
 
 def last_linear(pl_module: LightningModule) -> str | None:

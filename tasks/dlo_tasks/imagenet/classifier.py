@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -210,6 +211,13 @@ class ImageClassifier(Task):
     def parallel_plan(self) -> ParallelPlan:
         """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_plans`."""
         return plan_for(self.model)
+
+    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+        """Returns `model_args` of a Vision Transformer with fewer heads, hidden units or blocks."""
+        return {
+            "model_args": timm_models.resized_args(self.on_meta().model, self.model_args, sizes),
+            "pretrained": False,
+        }
 
     def configure_callbacks(self) -> list[Callback]:
         """Returns the callback that averages the weights, if `ema_decay` is set."""

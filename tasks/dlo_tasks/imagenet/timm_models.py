@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import timm
 import torch
+from timm.layers import Attention
 from timm.models import parse_model_name
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection
 
+#: Argument for the width of a head, beside `num_heads`; timm (1.0) takes it through `attn_layer` only.
+_HEAD_DIM = "attn_head_dim"
 _HUBS = ("hf-hub", "hf_hub", "local-dir")
 
 
@@ -137,6 +142,48 @@ def build(name: str, args: dict[str, Any], *, num_classes: int, image_size: int 
     return model
 
 
+@lru_cache
+def _attention_of_width(width: int) -> type[Attention]:
+    """Returns timm's attention with heads of a width of their own; its blocks (1.0) take a class and no width."""
+
+    class AttentionOfWidth(Attention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["attn_head_dim"] = width
+            super().__init__(*args, **kwargs)
+
+    return AttentionOfWidth
+
+
+def resized_args(model: nn.Module, args: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the arguments that build a Vision Transformer in other sizes.
+
+    Args:
+        model: Model in its present sizes; it may be on the meta device.
+        args: Arguments that have built it.
+        sizes: New sizes that change: `heads` and `head_width`, `hidden`, `blocks`.
+
+    Raises:
+        DloError: If the model is of another family.
+    """
+    if not isinstance(model, VisionTransformer):
+        raise DloError(
+            f"prune: the model must be a timm VisionTransformer to be built in other sizes, got {type(model).__name__};"
+            " use a ViT or DeiT, or the callback Prune, which keeps the sizes"
+        )
+    args = dict(args)
+    if "blocks" in sizes:
+        args["depth"] = sizes["blocks"]
+    if "hidden" in sizes:
+        # timm (1.0) computes int(embed_dim * mlp_ratio).
+        ratio = sizes["hidden"] / model.embed_dim
+        args["mlp_ratio"] = (
+            ratio if int(model.embed_dim * ratio) == sizes["hidden"] else (sizes["hidden"] + 0.5) / model.embed_dim
+        )
+    if "heads" in sizes:
+        args["num_heads"], args[_HEAD_DIM] = sizes["heads"], sizes["head_width"]
+    return args
+
+
 def set_sincos_positions(model: nn.Module) -> None:
     """Replaces a ViT's learned position embedding by fixed 2-D sines and cosines.
 
@@ -174,6 +221,9 @@ def _patch_size(model: nn.Module) -> int | None:
 
 
 def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:
+    if _HEAD_DIM in args:
+        args = dict(args)
+        args["attn_layer"] = _attention_of_width(args.pop(_HEAD_DIM))
     try:
         model: nn.Module = timm.create_model(name, **args, **more)
     except TypeError as error:

@@ -6,6 +6,7 @@ Weights are read from safetensors only; code that comes with a model is never ru
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -314,3 +315,56 @@ def _path(model: str) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type name without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def config_from_json(text: str) -> Any:
+    """Returns the config of a JSON text that has `model_type`."""
+    from transformers import AutoConfig
+
+    settings = json.loads(text)
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+#: Names of the number of hidden units of an MLP, of which a config has one.
+_HIDDEN = ("intermediate_size", "ffn_dim", "n_inner")
+
+
+def resized_config(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the settings of a config in other sizes, with `model_type`.
+
+    Args:
+        config: Config of the model in its present sizes.
+        sizes: New sizes that change: `heads`, with `kv_heads` and `head_width`, `hidden` and `blocks`.
+
+    Raises:
+        DloError: If the family's config does not have such a size.
+    """
+    config = copy.deepcopy(config)
+    if "blocks" in sizes:
+        layers = getattr(config, "layer_types", None)
+        if layers is not None and len(set(layers)) > 1:
+            raise DloError(
+                f"prune: blocks must be alike for --blocks, got {len(set(layers))} kinds in {config.model_type}; prune"
+                " heads or hidden units"
+            )
+        if layers is not None:
+            config.layer_types = layers[: sizes["blocks"]]
+        config.num_hidden_layers = sizes["blocks"]
+    if "hidden" in sizes:
+        key = next((key for key in _HIDDEN if hasattr(config, key)), None)
+        if key is None:
+            raise DloError(
+                f"prune: the config must have one of {', '.join(_HIDDEN)} for --hidden, got none in"
+                f" {config.model_type}; prune blocks"
+            )
+        setattr(config, key, sizes["hidden"])
+    if "heads" in sizes:
+        if not hasattr(config, "head_dim"):
+            raise DloError(
+                "prune: the config must have head_dim for --heads, as that of Llama has, got none in"
+                f" {config.model_type}; prune hidden units or blocks"
+            )
+        config.num_attention_heads, config.head_dim = sizes["heads"], sizes["head_width"]
+        if getattr(config, "num_key_value_heads", None) is not None:
+            config.num_key_value_heads = sizes["kv_heads"]
+    return {**config.to_diff_dict(), "model_type": config.model_type}

@@ -1,0 +1,473 @@
+"""Prunes weights while a model trains: magnitude, movement, gradual schedules and N:M patterns, under any strategy.
+
+- Gradual magnitude pruning: Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model
+  compression", 2017, arXiv 1710.01878.
+- Movement pruning: Sanh, Wolf & Rush, "Movement Pruning: Adaptive Sparsity by Fine-Tuning", 2020, arXiv 2005.07683. It
+  departs from the paper in that scores are accumulated with rate 1 and not stepped by an optimizer, and that the kept
+  fraction follows the schedule at intervals.
+- N:M patterns with SR-STE: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch",
+  2021, arXiv 2102.04010.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dlo_framework.atomic_file import write_atomic
+from dlo_framework.checkpoint import check
+from dlo_framework.checkpoint.loading import LazyStateDict
+from dlo_framework.distributed.step_hooks import prepend_post_hook
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at
+from dlo_framework.rehearsal import run_folder
+from dlo_framework.shards import Shard, local_data, shard_maker
+from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.watch.media import log_figure
+from dlo_plugins.callbacks.gradients import last_linear
+from dlo_plugins.callbacks.run_position import RunPosition, parse_position
+from dlo_plugins.mesh.mesh_description import prepare_model
+from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
+from dlo_plugins.pruning.nm_pattern import NMPattern
+from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShards
+from dlo_plugins.pruning.pruned_weight import PrunedShard
+from dlo_plugins.pruning.semi_structured import check_kernels, use_sparse_kernels
+from dlo_plugins.pruning.sparsity_schedule import check_fraction, cubic_sparsity
+from dlo_plugins.pruning.tickets import PRUNING, read_masks
+
+
+class Prune(Callback):
+    """Prunes weights of linear layers and convolutions while the model trains.
+
+    From `begin` to `end` the pruned fraction rises to `amount`; afterwards the masks are final. Pruned weights are
+    exactly zero after every step, and so are their gradients and the optimizer's state of them. With a `pattern`, the
+    masks follow the pattern from `begin`, and pruned weights keep training aside, so that they can return until `end`
+    (SR-STE). Checkpoints hold the masks under the weights' names, and resume under any strategy.
+
+    It logs `prune/sparsity`, and at the end of training writes `pruning.json` and `pruning.png` into the run's folder:
+    the validation metric over the sparsity, and the sparsity of each layer.
+
+    Args:
+        method: Score of a weight, the smallest of which are pruned: `magnitude`, or `movement`, the accumulated
+            movement away from zero, which suits fine-tuning. Pruned weights can return under `movement`.
+        amount: Fraction of the weights that is pruned in the end, in (0, 1); None with a `pattern`, which sets it, or
+            with `masks` that stay as they are.
+        scope: Weights that are compared: `global` for all of the model together, `layer` for each layer's own.
+        schedule: `gradual` for the cubic schedule of Zhu & Gupta, `one_shot` to prune once, at `begin`.
+        begin: Point of the run at which pruning begins, in epochs or percent.
+        end: Point after which the masks are final; not used by `one_shot`.
+        every: Number of steps between two choices of masks; None for 1 with a pattern and 20 otherwise.
+        skip: Patterns of layers that stay dense, such as `model.patch_embed` or `model.blocks.*.attn`; None skips the
+            output layer, `[]` nothing.
+        pattern: `none`, or `n:m`, such as `2:4`: N of M consecutive weights along the input dim are kept.
+        decay: Factor of SR-STE's decay of pruned weights towards zero; 2e-4 in the paper.
+        masks: Checkpoint whose masks the run starts with; None starts dense.
+        kernels: Kernels of evaluations outside a fit: `dense`, or `semi_structured` for torch's 2:4 kernels, which need
+            an NVIDIA GPU of compute capability 8.0 or later.
+
+    Attributes:
+        layers: Layers that are pruned; empty before training.
+        shards: This rank's masks; None before the first step.
+
+    Raises:
+        DloError: If a value is out of range, a pattern of `skip` matches nothing, a layer cannot have the pattern, the
+            schedule begins after the run's end, or the strategy is not one whose state dlo can read.
+    """
+
+    def __init__(
+        self,
+        method: Literal["magnitude", "movement"] = "magnitude",
+        amount: float | None = None,
+        scope: Literal["global", "layer"] = "global",
+        schedule: Literal["gradual", "one_shot"] = "gradual",
+        begin: str | float = "10%",
+        end: str | float = "75%",
+        every: int | None = None,
+        skip: list[str] | None = None,
+        pattern: str = "none",
+        decay: float = 2e-4,
+        masks: str | None = None,
+        kernels: Literal["dense", "semi_structured"] = "dense",
+    ) -> None:
+        self.method, self.amount, self.scope, self.schedule = method, amount, scope, schedule
+        self.pattern = NMPattern.parse(pattern)
+        self.begin, self.end = (_parse(point, key) for point, key in ((begin, "begin"), (end, "end")))
+        self.every = every if every is not None else 1 if self.pattern else 20
+        self.skip, self.decay, self.masks, self.kernels = skip, decay, masks, kernels
+        self._check_values()
+        self.layers: list[PrunableLayer] = []
+        self.shards: PrunedShards | None = None
+        self._items: list[PrunedShard] = []  # Where a snapshot of the run finds the tensors.
+        self._handle: RemovableHandle | None = None
+        self._pending: Any = None  # Masks of a checkpoint, until the optimizer's tensors hold values.
+        self._restored = False
+        self._reset()
+
+    def _check_values(self) -> None:
+        for key, value, known in (
+            ("method", self.method, ("magnitude", "movement")),
+            ("scope", self.scope, ("global", "layer")),
+            ("schedule", self.schedule, ("gradual", "one_shot")),
+            ("kernels", self.kernels, ("dense", "semi_structured")),
+        ):
+            if value not in known:
+                raise DloError(f"Prune: {key} must be {' or '.join(known)}, got {value}; set one of them")
+        if self.amount is not None:
+            check_fraction(self.amount, "Prune: amount", "0.8 prunes four of five")
+        if self.pattern is None and self.amount is None and self.masks is None:
+            raise DloError("Prune: amount must be set without a pattern or masks, got none; 0.8 prunes four of five")
+        if self.pattern is not None and self.amount is not None:
+            raise DloError(
+                f"Prune: amount must be left out with pattern '{self.pattern}', which prunes {self.pattern.sparsity:g},"
+                f" got {self.amount:g}; remove one of them"
+            )
+        if self.every < 1:
+            raise DloError(f"Prune: every must be at least 1 step, got {self.every}; set 20")
+        if self.decay < 0:
+            raise DloError(f"Prune: decay must be at least 0, got {self.decay:g}; the paper has 2e-4")
+        if self.begin.unit == self.end.unit and self.begin.value >= self.end.value and self.schedule == "gradual":
+            raise DloError(
+                f"Prune: begin must be before end, got {_show(self.begin)} and {_show(self.end)}; set an earlier begin"
+            )
+        if self.kernels == "semi_structured" and self.pattern != NMPattern(2, 4):
+            raise DloError(
+                f"Prune: kernels: semi_structured must have pattern: '2:4', got '{self.pattern or 'none'}'; set the"
+                " pattern, or kernels: dense"
+            )
+
+    def _reset(self) -> None:
+        self._last: int | None = None
+        self._done = False
+        self._curve: list[dict[str, Any]] = []
+        self._counted = -1  # Step after which weights were masked last, under DeepSpeed.
+
+    @property
+    def trains_pruned(self) -> bool:
+        """Whether pruned weights train aside, as in SR-STE."""
+        return self.pattern is not None and self.method == "magnitude" and self.schedule == "gradual"
+
+    # --- before processes start ----------------------------------------------------------------------------
+
+    def check_before_start(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the options against the model and the run, before any process starts.
+
+        Raises:
+            DloError: If they do not fit.
+        """
+        self._check_strategy(trainer)
+        self._check_schedule(trainer)
+        if self.masks is not None:
+            check(self.masks)
+            read_masks(self.masks)
+        if self.kernels == "semi_structured":
+            check_kernels(trainer.strategy.root_device, str(trainer.precision))
+        built, _ = prepare_model(module)
+        self._select(built)
+
+    def _check_strategy(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        sharded = isinstance(strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy)
+        if sharded and isinstance(contract_of(strategy), ForeignStrategy):
+            raise DloError(
+                f"Prune: strategy must be one whose shards dlo can read, got {type(strategy).__name__} of Lightning;"
+                " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
+            )
+
+    def _check_schedule(self, trainer: Trainer) -> None:
+        check_end(trainer)
+        begin, end = self._fraction(trainer, self.begin, "begin"), self._fraction(trainer, self.end, "end")
+        if begin >= 1:
+            raise DloError(
+                f"Prune: begin must be before the end of training, got {_show(self.begin)} of"
+                f" {epochs_of_run(trainer):g} epochs; set '50%' or less"
+            )
+        if self.schedule == "gradual" and not begin < end <= 1:
+            raise DloError(
+                f"Prune: end must be after begin and within the run, got {_show(self.end)} with begin"
+                f" {_show(self.begin)} in {epochs_of_run(trainer):g} epochs; set '75%'"
+            )
+
+    def _fraction(self, trainer: Trainer, point: RunPosition, key: str) -> float:
+        """Returns a point of the run as a fraction of it."""
+        if point.unit == "runs":
+            return point.value
+        if epochs_of_run(trainer) in (0, float("inf")):
+            raise DloError(
+                f"Prune: trainer.max_epochs must be set for {key} in epochs, got none; set it, or use a percentage"
+            )
+        return point.value / epochs_of_run(trainer)
+
+    def _select(self, module: nn.Module, shapes: dict[str, Sequence[int]] | None = None) -> list[PrunableLayer]:
+        last = last_linear(module) if isinstance(module, LightningModule) else None
+        layers = select_layers(module, self.skip, last)
+        if self.pattern is not None:
+            names = {name.replace("_orig_mod.", ""): tuple(p.shape) for name, p in module.named_parameters()}
+            check_pattern(layers, {**names, **(shapes or {})}, self.pattern)
+        return layers
+
+    # --- the run's begin and end ---------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets an earlier run."""
+        self._remove_hook()
+        self.shards, self._items, self._pending, self._restored = None, [], None, False
+        self._reset()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Chooses the layers, applies the masks that the run starts with, and follows the optimizer's steps."""
+        self._check_strategy(trainer)
+        self._check_schedule(trainer)
+        if len(trainer.optimizers) != 1:
+            raise DloError(
+                f"Prune: configure_optimizers must return one optimizer, got {len(trainer.optimizers)}; use one with"
+                " several parameter groups"
+            )
+        last = last_linear(pl_module)
+        self.layers = select_layers(pl_module, self.skip, last)
+        if self.masks is not None and self._pending is None:
+            self._start_with(trainer, read_masks(self.masks))
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+            # DeepSpeed steps its parameter groups one by one; its weights are masked at the batch's end.
+            self._handle = prepend_post_hook(trainer.optimizers[0], lambda *_: self._after_step(trainer, 1))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightEMA):
+                callback.restrictions.append(self._restrict_average)
+
+    @torch.no_grad()
+    def _start_with(self, trainer: Trainer, masks: LazyStateDict) -> None:
+        """Sets the weights that a checkpoint's masks prune to zero, in the module's own layout."""
+        held = trainer.strategy.lightning_module_state_dict()
+        for layer in self.layers:
+            shard = held.get(layer.name)
+            if not isinstance(shard, Shard):
+                continue  # It belongs to another stage.
+            values = local_data(shard)
+            kept = torch.empty_like(values, dtype=torch.bool)
+            masks.read_into(layer.name, shard_maker(shard)(kept))
+            values.masked_fill_(~kept, 0)
+        contract_of(trainer.strategy).refresh()
+        self._pending = {MASKS: masks}
+        self._done = self.amount is None and self.pattern is None
+
+    def _remove_hook(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the report."""
+        self._remove_hook()
+        if self.shards is not None:
+            self._report(trainer, self.shards.layer_sparsity())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stops following the optimizer."""
+        self._remove_hook()
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Masks the gradients, or puts pruned weights back that train aside."""
+        if self.shards is None:
+            self._prepare(trainer)
+        shards = self.shards
+        assert shards is not None
+        if shards.keeps_dense and self.trains_pruned:
+            shards.restore_dense(self.decay)
+            self._restored = True
+            return
+        if shards.keeps_dense and self.method == "movement":
+            shards.accumulate_movement()
+        shards.mask_gradients()
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Makes the masks, now that the optimizer's tensors hold values, and loads those of a checkpoint."""
+        contract = contract_of(trainer.strategy)
+        optimizer = trainer.optimizers[0]
+        can_return = not self._done and (self.trains_pruned or self.method == "movement")
+        self.shards = PrunedShards(
+            contract,
+            optimizer,
+            self.layers,
+            trainer.strategy.root_device,
+            keeps_dense=can_return,
+            accumulates=can_return and self.method == "movement",
+        )
+        if self.pattern is not None:
+            check_pattern(self.layers, dict(self.shards.shapes), self.pattern)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.shards.load(pending)
+        self._items = self.shards.items
+
+    def _after_step(self, trainer: Trainer, ahead: int) -> None:
+        """Chooses masks where one is due, and sets pruned weights to zero.
+
+        Args:
+            trainer: Trainer of the run.
+            ahead: Number of steps that are done and not yet counted by the trainer.
+        """
+        shards = self.shards
+        if shards is None:
+            return
+        step = trainer.global_step + ahead
+        self._restored = False
+        sparsity = self._due(trainer, step)
+        if sparsity is None:
+            if shards.keeps_dense and self.trains_pruned:
+                shards.reapply()
+            else:
+                shards.apply()
+            return
+        if self.pattern is not None:
+            shards.choose_pattern(self.pattern)
+        else:
+            shards.choose(sparsity, self.scope)
+        self._last = step
+        if self._done and shards.keeps_dense:
+            shards.freeze()
+        if not (shards.keeps_dense and self.trains_pruned):
+            shards.mask_optimizer_state()
+        for logger in trainer.loggers:
+            logger.log_metrics({"prune/sparsity": shards.target}, step=step)
+
+    def _due(self, trainer: Trainer, step: int) -> float | None:
+        """Returns the sparsity of a choice that is due after a step; None if none is."""
+        if self._done:
+            return None
+        now = fraction_at(trainer, epochs_seen(trainer, with_this_batch=True), step)
+        begin, end = self._fraction(trainer, self.begin, "begin"), self._fraction(trainer, self.end, "end")
+        if now < begin:
+            return None
+        final = self.pattern.sparsity if self.pattern is not None else self.amount
+        assert final is not None
+        if self.schedule == "one_shot" or now >= end:
+            self._done = True
+            return final
+        if self._last is not None and step - self._last < self.every:
+            return None
+        return cubic_sparsity((now - begin) / (end - begin), final)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Masks the weights under DeepSpeed, and after a step that the loss scaler skipped."""
+        if self.shards is None:
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            self._after_deepspeed_step(trainer)
+        elif self._restored:
+            self._restored = False
+            self.shards.reapply()
+
+    def _after_deepspeed_step(self, trainer: Trainer) -> None:
+        shards = self.shards
+        assert shards is not None
+        if trainer.global_step == self._counted:
+            return
+        self._counted = trainer.global_step
+        before = self._last
+        trained_aside = self._restored
+        self._after_step(trainer, 0)
+        if trained_aside or self._last != before:
+            contract_of(trainer.strategy).refresh()
+
+    # --- averages, checkpoints, reports --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _restrict_average(self, strategy: Any) -> None:
+        """Sets the pruned weights of an average that is in the module to zero."""
+        if self.shards is not None:
+            for values, pruned in self.shards.masks_in(strategy.lightning_module_state_dict()):
+                values.masked_fill_(pruned, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the schedule and the report's points."""
+        return {"last": self._last, "done": self._done, "curve": list(self._curve)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the position in the schedule."""
+        self._last, self._done, self._curve = state_dict["last"], state_dict["done"], list(state_dict["curve"])
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Saves the masks, and values and scores of weights that can return."""
+        if self.shards is not None:
+            checkpoint[PRUNING] = self.shards.state()
+        elif self._pending is not None:
+            checkpoint[PRUNING] = self._pending
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps the masks of a resumed run until the optimizer's tensors hold values."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._pending = checkpoint.get(PRUNING)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the metric at the current sparsity."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        metric, _ = getattr(pl_module, "best_metric", None) or ("val_loss", "min")
+        value = trainer.callback_metrics.get(metric)
+        if value is None:
+            return
+        point = {
+            "step": trainer.global_step,
+            "sparsity": self.shards.target if self.shards is not None else 0.0,
+            "metric": metric,
+            "value": float(value),
+            "time": time.time(),
+        }
+        self._curve.append(point)
+
+    def _report(self, trainer: Trainer, layers: dict[str, float]) -> None:
+        """Writes the report and its picture, and logs the picture."""
+        assert self.shards is not None
+        total = sum(layers[name] * size for name, size in zip(self.shards.names, self.shards.sizes, strict=True))
+        sparsity = total / sum(self.shards.sizes)
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        from dlo_plugins.pruning.sparsity_plot import draw_training
+
+        figure = draw_training(self._curve, layers)
+        log_figure(trainer, "prune/report", figure)
+        report = {"sparsity": sparsity, "layers": layers, "curve": self._curve}
+        if folder.is_dir() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            write_atomic(folder / "pruning.json", json.dumps(report, indent=1) + "\n")
+            figure.savefig(folder / "pruning.png", dpi=120)
+        rank_zero_info(f"Prune: {sparsity:.1%} of {sum(self.shards.sizes):,} weights in {len(layers)} layers are zero")
+
+    # --- evaluation ----------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Uses sparse kernels in an evaluation outside a fit, where they are configured."""
+        if self.kernels == "semi_structured" and trainer.state.fn != TrainerFn.FITTING:
+            check_kernels(trainer.strategy.root_device, str(trainer.precision))
+            names = [layer.name for layer in select_layers(pl_module, self.skip, last_linear(pl_module))]
+            count = use_sparse_kernels(pl_module, names)
+            rank_zero_info(f"Prune: {count} of {len(names)} layers run torch's semi-structured kernels")
+
+    on_test_start = on_predict_start = on_validation_start
+
+
+def _parse(point: str | float, key: str) -> RunPosition:
+    found = parse_position(point, f"Prune: {key}")
+    if found.unit == "samples":
+        raise DloError(f"Prune: {key} must be in epochs or percent, got {point!r}; write '10%' or '3 epochs'")
+    return found
+
+
+def _show(point: RunPosition) -> str:
+    return f"{point.value:.0%}" if point.unit == "runs" else f"{point.value:g} epochs"

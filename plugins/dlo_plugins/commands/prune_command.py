@@ -1,0 +1,65 @@
+"""``dlo prune``: makes a smaller model from a trained one, without some of its heads, hidden units or blocks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.run import prepared_process
+from dlo_framework.errors import DloError
+
+_HELP = """Make a smaller model from a checkpoint: remove the heads, hidden units of MLPs or blocks with the smallest
+weights. The output folder gets pruned.ckpt, and config.yaml to train the smaller model from it."""
+
+_EPILOG = """All other options are those of `dlo fit`: --config and --ckpt_path (a path, last or best) are needed.
+
+exit codes: 0, or 2 for bad input"""
+
+
+def main(argv: list[str]) -> int:
+    """Make a smaller model from a trained one: fewer heads, hidden units or blocks.
+
+    Example:
+        dlo prune --config my.yaml --ckpt_path best --heads 25% --hidden 50%
+    """
+    parser = CommandParser("dlo prune", description=_HELP, epilog=_EPILOG)
+    parser.add_argument("--heads", help="part of each block's heads to remove, such as 25%%")
+    parser.add_argument("--hidden", help="part of each MLP's hidden units to remove")
+    parser.add_argument("--blocks", help="part of the blocks to remove, or their numbers from 0, such as 3,5")
+    parser.add_argument("--output", help="new folder (default: runs/CONFIG/pruned)")
+    options, found = parser.parse_with_run(argv)
+    if not any((options.heads, options.hidden, options.blocks)):
+        raise DloError("prune: --heads, --hidden or --blocks must be set, got none; add --hidden 50%")
+    if not any(word.partition("=")[0] == "--ckpt_path" for word in found.argv):
+        raise DloError("prune: --ckpt_path must name a checkpoint to prune, got none; add --ckpt_path best")
+    output = Path(options.output or Path("runs") / Path(list(found.configs)[-1]).stem / "pruned")
+    if output.exists() and any(output.iterdir()):
+        raise DloError(f"prune: --output must be a new or empty folder, got {output}; choose another")
+    with prepared_process(found):
+        from dlo_plugins.commands.pruned_run import PrunedRun
+
+        run = PrunedRun(found)
+        print(run.write(_amounts(options), output))
+    return 0
+
+
+def _amounts(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fraction of each kind of unit to remove; for blocks, their numbers where these are given."""
+    amounts: dict[str, Any] = {}
+    for key in ("heads", "hidden", "blocks"):
+        text = getattr(options, key)
+        if text is None:
+            continue
+        if key == "blocks" and all(part.strip().isdigit() for part in text.split(",")):
+            amounts[key] = [int(part) for part in text.split(",")]
+            continue
+        try:
+            value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            raise DloError(f"prune: --{key} must be a fraction, such as 25% or 0.25, got {text}; write it so") from None
+        if not 0 < value < 1:
+            raise DloError(f"prune: --{key} must be in (0, 1), a fraction to remove, got {text}; set 25%")
+        amounts[key] = value
+    return amounts

@@ -1,0 +1,357 @@
+"""Pruned weights on one rank: masks in the layout of the tensors that the optimizer steps, and their choice over ranks.
+
+A weight is pruned where its mask is zero. Masks have the layout of the optimizer's tensors, of which every element is
+on at least one rank, whatever the strategy: a flat piece under ZeRO, rows under FSDP, a slice under tensor parallelism,
+the weights of one stage under a pipeline. A step then needs no communication to keep pruned weights at zero. A choice
+over all ranks counts each element once: the first rank that holds a box of a tensor counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.errors import DloError
+from dlo_framework.shards import Box, Shard, held_boxes, is_tiling, local_data, shard_maker
+from dlo_framework.strategy_contract import StrategyContract
+from dlo_plugins.pruning.layers import PrunableLayer
+from dlo_plugins.pruning.nm_groups import GroupExchange
+from dlo_plugins.pruning.nm_pattern import NMPattern
+from dlo_plugins.pruning.pruned_weight import PrunedShard
+from dlo_plugins.pruning.selection import Keys, find_cut, order_keys
+
+#: Keys in a checkpoint's ``pruning``.
+MASKS, DENSE, SCORES = "masks", "dense", "scores"
+
+
+class PrunedShards:
+    """Masks of this rank's shards of the pruned weights.
+
+    Built on all ranks at the same time, when the optimizer's tensors hold values: before its step.
+
+    Args:
+        contract: Strategy of the run.
+        optimizer: Optimizer that steps the weights.
+        layers: Layers to prune, of all ranks.
+        device: Device of communication.
+        keeps_dense: Whether pruned weights keep their values aside, so that they can return.
+        accumulates: Whether scores are accumulated from gradients.
+
+    Attributes:
+        items: Shards of this rank.
+        names: Names of all ranks' pruned weights, sorted.
+        sizes: Number of elements of each, in the order of ``names``.
+        target: Fraction of the weights that the last choice pruned.
+
+    Raises:
+        DloError: If the ranks' tensors do not make up each weight.
+    """
+
+    def __init__(
+        self,
+        contract: StrategyContract,
+        optimizer: Optimizer,
+        layers: Iterable[PrunableLayer],
+        device: torch.device,
+        *,
+        keeps_dense: bool,
+        accumulates: bool,
+    ) -> None:
+        self.contract, self.optimizer, self.device = contract, optimizer, device
+        self.keeps_dense = keeps_dense
+        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.world_size > 1 else 0
+        dims = {layer.name: layer.input_dim for layer in layers}
+        tensors = {n: t for n, t in contract.optimizer_tensors(optimizer).items() if n in dims}
+        shards = {name: contract.as_shard(name, tensor, tensor.detach()) for name, tensor in tensors.items()}
+        mine = {
+            name: (tuple(shard.shape), [box for box, _ in held_boxes(shard) if box.numel])
+            for name, shard in shards.items()
+        }
+        holders = self._gather(mine)
+        self.names = sorted({name for held in holders for name in held})
+        shapes = {name: shape for held in holders for name, (shape, _) in held.items()}
+        self.shapes = {name: tuple(shapes[name]) for name in self.names}
+        self.sizes = [torch.Size(self.shapes[name]).numel() for name in self.names]
+        self.target = 0.0
+        owners = _owners(holders)
+        self.items: list[PrunedShard] = []
+        for number, name in enumerate(self.names):
+            boxes = [box for (known, box) in owners if known == name]
+            if not is_tiling(self.shapes[name], boxes):
+                raise DloError(
+                    f"Prune: the ranks' tensors must make up each weight under {type(contract).__name__}, got"
+                    f" {name} with gaps or overlaps; use ddp, zero1 to zero3, fsdp or MeshStrategy"
+                )
+            if name not in shards:
+                continue
+            values = local_data(shards[name])
+            pairs = held_boxes(shards[name])
+            self.items.append(
+                PrunedShard(
+                    name=name,
+                    tensor=tensors[name],
+                    shape=self.shapes[name],
+                    input_dim=dims[name],
+                    offset=sum(self.sizes[:number]),
+                    number=number,
+                    make=shard_maker(shards[name]),
+                    boxes=[box for box, _ in pairs],
+                    owned=[bool(box.numel) and owners[name, box] == self.rank for box, _ in pairs],
+                    pruned=torch.zeros_like(values, dtype=torch.bool),
+                    dense=torch.zeros_like(values) if keeps_dense else None,
+                    scores=torch.zeros_like(values, dtype=torch.float32) if accumulates else None,
+                )
+            )
+        self._exchange: dict[NMPattern, GroupExchange] = {}
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def sum_ranks(self, values: Tensor) -> Tensor:
+        """Returns the sum of a tensor over all ranks; the tensor itself in one process."""
+        if self.world_size > 1:
+            values = values.contiguous()
+            dist.all_reduce(values)
+        return values
+
+    # --- this rank's elements ------------------------------------------------------------------------------
+
+    def values(self, item: PrunedShard, of: Tensor | None = None) -> Tensor:
+        """Returns the memory of this rank's elements of a weight, or of a tensor in the layout of the stepped one."""
+        return local_data(self.contract.as_shard(item.name, item.tensor, (item.tensor if of is None else of).detach()))
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Sets the pruned weights to zero."""
+        for item in self.items:
+            self.values(item).masked_fill_(item.pruned, 0)
+
+    @torch.no_grad()
+    def mask_gradients(self) -> None:
+        """Sets the gradients of the pruned weights to zero."""
+        for item in self.items:
+            if item.tensor.grad is not None:
+                self.values(item, item.tensor.grad).masked_fill_(item.pruned, 0)
+
+    @torch.no_grad()
+    def mask_optimizer_state(self) -> None:
+        """Sets the optimizer's state of the pruned weights, such as momentum, to zero."""
+        for item in self.items:
+            for value in self.optimizer.state.get(item.tensor, {}).values():
+                if isinstance(value, Tensor) and value.shape == item.tensor.shape and value.is_floating_point():
+                    self.values(item, value).masked_fill_(item.pruned, 0)
+
+    @torch.no_grad()
+    def restore_dense(self, decay: float) -> None:
+        """Puts the values of pruned weights back for a step, and adds their decay to the gradients (SR-STE).
+
+        Args:
+            decay: Factor of the pruned weights in their gradient.
+        """
+        for item in self.items:
+            assert item.dense is not None
+            self.values(item).add_(item.dense)
+            if decay and item.tensor.grad is not None:
+                self.values(item, item.tensor.grad).add_(item.dense, alpha=decay)
+            item.dense.zero_()
+
+    @torch.no_grad()
+    def reapply(self) -> None:
+        """Moves the values of pruned weights aside again, with the same masks."""
+        for item in self.items:
+            self._set_pruned(item, item.pruned)
+
+    @torch.no_grad()
+    def accumulate_movement(self) -> None:
+        """Adds a step's movement towards zero, with the sign of the paper: the scores fall by gradient times weight."""
+        for item in self.items:
+            if item.tensor.grad is None:
+                continue
+            assert item.dense is not None
+            assert item.scores is not None
+            weight = self.values(item) + item.dense
+            item.scores.addcmul_(self.values(item, item.tensor.grad).float(), weight.float(), value=-1)
+
+    # --- the choice ----------------------------------------------------------------------------------------
+
+    def _score(self, item: PrunedShard) -> Tensor:
+        if item.scores is not None:
+            return item.scores
+        values = self.values(item)
+        return (values if item.dense is None else values + item.dense).abs()
+
+    @torch.no_grad()
+    def choose(self, sparsity: float, scope: str) -> None:
+        """Chooses the pruned weights: the fraction with the smallest scores, of all weights or of each.
+
+        Called on all ranks. Without values aside, weights that are pruned stay so.
+
+        Args:
+            sparsity: Fraction to prune.
+            scope: ``global`` or ``layer``.
+        """
+        per_layer = scope == "layer"
+        sizes = self.sizes if per_layer else [sum(self.sizes)]
+        counts = torch.tensor([round(sparsity * size) for size in sizes], dtype=torch.int64, device=self.device)
+        if not self.keeps_dense:
+            already = self.count_pruned()
+            counts = counts.maximum(already if per_layer else already.sum().view(1))
+
+        def keys(item: PrunedShard, *, owned: bool) -> list[tuple[Box, Tensor]]:
+            found = order_keys(self._score(item), item.pruned if item.dense is None else None)
+            return item.views(found, owned=owned)
+
+        def flat(item: PrunedShard) -> Callable[[], Tensor]:
+            return lambda: _concat([view.flatten() for _, view in keys(item, owned=True)], item)
+
+        def where(item: PrunedShard) -> Callable[[], Tensor]:
+            own = [box for box, counted in zip(item.boxes, item.owned, strict=True) if counted]
+            return lambda: _concat([item.indices(box).flatten() for box in own], item)
+
+        parts = [Keys(flat(item), item.number if per_layer else 0) for item in self.items]
+        cut = find_cut(parts, [where(item) for item in self.items], counts, self.sum_ranks)
+        for item, part in zip(self.items, parts, strict=True):
+            chosen = torch.empty_like(item.pruned)
+            for (box, view), (_, target) in zip(keys(item, owned=False), item.views(chosen), strict=True):
+                target.copy_(cut.is_pruned(view, partial(item.indices, box), part.group))
+            self._set_pruned(item, chosen)
+        self.target = sparsity
+
+    @torch.no_grad()
+    def choose_pattern(self, pattern: NMPattern) -> None:
+        """Chooses the pruned weights by an N:M pattern: the smallest M - N of each group; called on all ranks."""
+        if pattern not in self._exchange:
+            self._exchange[pattern] = GroupExchange(self.items, pattern, self._gather)
+        scores = [self._score(item).float() for item in self.items]
+        for item, kept in zip(self.items, self._exchange[pattern].masks(scores, self.device), strict=True):
+            self._set_pruned(item, ~kept)
+        self.target = pattern.sparsity
+
+    def _set_pruned(self, item: PrunedShard, chosen: Tensor) -> None:
+        """Sets a weight's pruned elements, and moves values aside and back."""
+        values = self.values(item)
+        if item.dense is not None:
+            values.add_(item.dense)
+            item.dense.copy_(values).masked_fill_(~chosen, 0)
+        item.pruned = chosen
+        values.masked_fill_(chosen, 0)
+
+    def freeze(self) -> None:
+        """Makes the masks final: pruned weights no longer keep their values, nor scores."""
+        self.keeps_dense = False
+        for item in self.items:
+            item.dense = item.scores = None
+
+    def count_pruned(self) -> Tensor:
+        """Returns the number of pruned elements of each weight, over all ranks; called on all of them."""
+        counts = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+        for item in self.items:
+            for _, view in item.views(item.pruned, owned=True):
+                counts[item.number] += view.sum().to(self.device)
+        return self.sum_ranks(counts)
+
+    def layer_sparsity(self) -> dict[str, float]:
+        """Returns the fraction of each weight that is pruned, over all ranks; called on all of them."""
+        found = self.count_pruned().tolist()
+        return {name: count / size for name, size, count in zip(self.names, self.sizes, found, strict=True)}
+
+    # --- checkpoints and other layouts ---------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Shard]]:
+        """Returns the masks (true for kept weights), values aside and scores, as shards by name."""
+        found: dict[str, dict[str, Shard]] = {MASKS: {item.name: item.make(~item.pruned) for item in self.items}}
+        for key in (DENSE, SCORES):
+            named = {i.name: i.make(getattr(i, key)) for i in self.items if getattr(i, key) is not None}
+            if named:
+                found[key] = named
+        return found
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Loads this rank's part of a checkpoint's ``pruning``, or of the masks alone; called on all ranks.
+
+        Raises:
+            DloError: If a mask is missing or has another shape.
+        """
+        masks = as_lazy_state_dict(saved[MASKS])
+        for item in self.items:
+            kept = torch.empty_like(item.pruned)
+            masks.read_into(item.name, item.make(kept))
+            item.pruned = ~kept
+            for key in (DENSE, SCORES):
+                own, theirs = getattr(item, key), as_lazy_state_dict(saved.get(key, {}))
+                if item.name not in theirs:
+                    continue
+                if own is not None:
+                    theirs.read_into(item.name, item.make(own))
+        self.target = float(self.count_pruned().sum()) / sum(self.sizes)
+
+    @torch.no_grad()
+    def masks_in(self, held: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields this rank's elements of each weight in another layout, with their mask; called on all ranks.
+
+        A weight whose boxes are others in that layout on any rank is assembled from all ranks' masks, one at a time.
+
+        Args:
+            held: Shards of the module's state, by name.
+
+        Yields:
+            Elements, the memory itself, and whether each is pruned.
+        """
+        known = {item.name: item for item in self.items}
+        same = torch.tensor(
+            [int(_boxes_of(held.get(name)) == _own_boxes(known.get(name))) for name in self.names],
+            dtype=torch.int64,
+            device=self.device,
+        )
+        agreed = (self.sum_ranks(same) == self.world_size).tolist()
+        for name, is_same in zip(self.names, agreed, strict=True):
+            item, shard = known.get(name), held.get(name)
+            if is_same:
+                if item is not None and shard is not None:
+                    yield local_data(shard), item.pruned.view_as(local_data(shard))
+                continue
+            full = torch.zeros(self.shapes[name], dtype=torch.uint8, device=self.device)
+            for box, view in item.views(item.pruned, owned=True) if item is not None else ():
+                full[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] = view.to(full)
+            full = self.sum_ranks(full)
+            if shard is not None:
+                target = torch.zeros_like(local_data(shard), dtype=torch.bool)
+                for box, view in held_boxes(shard_maker(shard)(target)):
+                    view.copy_(full[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))])
+                yield local_data(shard), target
+
+
+def _concat(parts: list[Tensor], item: PrunedShard) -> Tensor:
+    device = item.pruned.device
+    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _owners(holders: Sequence[Mapping[str, tuple[Any, list[Box]]]]) -> dict[tuple[str, Box], int]:
+    """Returns the first rank that holds each box of each weight."""
+    owners: dict[tuple[str, Box], int] = {}
+    for rank, held in enumerate(holders):
+        for name, (_, boxes) in held.items():
+            for box in boxes:
+                owners.setdefault((name, box), rank)
+    return owners
+
+
+def _boxes_of(shard: Any) -> list[Box]:
+    return [box for box, _ in held_boxes(shard) if box.numel] if isinstance(shard, Shard) else []
+
+
+def _own_boxes(item: PrunedShard | None) -> list[Box]:
+    return [box for box in item.boxes if box.numel] if item is not None else []

@@ -1,0 +1,271 @@
+"""Structured pruning: a smaller model from the weights of a larger one, without heads, hidden units or blocks.
+
+Units are scored by their weights alone, as in Li et al., "Pruning Filters for Efficient ConvNets", 2017, arXiv
+1608.08710: the norm of the weights that compute a unit, times the norm of those that read it. Every block loses equally
+many, so that a config can describe the result. Where units are comes from the model's parallel plan: tensor parallelism
+divides the same features over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.heads import head_width, kv_heads
+
+_FUSED = (Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED)
+_ATTENTION = (*_FUSED, Rule.HEADS, Rule.KV_HEADS)
+_MLP = (Rule.COLUMN, Rule.GATE_UP)
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units of one block that are pruned alike: key/value heads with their query heads, or hidden units of an MLP.
+
+    Attributes:
+        block: Name of the block.
+        kind: ``heads`` or ``hidden``.
+        columns: Modules that compute the units, with their rules.
+        rows: Modules that read the units.
+        count: Number of units.
+        width: Number of features of a head; 1 for hidden units.
+        ratio: Number of query heads that share a key/value head.
+    """
+
+    block: str
+    kind: str
+    columns: tuple[tuple[str, Rule], ...]
+    rows: tuple[str, ...]
+    count: int
+    width: int = 1
+    ratio: int = 1
+
+    def outputs(self, rule: Rule, units: Tensor) -> Tensor:
+        """Returns the output features of a column module that belong to units, in the module's order."""
+        width, count = self.width, self.count
+        segments = {
+            Rule.COLUMN: [(0, 1)],
+            Rule.GATE_UP: [(0, 1), (count, 1)],
+            Rule.HEADS: [(0, self.ratio * width)],
+            Rule.KV_HEADS: [(0, width)],
+            Rule.QKV: [(part * count * width, width) for part in range(3)],
+            Rule.QKV_BY_HEAD: [(0, 3 * width)],
+            Rule.QKV_GROUPED: [
+                (0, self.ratio * width),
+                (self.ratio * count * width, width),
+                ((self.ratio + 1) * count * width, width),
+            ],
+        }[rule]
+        return torch.cat([offset + _spread(units, size) for offset, size in segments])
+
+    def inputs(self, units: Tensor) -> Tensor:
+        """Returns the input features of a row module that belong to units."""
+        return _spread(units, self.ratio * self.width)
+
+
+def _spread(units: Tensor, width: int) -> Tensor:
+    return (units[:, None] * width + torch.arange(width)).flatten()
+
+
+def find_units(model: nn.Module, plan: ParallelPlan, kind: str) -> list[UnitGroup]:
+    """Returns the groups of units of each block.
+
+    Args:
+        model: Model; it may be on the meta device.
+        plan: Parallel plan of the model.
+        kind: ``heads`` or ``hidden``.
+
+    Raises:
+        DloError: If the plan has no rules that say where the units are.
+    """
+    modules = dict(model.named_modules())
+    attention = plan.attention_names(model)
+    found = []
+    for block in plan.block_names(model):
+        names = [name for name in modules if name.startswith(f"{block}.") and _has_weight(modules[name])]
+        inside = [name for name in names if any(name.startswith(f"{part}.") for part in attention)]
+        own = inside if kind == "heads" else [name for name in names if name not in inside]
+        rules = _ATTENTION if kind == "heads" else _MLP
+        columns = tuple((name, plan.rule_for(name)) for name in own if plan.rule_for(name) in rules)
+        rows = tuple(name for name in own if plan.rule_for(name) is Rule.ROW)
+        if not columns or not rows:
+            raise DloError(
+                f"prune: the plan of {type(model).__name__} must have tensor rules for --{kind}, got none in {block};"
+                " prune blocks, or add the rules to the task's parallel_plan"
+            )
+        group = _heads if kind == "heads" else _hidden
+        found.append(group(model, block, columns, rows, attention))
+    return found
+
+
+def _has_weight(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a weight is [in, out], as in transformers' Conv1D."""
+    return hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of output and input features."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (columns, rows) if _is_transposed(module) else (rows, columns)
+
+
+def _hidden(
+    model: nn.Module, block: str, columns: tuple[tuple[str, Rule], ...], rows: tuple[str, ...], attention: list[str]
+) -> UnitGroup:
+    counts = {_features(model.get_submodule(name))[1] for name in rows}
+    if len(counts) != 1:
+        raise DloError(
+            f"prune: a block must have one MLP for --hidden, got layers of {sorted(counts)} inputs in {block}; prune"
+            " heads or blocks"
+        )
+    return UnitGroup(block, "hidden", columns, rows, counts.pop())
+
+
+def _heads(
+    model: nn.Module, block: str, columns: tuple[tuple[str, Rule], ...], rows: tuple[str, ...], attention: list[str]
+) -> UnitGroup:
+    owner = next(name for name in attention if rows[0].startswith(f"{name}."))
+    around = [model.get_submodule(owner), *model.get_submodule(owner).modules()]
+    features = _features(model.get_submodule(rows[0]))[1]
+    width = head_width(rows[0], around, features)
+    heads = features // width
+    by_rule = {rule: name for name, rule in columns}
+    count = heads
+    if Rule.KV_HEADS in by_rule:
+        count = _features(model.get_submodule(by_rule[Rule.KV_HEADS]))[0] // width
+    elif Rule.QKV_GROUPED in by_rule:
+        count = kv_heads(by_rule[Rule.QKV_GROUPED], [*around, *_configs(around)])
+    return UnitGroup(block, "heads", columns, rows, count, width, heads // count)
+
+
+def _configs(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    found: list[nn.Module] = [module.config for module in modules if hasattr(module, "config")]  # type: ignore[misc]
+    return found
+
+
+def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """Returns the score of each unit: the norm of the weights that compute it, times the norm of those that read it.
+
+    Args:
+        group: Units.
+        model: Model, for the layout of its layers.
+        weights: Full weights by name.
+        prefix: Prefix of the model's names in ``weights``.
+
+    Returns:
+        float32 scores, ``[count]``.
+    """
+    every = torch.arange(group.count)
+    written, read = torch.zeros(group.count), torch.zeros(group.count)
+    for name, rule in group.columns:
+        weight = _as_rows(model, name, weights, prefix).float().square().sum(1)
+        parts = weight[group.outputs(rule, every)]
+        for segment in parts.split([len(parts)] if rule in (Rule.COLUMN,) else _lengths(group, rule)):
+            written += segment.view(group.count, -1).sum(1)
+    for name in group.rows:
+        weight = _as_rows(model, name, weights, prefix).float().square().sum(0)
+        read += weight[group.inputs(every)].view(group.count, -1).sum(1)
+    return written.sqrt() * read.sqrt()
+
+
+def _lengths(group: UnitGroup, rule: Rule) -> list[int]:
+    """Returns the lengths of the segments of a fused projection's features."""
+    n, w = group.count, group.width
+    return {
+        Rule.GATE_UP: [n, n],
+        Rule.HEADS: [n * group.ratio * w],
+        Rule.KV_HEADS: [n * w],
+        Rule.QKV: [n * w] * 3,
+        Rule.QKV_BY_HEAD: [3 * n * w],
+        Rule.QKV_GROUPED: [n * group.ratio * w, n * w, n * w],
+    }[rule]
+
+
+def _as_rows(model: nn.Module, name: str, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
+    """Returns a weight as [out, in]."""
+    weight = weights[f"{prefix}{name}.weight"]
+    return weight.T if _is_transposed(model.get_submodule(name)) else weight
+
+
+def kept_units(scores: Tensor, keep: int) -> Tensor:
+    """Returns the indices of the units with the largest scores, ascending; of equal ones the first are kept."""
+    order = scores.argsort(descending=True, stable=True)
+    return order[:keep].sort().values
+
+
+def remove_units(
+    weights: dict[str, Tensor], group: UnitGroup, model: nn.Module, keep: Tensor, prefix: str = ""
+) -> None:
+    """Removes all other units of a group from the weights, in place.
+
+    Args:
+        weights: Full weights by name.
+        group: Units.
+        model: Model, for the layout of its layers.
+        keep: Indices of the units to keep, ascending.
+        prefix: Prefix of the model's names in ``weights``.
+    """
+    for name, rule in group.columns:
+        features = group.outputs(rule, keep)
+        dim = 1 if _is_transposed(model.get_submodule(name)) else 0
+        weights[f"{prefix}{name}.weight"] = weights[f"{prefix}{name}.weight"].index_select(dim, features)
+        if f"{prefix}{name}.bias" in weights:
+            weights[f"{prefix}{name}.bias"] = weights[f"{prefix}{name}.bias"][features]
+    for name in group.rows:
+        dim = 0 if _is_transposed(model.get_submodule(name)) else 1
+        weight = weights[f"{prefix}{name}.weight"]
+        weights[f"{prefix}{name}.weight"] = weight.index_select(dim, group.inputs(keep))
+
+
+def block_scores(model: nn.Module, plan: ParallelPlan, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """Returns the score of each block: the norm of the weights that write to the residual stream.
+
+    Those are the row projections of the plan; all weights of the block where it has none.
+    """
+    scores = []
+    for block in plan.block_names(model):
+        names = [name for name, part in model.named_modules() if name.startswith(f"{block}.") and _has_weight(part)]
+        rows = [name for name in names if plan.rule_for(name) is Rule.ROW] or names
+        scores.append(sum(float(weights[f"{prefix}{name}.weight"].float().square().sum()) for name in rows) ** 0.5)
+    return torch.tensor(scores)
+
+
+def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Sequence[int], prefix: str = "") -> None:
+    """Removes blocks from the weights, in place, and renumbers the others.
+
+    Args:
+        weights: Full weights by name.
+        blocks: Names of the blocks, which end in their numbers, in order.
+        keep: Positions of the blocks to keep, ascending.
+        prefix: Prefix of the model's names in ``weights``.
+    """
+    parents = {name.rpartition(".")[0] for name in blocks}
+    if len(parents) != 1 or not all(name.rpartition(".")[2].isdigit() for name in blocks):
+        raise DloError(
+            f"prune: blocks must be in one list for --blocks, got {len(parents)} lists, such as {blocks[0]}; prune"
+            " heads or hidden units"
+        )
+    parent = parents.pop()
+    new_names = {prefix + blocks[old]: f"{prefix}{parent}.{new}" for new, old in enumerate(keep)}
+    dropped = [prefix + name for number, name in enumerate(blocks) if number not in keep]
+    for name in list(weights):
+        if any(name.startswith(f"{block}.") for block in dropped):
+            del weights[name]
+    moved = {}
+    for name in list(weights):
+        block = next((old for old in new_names if name.startswith(f"{old}.")), None)
+        if block is not None:
+            moved[new_names[block] + name.removeprefix(block)] = weights.pop(name)
+    weights |= moved

@@ -1,0 +1,145 @@
+"""A model without some units computes what the larger one computes with the weights of those units at zero."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.commands.pruned_run import _check_weights, prune_weights
+from dlo_plugins.pruning.structured import block_scores, find_units, kept_units, remove_units, unit_scores
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.causal_lm import CausalLM
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 4, "num_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "qwen2": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    "phi3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+}
+GROUPED = ("llama", "qwen2", "phi3")
+
+
+def vision() -> ImageClassifier:
+    task = ImageClassifier("vit_tiny_patch16_224", model_args=dict(VIT), num_classes=10)
+    torch.manual_seed(0)
+    task.configure_model()
+    return task
+
+
+def language(family: str) -> CausalLM:
+    more = {"num_key_value_heads": 2} if family in GROUPED else {}
+    if family == "phi3":
+        more["pad_token_id"] = 0
+    task = CausalLM(config={"model_type": family, "vocab_size": 96, **CONFIGS[family], **more}, attention="eager")
+    torch.manual_seed(0)
+    task.configure_model()
+    return task
+
+
+def outputs(task: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    task.eval()
+    if isinstance(task, ImageClassifier):
+        return task(torch.randn(3, 3, 16, 16))
+    return task.model(input_ids=torch.randint(0, 96, (2, 12))).logits
+
+
+def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
+    """Returns the outputs of the larger model whose removed units nothing reads."""
+    plan, state = task.parallel_plan(), dict(task.state_dict())
+    for group in find_units(task.model, plan, kind):
+        scores = unit_scores(group, task.model, state, "model.")
+        keep = kept_units(scores, group.count - round(amount * group.count))
+        gone = torch.tensor([unit for unit in range(group.count) if unit not in keep.tolist()])
+        with torch.no_grad():
+            for name in group.rows:
+                row = task.model.get_submodule(name)
+                transposed = hasattr(row, "nf")
+                row.weight.index_fill_(0 if transposed else 1, group.inputs(gone), 0.0)
+    return outputs(task)
+
+
+@pytest.mark.parametrize(("kind", "amount"), [("heads", 0.5), ("hidden", 0.5), ("hidden", 0.27)])
+@pytest.mark.parametrize("family", ["vit", "llama", "gpt2", "phi3"])
+def test_it_computes_what_is_left(family, kind, amount):
+    task = vision() if family == "vit" else language(family)
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    if family in ("gpt2", "phi3") and kind == "heads":  # Their configs have no width of a head.
+        sizes, _ = prune_weights(weights, task, {kind: amount})
+        with pytest.raises(DloError, match="head_dim for --heads"):
+            task.resized({}, **sizes)
+        with pytest.raises(DloError, match="config must describe the smaller model, got other shapes of"):
+            _check_weights(weights, task)
+        return
+    sizes, lines = prune_weights(weights, task, {kind: amount})
+    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
+    smaller.configure_model()
+    smaller.load_state_dict(weights)
+    torch.testing.assert_close(outputs(smaller), silenced(task, kind, amount), atol=2e-5, rtol=1e-4)
+    assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in task.parameters())
+    assert "->" in lines[0]
+
+
+@pytest.mark.parametrize("family", ["vit", "llama"])
+def test_blocks_are_removed_and_renumbered(family):
+    task = vision() if family == "vit" else language(family)
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    blocks = task.parallel_plan().block_names(task.model)
+    sizes, _ = prune_weights(weights, task, {"blocks": [1]})
+    assert sizes == {"blocks": len(blocks) - 1}
+    smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
+    smaller.configure_model()
+    smaller.load_state_dict(weights)
+    parent, _, number = blocks[1].rpartition(".")
+    del task.model.get_submodule(parent)[int(number)]
+    torch.testing.assert_close(outputs(smaller), outputs(task))
+    assert len(smaller.parallel_plan().block_names(smaller.model)) == len(blocks) - 1
+
+
+def test_the_smallest_block_goes_first():
+    task = vision()
+    with torch.no_grad():
+        task.model.blocks[2].attn.proj.weight.mul_(1e-3)
+        task.model.blocks[2].mlp.fc2.weight.mul_(1e-3)
+    scores = block_scores(task.model, task.parallel_plan(), dict(task.state_dict()), "model.")
+    assert int(scores.argmin()) == 2
+
+
+def test_the_score_of_a_head_counts_what_writes_and_what_reads_it():
+    task = vision()
+    (group, *_) = find_units(task.model, task.parallel_plan(), "heads")
+    assert (group.count, group.width, group.ratio) == (4, 12, 1)
+    with torch.no_grad():
+        task.model.blocks[0].attn.proj.weight[:, 24:36] = 0
+    scores = unit_scores(group, task.model, dict(task.state_dict()), "model.")
+    assert int(scores.argmin()) == 2
+    assert float(scores[2]) == 0
+    weights = dict(task.state_dict())
+    remove_units(weights, group, task.model, kept_units(scores, 3), "model.")
+    kept = torch.cat([torch.arange(24), torch.arange(36, 48)])
+    whole = task.model.blocks[0].attn.qkv.weight.view(3, 48, 48)
+    assert torch.equal(weights["model.blocks.0.attn.qkv.weight"], whole[:, kept].reshape(108, 48))
+
+
+@pytest.mark.parametrize(
+    ("amounts", "message"),
+    [
+        ({"heads": 0.01}, r"--heads must remove at least one and leave one of 4, got 1%"),
+        ({"blocks": 0.99}, r"--blocks must remove at least one and leave one of 4, got 99%"),
+        ({"blocks": [7]}, r"--blocks must be numbers from 0 to 3, not all of them, got 7"),
+    ],
+)
+def test_nothing_left_and_nothing_removed_are_refused(amounts, message):
+    task = vision()
+    with pytest.raises(DloError, match=message):
+        prune_weights(dict(task.state_dict()), task, amounts)
+
+
+def test_a_plan_without_rules_is_refused():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+    with pytest.raises(DloError, match=r"must have tensor rules for --hidden, got none in blocks\.0"):
+        find_units(model, ParallelPlan(blocks=("blocks.*",)), "hidden")
