@@ -345,6 +345,7 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
+            self._check_callbacks(trainer)
             self._check_shares(trainer)
             if self.command == "predict":
                 strategy.check_predict(self.model)
@@ -357,6 +358,13 @@ class DloCLI(LightningCLI):
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
             raise DloError(f"trainer: {error}") from error
+
+    def _check_callbacks(self, trainer: Trainer) -> None:
+        """Lets callbacks that have a ``check_run(trainer, module)`` check the run."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            check_run = getattr(callback, "check_run", None)
+            if check_run is not None:
+                check_run(trainer, self.model)
 
     def _check_shares(self, trainer: Trainer) -> None:
         """Checks that a batch can be divided among the ranks."""

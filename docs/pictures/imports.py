@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
             "techniques",
             ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
         ),
-        ("appliers", ("appliers/",)),
+        ("appliers", ("appliers/", "quantisation/")),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("callbacks", ("callbacks/",)),
