@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +267,8 @@ class Quantise(Callback):
     def _evaluation_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Rounds in ``dlo validate``, ``test`` and ``predict`` too, at the scheme's bits."""
         if self.when == "aware" and trainer.state.fn != TrainerFn.FITTING and self.quantiser is None:
-            if isinstance(module, Task):
-                self._names = named_layers(fresh_copy(module).on_meta(), self.options)  # type: ignore[attr-defined]
+            twin = fresh_copy(module) if isinstance(module, Task) else None
+            self._names = named_layers(twin.on_meta(), self.options) if isinstance(twin, Task) else None
             self._round(module)
 
     def _evaluation_end(self, trainer: Trainer) -> None:
@@ -318,7 +317,7 @@ class Quantise(Callback):
         if twin is None or saved is None:
             return
         data = evaluation_data(trainer)
-        options = replace(self.options, limit_val_batches=trainer.limit_val_batches)
+        options = self.options.with_limit(trainer.limit_val_batches)
         try:
             conversion = PostTraining(options, data, trainer.strategy.root_device)
             found = conversion.run(twin, saved, self.when, saved.parent)

@@ -1,4 +1,4 @@
-"""Conversion of a trained model's layers to quantised weights with torchao's kernels, and calibration of their inputs."""
+"""Conversion of a trained model's layers to torchao's quantised weights, and calibration of their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, shown_names
-from dlo_plugins.quantisation.schemes import Scheme, torchao_config
+from dlo_plugins.quantisation.schemes import Scheme, quantised_weight
 
 
 @torch.no_grad()
@@ -32,20 +32,14 @@ def convert(
         device: Device on which the model will run.
         input_scales: Scale of each layer's input, for static activations; see :func:`calibrate`.
     """
-    from torchao.quantization import quantize_
-
     if device.type == "cuda" and scheme.is_grouped:
         model.to(torch.bfloat16)  # The dtype of torchao's kernel.
     for name in names:
-        scale = None if input_scales is None else input_scales[name]
         layer = model.get_submodule(name)
-        # Each layer by itself: static activations have a config per layer.
-        quantize_(layer, torchao_config(scheme, group_size, device, scale), filter_fn=_is_layer)
-        layer.requires_grad_(False)
-
-
-def _is_layer(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear)
+        assert isinstance(layer, nn.Linear)
+        scale = None if input_scales is None else input_scales[name]
+        weight = quantised_weight(layer.weight.detach(), scheme, group_size, scale)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 @contextlib.contextmanager
@@ -63,7 +57,7 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
     dims: dict[str, set[int]] = {name: set() for name in names}
     for name in names:
         observers[name] = AffineQuantizedMinMaxObserver(
-            MappingType.SYMMETRIC,
+            MappingType.SYMMETRIC_NO_CLIPPING_ERR,
             torch.int8,
             granularity=PerTensor(),
             eps=torch.finfo(torch.float32).eps,
@@ -88,8 +82,8 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
         mixed = [name for name in names if len(dims[name]) > 1]
         if mixed:
             raise DloError(
-                f"Quantise: each layer's input must have one number of dims for int8_static, got {sorted(dims[mixed[0]])}"
-                f" in {shown_names(mixed)}; add them to skip, or set scheme: int8"
+                "Quantise: each layer's input must have one number of dims for int8_static, got"
+                f" {sorted(dims[mixed[0]])} in {shown_names(mixed)}; add them to skip, or set scheme: int8"
             )
         return {name: observers[name].calculate_qparams()[0].reshape([1] * dims[name].copy().pop()) for name in names}
 

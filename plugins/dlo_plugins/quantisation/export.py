@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_plugins.quantisation.portable import make_portable
-from dlo_plugins.quantisation.schemes import Scheme, torchao_config
+from dlo_plugins.quantisation.schemes import Scheme, quantised_weight, torchao_config
 
 if TYPE_CHECKING:
     from dlo_plugins.quantisation.post_training import QuantisationOptions
@@ -157,6 +157,13 @@ def _export_folder(
         left = [name for name, layer in layers if isinstance(layer, nn.Linear) and name not in chosen]
         config = TorchAoConfig(torchao_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
+        if options.scheme.grid == "symmetric":  # By the range of `grids`, which transformers then reads from the file.
+            loaded = AutoModelForCausalLM.from_pretrained(plain, device_map=str(device))
+            for name in chosen:
+                weight = quantised_weight(
+                    loaded.get_submodule(name).weight.detach(), options.scheme, options.group_size
+                )
+                model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
         model.save_pretrained(path)
 

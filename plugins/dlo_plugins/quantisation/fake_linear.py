@@ -27,9 +27,10 @@ from dlo_plugins.quantisation.grids import (
     affine_grid,
     fake_quantise,
     float8_grid,
+    grid_of_scale,
     rounding_gradient,
     symmetric_grid,
-    symmetric_grid_of,
+    symmetric_scale,
     traced_fake_quantise,
 )
 from dlo_plugins.quantisation.schemes import Scheme
@@ -108,11 +109,10 @@ class FakeQuantiser:
             return symmetric_grid(weight, self.bits, joined), None
         if joined is None:
             return symmetric_grid(weight, self.bits), symmetric_grid(x, 8)
-        rows, tokens = weight.abs().amax(dim=-1), x.abs().amax(dim=-1)
-        largest = joined(torch.cat([rows.float().flatten(), tokens.float().flatten()]))
-        of_rows, of_tokens = largest.split([rows.numel(), tokens.numel()])
-        of_rows, of_tokens = of_rows.to(weight.dtype), of_tokens.to(x.dtype).view(tokens.shape)
-        return symmetric_grid_of(of_rows.unsqueeze(-1), self.bits), symmetric_grid_of(of_tokens.unsqueeze(-1), 8)
+        of_rows, of_tokens = symmetric_scale(weight, self.bits), symmetric_scale(x, 8)
+        both = joined(torch.cat([of_rows.float().flatten(), of_tokens.float().flatten()]))
+        rows, tokens = both.split([of_rows.numel(), of_tokens.numel()])
+        return grid_of_scale(rows.view_as(of_rows), self.bits), grid_of_scale(tokens.view_as(of_tokens), 8)
 
 
 class _FakeQuantisedLinear(torch.autograd.Function):
@@ -133,7 +133,7 @@ class _FakeQuantisedLinear(torch.autograd.Function):
             return F.linear(rounded_x, rounded, None if bias is None else bias.to(rounded.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         """Computes the gradients of input, weight and bias."""
         (x,), weight, bias = ctx.saved_tensors, ctx.weight.detach(), ctx.bias
         weight_grid, input_grid = ctx.grids

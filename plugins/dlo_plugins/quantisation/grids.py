@@ -4,10 +4,14 @@ Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-On
 arXiv 1712.05877. The gradient passes the rounding unchanged, and is 0 where a value is outside the grid: Estimating or
 Propagating Gradients Through Stochastic Neurons. Bengio, Léonard & Courville, 2013, arXiv 1308.3432.
 
-The arithmetic and its order are torchao's, so that a trained weight has the level that the conversion gives it. Two
-departures in the gradient: the first and the last level belong to the grid, as in torch's own fake quantisation, while
+The arithmetic and its order are torchao's, so that a trained weight has the level that the conversion gives it.
+Symmetric grids reach from the least to the largest value (torchao's ``SYMMETRIC_NO_CLIPPING_ERR``). torchao's default
+divides the largest magnitude by 127.5, so that it is in the middle of two levels: its level, and with it the loss, then
+depends on the last bit of the value, and a run would not equal that of another strategy.
+
+Two departures in the gradient. The first and the last level belong to the grid, as in torch's own fake quantisation;
 torchao uses ``torch.clamp``, which passes no gradient there in torch 2.14, so that the largest weight of each row would
-never train; and for ``float8``, torchao also passes a gradient through the scale to the largest element.
+never train. For ``float8``, torchao also passes a gradient through the scale to the largest element.
 
 Shapes: [..., K] values; K = G groups of S.
 """
@@ -64,16 +68,19 @@ def symmetric_grid(x: Tensor, bits: int, joined: Callable[[Tensor], Tensor] | No
         bits: Bits of a level.
         joined: Function that returns the maximum of a tensor over ranks that have slices of the rows.
     """
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    if joined is not None:
-        largest = joined(largest)
-    return symmetric_grid_of(largest, bits)
+    scale = symmetric_scale(x, bits)
+    return grid_of_scale(scale if joined is None else joined(scale), bits)
 
 
-def symmetric_grid_of(largest: Tensor, bits: int) -> Grid:
-    """Returns the symmetric grid of rows whose largest magnitudes are known, [..., 1]."""
-    scale = (largest / (float(2**bits - 1) / 2)).clamp(min=_LEAST)
-    return Grid(scale.float().unsqueeze(-1), None, bits)
+def symmetric_scale(x: Tensor, bits: int) -> Tensor:
+    """Returns the least scale by which each row's values are within its symmetric grid, [..., 1]."""
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    return torch.maximum(low.clamp(max=0) / -float(2 ** (bits - 1)), high.clamp(min=0) / float(2 ** (bits - 1) - 1))
+
+
+def grid_of_scale(scale: Tensor, bits: int) -> Grid:
+    """Returns the symmetric grid of rows with known scales, [..., 1]."""
+    return Grid(scale.clamp(min=_LEAST).float().unsqueeze(-1), None, bits)
 
 
 def affine_grid(x: Tensor, bits: int, group_size: int) -> Grid:

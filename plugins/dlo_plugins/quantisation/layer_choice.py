@@ -70,7 +70,8 @@ def _covered(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: int) -> None:
-    shapes = {name: model.get_submodule(name).weight.shape for name in names}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    shapes = {name: found[name].weight.shape for name in names}
     uneven = [name for name, (_, inputs) in shapes.items() if inputs % group_size]
     if uneven:
         fits = [size for size in GROUP_SIZES if not any(inputs % size for _, inputs in shapes.values())]

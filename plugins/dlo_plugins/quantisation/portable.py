@@ -1,7 +1,7 @@
 """Quantised layers of plain torch operations, for ONNX, which has no operators for torchao's kernels.
 
-Weights are stored as int8, or two int4 levels to a byte; the product is of the levels, as floats, and the scales follow.
-So a layer gives torchao's result up to the rounding of float32.
+Weights are stored as int8, or two int4 levels to a byte; the product is of the levels, as floats, and the scales
+follow. So a layer gives torchao's result up to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def make_portable(
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         scale = None if input_scales is None else input_scales[name]
-        portable: nn.Module = PortableLinear(layer, scheme, scale) if not scheme.is_grouped else PortableInt4Linear(
-            layer, scheme, group_size
+        portable: nn.Module = (
+            PortableLinear(layer, scheme, scale)
+            if not scheme.is_grouped
+            else PortableInt4Linear(layer, scheme, group_size)
         )
         setattr(model.get_submodule(parent), own, portable)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,10 @@ class QuantisationOptions:
     limit_val_batches: int | float | None = None
     targets: tuple[str, ...] = ()
 
+    def with_limit(self, limit_val_batches: int | float | None) -> QuantisationOptions:
+        """Returns these options with another number or fraction of validation batches."""
+        return replace(self, limit_val_batches=limit_val_batches)
+
 
 def inner_model(module: LightningModule) -> nn.Module:
     """Returns the model of a task, or another module itself."""
@@ -88,8 +92,8 @@ def named_layers(module: LightningModule, options: QuantisationOptions, slices: 
 
 def fresh_copy(module: LightningModule) -> LightningModule:
     """Returns a copy of a module without its trainer, and without the model of a task, which it builds again."""
-    twin = copy.copy(module)
-    twin._modules = {name: part for name, part in module._modules.items() if not (isinstance(module, Task) and name == "model")}
+    twin, left_out = copy.copy(module), ("model",) if isinstance(module, Task) else ()
+    twin._modules = {name: part for name, part in module._modules.items() if name not in left_out}
     twin.trainer = None
     return copy.deepcopy(twin)
 
@@ -105,7 +109,9 @@ class PostTraining:
 
     def __init__(self, options: QuantisationOptions, data: EvaluationData, device: torch.device) -> None:
         self.options, self.data, self.device = options, data, device
-        kwargs: dict[str, Any] = {} if options.limit_val_batches is None else {"limit_val_batches": options.limit_val_batches}
+        kwargs: dict[str, Any] = (
+            {} if options.limit_val_batches is None else {"limit_val_batches": options.limit_val_batches}
+        )
         self.trainer = Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu" if device.type == "cuda" else device.type,
             devices=[device.index or 0] if device.type == "cuda" else 1,
@@ -241,5 +247,3 @@ class _OneProcess(Callback):
         for part in pl_module.modules():
             if isinstance(part, Metric):
                 part.sync_on_compute = False
-
-

@@ -94,7 +94,9 @@ class QuantisationReport:
             rows.append((name, format_bytes(before), f"{format_bytes(after)}, {before / after:.2f} times smaller"))
         for one in self.latency:
             name = f"CPU latency, batch {one.batch_size}, {one.threads} thread{'s' if one.threads > 1 else ''}"
-            rows.append((name, f"{one.before:.2f} ms", f"{one.after:.2f} ms, {one.before / one.after:.2f} times as fast"))
+            rows.append(
+                (name, f"{one.before:.2f} ms", f"{one.after:.2f} ms, {one.before / one.after:.2f} times as fast")
+            )
         widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
         return "\n".join(f"{a:<{widths[0]}}{b:<{widths[1]}}{c}" for a, b, c in rows)
 

@@ -110,9 +110,7 @@ def check_torchao() -> None:
         DloError: If it is not.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise DloError(
-            "Quantise: torchao must be installed, got none; run `pip install dlo_framework[quantisation]`"
-        )
+        raise DloError("Quantise: torchao must be installed, got none; run `pip install dlo_framework[quantisation]`")
 
 
 def check_group_size(scheme: Scheme, group_size: int | None) -> int:
@@ -136,14 +134,41 @@ def check_group_size(scheme: Scheme, group_size: int | None) -> int:
     return group_size
 
 
-def torchao_config(scheme: Scheme, group_size: int, device: torch.device, input_scale: Tensor | None = None) -> Any:
+def quantised_weight(weight: Tensor, scheme: Scheme, group_size: int, input_scale: Tensor | None = None) -> Tensor:
+    """Returns torchao's quantised tensor of a weight, whose linear layers run its kernels.
+
+    Args:
+        weight: Weight, [N, K], on the device of the kernels.
+        scheme: Scheme of quantisation.
+        group_size: Number of input features of a group.
+        input_scale: Scale of the layer's input, with as many dims as the input, for static activations.
+    """
+    from torchao import quantization as ao
+
+    if scheme.grid == "symmetric":
+        from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+
+        # Not by torchao's configs, which know its default range alone: see `grids`.
+        mapping, activations = ao.MappingType.SYMMETRIC_NO_CLIPPING_ERR, None
+        if scheme.activations is not None:
+            granularity = ao.PerRow() if scheme.activations == "dynamic" else ao.PerTensor()
+            activations = QuantizeTensorToInt8Kwargs(granularity, mapping)
+        return ao.Int8Tensor.from_hp(
+            weight, ao.PerRow(), mapping, act_quant_kwargs=activations, act_quant_scale=input_scale
+        )
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    ao.quantize_(layer, torchao_config(scheme, group_size, weight.device))
+    return layer.weight
+
+
+def torchao_config(scheme: Scheme, group_size: int, device: torch.device) -> Any:
     """Returns torchao's config for a scheme on a device.
 
     Args:
-        scheme: Scheme of quantisation.
+        scheme: Scheme of quantisation, but with static activations, which have a config per layer.
         group_size: Number of input features of a group.
         device: Device on which the model will run.
-        input_scale: Scale of a layer's input, with as many dims as the input, for static activations.
     """
     from torchao import quantization as ao
 
@@ -151,9 +176,6 @@ def torchao_config(scheme: Scheme, group_size: int, device: torch.device, input_
     plain: dict[str, Any] = {"set_inductor_config": False}
     if scheme.name == "int8":
         return ao.Int8DynamicActivationInt8WeightConfig(**plain)
-    if scheme.name == "int8_static":
-        granularity = [ao.PerTensor(), ao.PerRow()]
-        return ao.Int8StaticActivationInt8WeightConfig(act_quant_scale=input_scale, granularity=granularity, **plain)
     if scheme.name == "int8_weights":
         return ao.Int8WeightOnlyConfig(**plain)
     if scheme.name == "fp8":
