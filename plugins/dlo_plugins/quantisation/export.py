@@ -158,11 +158,9 @@ def _export_folder(
         config = TorchAoConfig(torchao_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
         if options.scheme.grid == "symmetric":  # By the range of `grids`, which transformers then reads from the file.
-            loaded = AutoModelForCausalLM.from_pretrained(plain, device_map=str(device))
+            weights = dict(AutoModelForCausalLM.from_pretrained(plain, device_map=str(device)).named_parameters())
             for name in chosen:
-                weight = quantised_weight(
-                    loaded.get_submodule(name).weight.detach(), options.scheme, options.group_size
-                )
+                weight = quantised_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)
                 model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
         model.save_pretrained(path)

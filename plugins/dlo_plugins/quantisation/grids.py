@@ -147,7 +147,7 @@ class _Round(torch.autograd.Function):
         return torch.round(x)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 

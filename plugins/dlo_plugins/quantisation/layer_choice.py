@@ -49,7 +49,9 @@ def choose_layers(
     ]
     for pattern in skip:
         if not any(_covered(name, [pattern]) for name in found):
-            near = did_you_mean(pattern, [*found, *(name.rpartition(".")[0] for name in found)])
+            parts = [name.split(".") for name in found]
+            known = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
+            near = did_you_mean(pattern, sorted(known))
             raise DloError(
                 f"Quantise: skip must match linear layers that would be quantised, got '{pattern}', which matches"
                 f" none{near or '; remove it'}"
