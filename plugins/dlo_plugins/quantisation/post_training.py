@@ -55,6 +55,7 @@ class QuantisationOptions:
         calibration_batches: Number of training batches for static activations.
         limit_val_batches: Number or fraction of validation batches; None for all.
         targets: Files and folders to export to, relative to the run's folder ``quantised``.
+        measures_latency: Whether to measure the latency on the CPU.
     """
 
     scheme: Scheme
@@ -63,6 +64,7 @@ class QuantisationOptions:
     calibration_batches: int = 8
     limit_val_batches: int | float | None = None
     targets: tuple[str, ...] = ()
+    measures_latency: bool = True
 
     def with_limit(self, limit_val_batches: int | float | None) -> QuantisationOptions:
         """Returns these options with another number or fraction of validation batches."""
@@ -152,7 +154,7 @@ class PostTraining:
         report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
         report.after = self._evaluate(module, None)
         cpu = torch.device("cpu")
-        if not lacks(scheme, cpu):
+        if options.measures_latency and not lacks(scheme, cpu):
             on_cpu = model
             if self.device.type != "cpu":
                 on_cpu = copy.deepcopy(float_model)
