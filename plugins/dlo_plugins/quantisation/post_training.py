@@ -36,7 +36,7 @@ class EvaluationData:
     Attributes:
         datamodule: Datamodule; None without one.
         train: Training loader; None for the datamodule's or the module's own.
-        val: Validation loader, likewise.
+        val: Validation loader; None for the datamodule's or the module's own.
     """
 
     datamodule: LightningDataModule | None = None
