@@ -39,10 +39,10 @@ from dlo_plugins.quantisation.conversion import convert
 from dlo_plugins.quantisation.post_training import (
     EvaluationData,
     PostTraining,
-    QuantisationOptions,
     fresh_copy,
     named_layers,
 )
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
 from dlo_plugins.quantisation.schemes import SCHEMES
 from dlo_tasks.imagenet.classifier import ImageClassifier

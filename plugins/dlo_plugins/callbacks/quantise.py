@@ -30,11 +30,11 @@ from dlo_plugins.quantisation.fake_linear import FakeQuantiser
 from dlo_plugins.quantisation.post_training import (
     EvaluationData,
     PostTraining,
-    QuantisationOptions,
     fresh_copy,
     inner_model,
     named_layers,
 )
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
 from dlo_plugins.quantisation.schemes import check_device, check_group_size, check_torchao, find_scheme
 

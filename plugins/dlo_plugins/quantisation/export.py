@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_plugins.quantisation.portable import make_portable
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.schemes import Scheme, quantised_weight, torchao_config
-
-if TYPE_CHECKING:
-    from dlo_plugins.quantisation.post_training import QuantisationOptions
 
 #: Endings of files; a name without an ending is a folder.
 ENDINGS = (".pt2", ".onnx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from dlo_framework.task import Task
 from dlo_plugins.quantisation.conversion import convert, model_bytes, observed_inputs, tensor_bytes
 from dlo_plugins.quantisation.export import check_target, export_model
 from dlo_plugins.quantisation.layer_choice import choose_layers
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport, forward_of, layer_weights, measure_latency
-from dlo_plugins.quantisation.schemes import Scheme, lacks
+from dlo_plugins.quantisation.schemes import lacks
 
 #: Largest batch of the latency measurement, besides a single sample.
 _LARGEST = 32
@@ -42,33 +43,6 @@ class EvaluationData:
     datamodule: LightningDataModule | None = None
     train: Any = None
     val: Any = None
-
-
-@dataclass(frozen=True)
-class QuantisationOptions:
-    """Options of a quantisation.
-
-    Attributes:
-        scheme: Scheme of quantisation.
-        group_size: Number of input features of a group.
-        skip: Patterns of modules to leave out.
-        calibration_batches: Number of training batches for static activations.
-        limit_val_batches: Number or fraction of validation batches; None for all.
-        targets: Files and folders to export to, relative to the run's folder ``quantised``.
-        measures_latency: Whether to measure the latency on the CPU.
-    """
-
-    scheme: Scheme
-    group_size: int
-    skip: tuple[str, ...] = ()
-    calibration_batches: int = 8
-    limit_val_batches: int | float | None = None
-    targets: tuple[str, ...] = ()
-    measures_latency: bool = True
-
-    def with_limit(self, limit_val_batches: int | float | None) -> QuantisationOptions:
-        """Returns these options with another number or fraction of validation batches."""
-        return replace(self, limit_val_batches=limit_val_batches)
 
 
 def inner_model(module: LightningModule) -> nn.Module:

@@ -17,7 +17,8 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.quantisation import schemes
-from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining, QuantisationOptions
+from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 
