@@ -28,6 +28,7 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.registry import Registry
+from dlo_framework.run_checker import RunChecker
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.predictions import SavePredictions
@@ -346,17 +347,9 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
-            for frozen in find_frozen_models([self.model, *callbacks]) if self.command == "fit" else []:
-                frozen.check(self.model, self.datamodule, strategy)
-            for callback in callbacks if self.command == "fit" else ():
-                check_run = getattr(callback, "check_run", None)
-                if callable(check_run):
-                    check_run(trainer, self.model, self.datamodule)
+            if self.command == "fit":
+                self._check_run(trainer)
             self._check_shares(trainer)
-            for callback in callbacks:
-                check_callback = getattr(callback, "check_before_start", None)
-                if callable(check_callback) and self.command == "fit":
-                    check_callback(trainer, self.model, self.datamodule)
             if self.command == "predict":
                 strategy.check_predict(self.model)
             return trainer
@@ -368,6 +361,15 @@ class DloCLI(LightningCLI):
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
             raise DloError(f"trainer: {error}") from error
+
+    def _check_run(self, trainer: Trainer) -> None:
+        """Checks the second models of a fit, and lets module and callbacks check it."""
+        owners = [self.model, *trainer.callbacks]  # type: ignore[attr-defined]
+        for frozen in find_frozen_models(owners):
+            frozen.check(self.model, self.datamodule, contract_of(trainer.strategy))
+        for owner in owners:
+            if isinstance(owner, RunChecker):
+                owner.check_run(trainer, self.model, self.datamodule)
 
     def _check_shares(self, trainer: Trainer) -> None:
         """Checks that a batch can be divided among the ranks."""

@@ -38,6 +38,7 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.prune import Prune
+from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
@@ -133,6 +134,8 @@ BESIDE: dict[str, With] = {
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
     "Prune": With(lambda: [Prune(amount=0.5, begin="0%", end="60%", every=1)]),
+    # From the third of six steps on.
+    "Quantise": With(lambda: [Quantise("int8_weights", when="aware", start="30%", report=False)]),
     "RectangularValidation": With(lambda: [RectangularValidation()], tasks=IMAGES, photographs=True),
     # Four batches are measured; the last two run by the plan.
     "Rotor": With(lambda: [Rotor("90%")]),

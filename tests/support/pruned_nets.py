@@ -110,7 +110,7 @@ def train(
     module.check(data)
     contract: Any = trainer.strategy
     contract.check_model(module, data)
-    prune.check_before_start(trainer, module, data)
+    prune.check_run(trainer, module, data)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "last.ckpt")
     return prune, watch, trainer

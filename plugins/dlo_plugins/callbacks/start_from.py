@@ -24,7 +24,7 @@ class StartFrom(Callback):
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = checkpoint
 
-    def check_before_start(
+    def check_run(
         self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
     ) -> None:
         """Checks that the checkpoint exists, before any process starts.

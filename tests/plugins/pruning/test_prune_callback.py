@@ -386,7 +386,7 @@ def test_bad_values_are_refused_at_once(settings, message):
 def test_what_does_not_fit_is_refused_before_the_run(tmp_path, settings, options, message):
     prune = Prune(**settings)
     with pytest.raises(DloError, match=message):
-        prune.check_before_start(trainer_of(tmp_path, prune, **options), Net())
+        prune.check_run(trainer_of(tmp_path, prune, **options), Net())
 
 
 def test_two_optimizers_are_refused(tmp_path):

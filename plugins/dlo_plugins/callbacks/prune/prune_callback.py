@@ -159,7 +159,7 @@ class Prune(Callback):
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def check_before_start(
+    def check_run(
         self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
     ) -> None:
         """Checks the options against the model and the run, before any process starts.

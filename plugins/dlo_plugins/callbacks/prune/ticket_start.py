@@ -42,7 +42,7 @@ class TicketStart(Callback):
         self.folder, self.step, self.skip = Path(folder), step, skip
         self._saved_at = -1
 
-    def check_before_start(
+    def check_run(
         self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
     ) -> None:
         """Checks the step and the patterns, before any process starts.

@@ -1,0 +1,352 @@
+"""Quantises a model: rounds weights and inputs in training, and converts the trained model with torchao.
+
+Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference. Jacob et al., 2017,
+arXiv 1712.05877. ZeroQuant: Efficient and Affordable Post-Training Quantization for Large-Scale Transformers. Yao et
+al., 2022, arXiv 2206.01861 (scales per token). The kernels and formats are torchao's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from dlo_framework.atomic_file import write_atomic
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
+from dlo_framework.task import Task
+from dlo_plugins.callbacks.run_position import parse_position
+from dlo_plugins.quantisation.bit_schedule import BitSchedule, fitting_period
+from dlo_plugins.quantisation.export import check_name, check_target
+from dlo_plugins.quantisation.fake_linear import FakeQuantiser
+from dlo_plugins.quantisation.post_training import (
+    EvaluationData,
+    PostTraining,
+    fresh_copy,
+    inner_model,
+    named_layers,
+)
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
+from dlo_plugins.quantisation.report import QuantisationReport
+from dlo_plugins.quantisation.schemes import check_device, check_group_size, check_torchao, find_scheme
+
+WHEN = ("post", "aware")
+#: Folder of reports and exports in a run's folder.
+FOLDER = "quantised"
+#: Most bits at the start of a schedule: fewer than a float32 has digits.
+_MOST_BITS = 16
+
+
+class Quantise(Callback):
+    """Quantises the linear layers of a model, and reports accuracy, bytes and CPU latency before and after.
+
+    With `when: aware`, training rounds weights and inputs to the levels of the scheme from `start` on, and validation
+    shows the metrics of the rounded model. Gradients pass the rounding unchanged. Checkpoints keep the float weights
+    under the same names, under every strategy. When training ends, rank 0 evaluates the float model, converts it with
+    torchao, evaluates the converted model, and writes the report to `quantised/report.json` in the run's folder, to the
+    loggers and to the run's last lines. With `when: post`, training is unchanged.
+
+    The model's head, and layers that share their weight with another module, stay in float.
+
+    Args:
+        scheme: Scheme: `int8` (weights and activations, scales of activations per token), `int8_static` (scales of
+            activations from calibration data; `when: post` only), `int8_weights`, `int4_weights` (in groups), `fp8`.
+        when: `aware` to train with rounding, `post` to convert after training.
+        start: Point of training from which it rounds, for `aware`: a share such as `50%`, or a number of epochs.
+        skip: Patterns of modules that stay in float, such as `blocks.0` or `*.attn.proj`.
+        group_size: Number of input features that share a scale in `int4_weights`: 32, 64 or 128; by default 32.
+        start_bits: Bits of a weight at `start`, from which a bit is dropped after `period`, 2 `period`, 4 `period`, ...
+            optimizer steps until the scheme's bits are reached (DeepSpeed's MoQ); None for the scheme's bits at once.
+        period: Number of optimizer steps before the first bit is dropped; by default such that the last is dropped in
+            the middle of the rounded part of training.
+        calibration_batches: Number of training batches that set the scales of `int8_static`.
+        report: Whether to convert the model and to report when training ends.
+        export: Files to write after conversion, in the run's folder `quantised`: `model.pt2`, `model.onnx`, or for
+            language models the name of a folder that transformers loads.
+
+    Attributes:
+        quantiser: Forward of the rounded layers; None while training does not round.
+        last_report: Report of the last fit, on rank 0.
+
+    Raises:
+        DloError: If an option is invalid, a pattern matches nothing, or the device has no kernels for the scheme.
+    """
+
+    def __init__(
+        self,
+        scheme: str = "int8",
+        when: str = "post",
+        start: str | float = "50%",
+        skip: list[str] | None = None,
+        group_size: int | None = None,
+        start_bits: int | None = None,
+        period: int | None = None,
+        calibration_batches: int = 8,
+        report: bool = True,
+        export: list[str] | None = None,
+    ) -> None:
+        check_torchao()
+        if when not in WHEN:
+            raise DloError(
+                f"Quantise: unknown when '{when}'{did_you_mean(when, WHEN) or ';'} available: {', '.join(WHEN)}"
+            )
+        found = find_scheme(scheme)
+        self.when, self.export, self.reports = when, tuple(export or ()), report
+        self.start = parse_position(start, "Quantise: start")
+        if self.start.unit == "samples":
+            raise DloError(f"Quantise: start must be a share of training or a number of epochs, got {start}; set '50%'")
+        if found.activations == "static" and when == "aware":
+            raise DloError(
+                "Quantise: when must be post for scheme int8_static, got aware: its scales of activations come from the"
+                " trained model; set scheme: int8"
+            )
+        if calibration_batches < 1:
+            raise DloError(f"Quantise: calibration_batches must be at least 1, got {calibration_batches}; set 8")
+        for target in self.export:
+            check_name(target)
+        if self.export and not report:
+            raise DloError("Quantise: report must be true to export, got false; remove it, or export")
+        self.start_bits, self.period = start_bits, period
+        self._check_schedule(found.bits if found.grid != "float8" else None)
+        self.options = QuantisationOptions(
+            found, check_group_size(found, group_size), tuple(skip or ()), calibration_batches, targets=self.export
+        )
+        self.quantiser: FakeQuantiser | None = None
+        self.last_report: QuantisationReport | None = None
+        self._twin: LightningModule | None = None
+        self._saved: Path | None = None
+        self._names: list[str] | None = None  # Of the layers, in the task's model or the module.
+        self._began: int | None = None  # Optimizer step at which rounding began.
+        self._seen = -1  # Optimizer step of the last batch.
+
+    def _check_schedule(self, bits: int | None) -> None:
+        if self.start_bits is None:
+            if self.period is not None:
+                raise DloError(
+                    f"Quantise: start_bits must be set with period, got {self.period} without; set start_bits: 8"
+                )
+            return
+        if self.when != "aware":
+            raise DloError(f"Quantise: when must be aware with start_bits, got {self.when}; set when: aware")
+        if bits is None or not bits < self.start_bits <= _MOST_BITS:
+            least = f"from {bits + 1} to {_MOST_BITS}" if bits is not None else "unset for fp8"
+            fix = f"set {min(bits * 2, _MOST_BITS)}" if bits is not None else "remove it"
+            raise DloError(f"Quantise: start_bits must be {least}, got {self.start_bits}; {fix}")
+        if self.period is not None and self.period < 1:
+            raise DloError(f"Quantise: period must be at least 1, got {self.period}; leave it out")
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the run's device, callbacks and model, before processes start.
+
+        Raises:
+            DloError: If the device has no kernels, a pattern matches nothing, or a layer has the wrong shape.
+        """
+        check_device(self.options.scheme, trainer.strategy.root_device)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        later = callbacks[callbacks.index(self) + 1 :]
+        if self.reports and any(isinstance(callback, WeightEMA) for callback in later):
+            raise DloError(
+                "Quantise: WeightEMA must come before Quantise in callbacks, so that the average is quantised, got it"
+                " after; change their order"
+            )
+        if self.reports and not is_overridden("validation_step", module):
+            raise DloError(
+                f"Quantise: {type(module).__name__} must have a validation_step for the report, got none; add one, or"
+                " set report: false"
+            )
+        for target in self.export:
+            check_target(target, module, self.options.scheme, trainer.strategy.root_device)
+        if isinstance(module, Task):
+            named_layers(module.on_meta(), self.options, self._slices(trainer))
+        elif next(module.parameters(), None) is not None:  # Else it builds its model later.
+            named_layers(module, self.options)
+
+    def _slices(self, trainer: Trainer) -> int:
+        """Returns the number of slices that tensor parallelism cuts a row into, in training with rounding."""
+        spec = getattr(trainer.strategy, "mesh_spec", None)
+        return int(spec().tp) if self.when == "aware" and callable(spec) else 1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the run, and copies the module before its model is built and cut."""
+        self._twin = self._saved = self._began = self._names = None
+        self._seen = -1
+        if stage != "fit":
+            return
+        try:
+            if isinstance(pl_module, Task):
+                pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes of the model from the data.
+            self.check_run(trainer, pl_module)
+            if isinstance(pl_module, Task):
+                # Of the full model: tensor parallelism changes shapes, which the choice checks.
+                self._names = named_layers(pl_module.on_meta(), self.options, self._slices(trainer))
+        except DloError as error:
+            raise mark_agreed(error) from None
+        if self.reports and trainer.is_global_zero:
+            self._twin = fresh_copy(pl_module)
+
+    # --- rounding ------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins to round at `start`, and sets the bits of the weights."""
+        if self.when != "aware" or trainer.global_step == self._seen:
+            return  # The micro-batches of a step have the same bits.
+        self._seen = trainer.global_step
+        if self._began is None:
+            if not self._is_reached(trainer):
+                return
+            self._began = trainer.global_step
+        bits = self._bits(trainer, self._began)
+        if self.quantiser is None:
+            self._round(pl_module)
+        elif bits == self.quantiser.bits:
+            return
+        assert self.quantiser is not None
+        self.quantiser.bits = bits
+        rank_zero_info(f"Quantise: weights have {bits} bits from step {trainer.global_step} on")
+        for logger in trainer.loggers:
+            logger.log_metrics({"quantised/bits": float(bits)}, step=trainer.global_step)
+
+    def _is_reached(self, trainer: Trainer) -> bool:
+        if self.start.unit == "runs":
+            return fraction_seen(trainer) >= self.start.value
+        return epochs_seen(trainer) >= self.start.value
+
+    def _bits(self, trainer: Trainer, began: int) -> int:
+        target, period = self.options.scheme.bits, self.period
+        if self.start_bits is None:
+            return target
+        if period is None:
+            steps = optimizer_steps(trainer) - began
+            if not math.isfinite(steps):
+                raise mark_agreed(
+                    DloError(
+                        "Quantise: period must be set for a run without an end, got none; set it, or trainer.max_steps"
+                    )
+                )
+            period = fitting_period(self.start_bits, target, steps)
+        return BitSchedule(self.start_bits, target, period).bits(trainer.global_step - began)
+
+    def _round(self, module: LightningModule) -> None:
+        """Makes the layers of this rank's model round."""
+        if self._names is None:
+            self._names = named_layers(module, self.options)
+        model = inner_model(module)
+        self.quantiser = FakeQuantiser(self.options.scheme, self.options.group_size)
+        self.quantiser.install([model.get_submodule(name) for name in self._names])
+
+    def _stop_rounding(self) -> None:
+        if self.quantiser is not None:
+            self.quantiser.remove()
+            self.quantiser = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the step at which rounding began, for a resumed run."""
+        return {"began": self._began}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the step at which rounding began."""
+        self._began = state_dict["began"]
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Makes the layers compute as they did before."""
+        self._stop_rounding()
+
+    # --- evaluation without training -----------------------------------------------------------------------
+
+    def _evaluation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Rounds in ``dlo validate``, ``test`` and ``predict`` too, at the scheme's bits."""
+        if self.when == "aware" and trainer.state.fn != TrainerFn.FITTING and self.quantiser is None:
+            twin = fresh_copy(module) if isinstance(module, Task) else None
+            self._names = named_layers(twin.on_meta(), self.options) if isinstance(twin, Task) else None
+            self._round(module)
+
+    def _evaluation_end(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._stop_rounding()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rounds in a validation of its own too."""
+        self._evaluation_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what :meth:`on_validation_start` began."""
+        self._evaluation_end(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rounds, as in validation."""
+        self._evaluation_start(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what :meth:`on_test_start` began."""
+        self._evaluation_end(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rounds, as in validation."""
+        self._evaluation_start(trainer, pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what :meth:`on_predict_start` began."""
+        self._evaluation_end(trainer)
+
+    # --- conversion ----------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the weights for the conversion, and makes the layers compute as they did before."""
+        self._stop_rounding()
+        if not self.reports or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folder = Path(trainer.strategy.broadcast(str(trainer.default_root_dir))) / FOLDER
+        self._saved = folder / "weights.ckpt"
+        trainer.save_checkpoint(self._saved, weights_only=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Converts the model on rank 0, writes the report, and prints it; other ranks have nothing left to do."""
+        twin, saved = self._twin, self._saved
+        self._twin = self._saved = None
+        if twin is None or saved is None:
+            return
+        data = evaluation_data(trainer)
+        options = self.options.with_limit(trainer.limit_val_batches)
+        try:
+            conversion = PostTraining(options, data, trainer.strategy.root_device)
+            found = conversion.run(twin, saved, self.when, saved.parent)
+        finally:
+            if data.datamodule is not None:
+                data.datamodule.trainer = trainer
+            shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+        self.last_report = found
+        write_report(found, saved.parent)
+        for logger in trainer.loggers:
+            logger.log_metrics(found.scalars(), step=trainer.global_step)
+        print(f"\n{found.table()}", flush=True)
+
+
+def evaluation_data(trainer: Trainer) -> EvaluationData:
+    """Returns the source of a fit's batches: its datamodule, or the loaders that the user gave.
+
+    The trainer's own loaders may hold a rank's share. Lightning (2.6) has no public name for the given ones.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None:
+        return EvaluationData(datamodule)
+    sources = (trainer.fit_loop._data_source, trainer.fit_loop.epoch_loop.val_loop._data_source)
+    given = [None if isinstance(each.instance, LightningModule) else each.instance for each in sources]
+    return EvaluationData(None, *given)
+
+
+def write_report(report: QuantisationReport, folder: Path) -> None:
+    """Writes a report as ``report.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "report.json", json.dumps(report.as_json(), indent=2) + "\n")

@@ -1,0 +1,178 @@
+"""Exports of a quantised model: a program of torch.export, ONNX, or a folder that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_plugins.quantisation.portable import make_portable
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
+from dlo_plugins.quantisation.schemes import Scheme, quantised_weight, torchao_config
+
+#: Endings of files; a name without an ending is a folder.
+ENDINGS = (".pt2", ".onnx")
+
+
+def check_name(target: str) -> None:
+    """Checks the name of an export and that the packages for it are installed, before processes start.
+
+    Raises:
+        DloError: If its ending is unknown, or a package is missing.
+    """
+    ending = Path(target).suffix
+    if ending and ending not in ENDINGS:
+        raise DloError(
+            f"Quantise: export must end in {' or '.join(ENDINGS)}, or name a folder for transformers, got {target}; set"
+            f" {Path(target).with_suffix('.onnx')}"
+        )
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if ending == ".onnx" and missing:
+        raise DloError(
+            f"Quantise: {' and '.join(missing)} must be installed to export {target}, got none; run `pip install"
+            " dlo_framework[onnx]`, or export a .pt2"
+        )
+
+
+def check_target(target: str, module: LightningModule, scheme: Scheme, device: torch.device) -> None:
+    """Checks that a module can be exported to a file or folder.
+
+    Raises:
+        DloError: If it cannot.
+    """
+    check_name(target)
+    exports_folder = hasattr(module, "export_folder")
+    if not Path(target).suffix:
+        if not exports_folder:
+            raise DloError(
+                f"Quantise: export must end in {' or '.join(ENDINGS)} for {type(module).__name__}, which has no folder"
+                f" format, got {target}; set {target}.onnx"
+            )
+        if scheme.is_grouped and device.type != "cuda":
+            raise DloError(
+                f"Quantise: scheme must be int8 or int8_weights for a folder that is exported on a {device.type}, got"
+                f" {scheme.name}, whose packed weights torchao (0.18) cannot save there; set scheme: int8_weights"
+            )
+        if scheme.activations == "static":
+            raise DloError(
+                "Quantise: scheme must be int8 or int8_weights for a folder, got int8_static: transformers has one"
+                " config for all layers, and each has its own input scale; set scheme: int8"
+            )
+    elif exports_folder:
+        raise DloError(
+            f"Quantise: export must be a folder for {type(module).__name__}, which transformers loads, got {target};"
+            f" set {Path(target).stem}"
+        )
+
+
+def export_model(
+    path: Path,
+    module: LightningModule,
+    quantised: nn.Module,
+    float_model: nn.Module,
+    names: Sequence[str],
+    options: QuantisationOptions,
+    device: torch.device,
+    scales: dict[str, Tensor] | None,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+) -> None:
+    """Writes a quantised model; the batch size of programs is free.
+
+    Args:
+        path: File or folder.
+        module: Module of the model.
+        quantised: Model with torchao's tensors, on the CPU or the device.
+        float_model: The same model before its conversion, on the CPU.
+        names: Names of the quantised layers.
+        options: Options of the quantisation.
+        device: Device of the conversion.
+        scales: Scale of each layer's input, for static activations.
+        inputs: Arguments of the model, on the CPU.
+
+    Raises:
+        DloError: If the model cannot be exported so.
+    """
+    if not path.suffix:
+        _export_folder(path, module, float_model, names, options, device)
+        return
+    args, kwargs = inputs
+    if kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        raise DloError(
+            f"Quantise: a model must take tensors by position to be exported as {path.suffix}, got"
+            f" {', '.join(kwargs) or 'other arguments'}; leave export out"
+        )
+    batch = torch.export.Dim("batch", min=1)
+    dynamic = tuple({0: batch} for _ in args)
+    if path.suffix == ".pt2":
+        args = tuple(arg.to(next(quantised.buffers(), next(quantised.parameters())).device) for arg in args)
+        torch.export.save(torch.export.export(quantised, args, dynamic_shapes=dynamic), path)
+        return
+    model = copy.deepcopy(float_model)
+    make_portable(model, names, options.scheme, options.group_size, _to_cpu(scales))
+    program = torch.onnx.export(model, args, dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    assert program is not None
+    for node in program.model.graph:
+        node.metadata_props.clear()  # Stack traces of the export, which take more bytes than the weights.
+    program.save(path)
+
+
+def _to_cpu(scales: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    return None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
+
+
+def _export_folder(
+    path: Path,
+    module: Any,
+    float_model: nn.Module,
+    names: Sequence[str],
+    options: QuantisationOptions,
+    device: torch.device,
+) -> None:
+    """Writes the folder of ``dlo checkpoint export``, with its linear layers quantised by transformers."""
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if path.exists():
+        shutil.rmtree(path) if _is_export(path) else _refuse(path)
+    checkpoint: dict[str, Any] = {"state_dict": {f"model.{name}": t for name, t in float_model.state_dict().items()}}
+    module.on_save_checkpoint(checkpoint)
+    with tempfile.TemporaryDirectory() as place:
+        plain = Path(place) / "float"
+        type(module).export_folder(checkpoint, plain)
+        chosen = {name.removesuffix(".base_layer") for name in names}
+        with torch.device("meta"):
+            layers = AutoModelForCausalLM.from_config(_config(plain)).named_modules()
+        left = [name for name, layer in layers if isinstance(layer, nn.Linear) and name not in chosen]
+        config = TorchAoConfig(torchao_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
+        model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
+        if options.scheme.grid == "symmetric":  # By the range of `grids`, which transformers then reads from the file.
+            weights = dict(AutoModelForCausalLM.from_pretrained(plain, device_map=str(device)).named_parameters())
+            for name in chosen:
+                weight = quantised_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)
+                model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+        shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+        model.save_pretrained(path)
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+def _is_export(path: Path) -> bool:
+    return (path / "config.json").is_file() and "quantization_config" in (path / "config.json").read_text()
+
+
+def _refuse(path: Path) -> None:
+    raise DloError(f"Quantise: export must name a new folder, got {path}, which exists; remove it, or choose another")

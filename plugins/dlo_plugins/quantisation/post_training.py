@@ -1,0 +1,225 @@
+"""Quantisation of a trained model in one process: evaluation before and after, conversion, calibration, export."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.batches import batch_size, slice_batch
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.plan import NoBlocksError
+from dlo_framework.task import Task
+from dlo_plugins.quantisation.conversion import convert, model_bytes, observed_inputs, tensor_bytes
+from dlo_plugins.quantisation.export import check_target, export_model
+from dlo_plugins.quantisation.layer_choice import choose_layers
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
+from dlo_plugins.quantisation.report import QuantisationReport, forward_of, layer_weights, measure_latency
+from dlo_plugins.quantisation.schemes import lacks
+
+#: Largest batch of the latency measurement, besides a single sample.
+_LARGEST = 32
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """Source of batches for one process: a datamodule, or loaders of the whole data.
+
+    Attributes:
+        datamodule: Datamodule; None without one.
+        train: Training loader; None for the datamodule's or the module's own.
+        val: Validation loader; None for the datamodule's or the module's own.
+    """
+
+    datamodule: LightningDataModule | None = None
+    train: Any = None
+    val: Any = None
+
+
+def inner_model(module: LightningModule) -> nn.Module:
+    """Returns the model of a task, or another module itself."""
+    return module.model if isinstance(module, Task) else module
+
+
+def head_patterns(module: LightningModule) -> tuple[str, ...]:
+    """Returns the patterns of the modules after the last block; empty for a module without a plan."""
+    if not isinstance(module, Task):
+        return ()
+    try:
+        return module.parallel_plan().head
+    except NoBlocksError:
+        return ()
+
+
+def named_layers(module: LightningModule, options: QuantisationOptions, slices: int = 1) -> list[str]:
+    """Returns the names of the layers to quantise, relative to :func:`inner_model`; see :func:`.choose_layers`."""
+    skip, head = options.skip, head_patterns(module)
+    return choose_layers(inner_model(module), options.scheme, options.group_size, skip, head, slices)
+
+
+def fresh_copy(module: LightningModule) -> LightningModule:
+    """Returns a copy of a module without its trainer, and without the model of a task, which it builds again."""
+    twin, left_out = copy.copy(module), ("model",) if isinstance(module, Task) else ()
+    twin._modules = {name: part for name, part in module._modules.items() if name not in left_out}
+    twin.trainer = None
+    return copy.deepcopy(twin)
+
+
+class PostTraining:
+    """Quantises a trained module in one process, and reports on it.
+
+    Args:
+        options: Options of the quantisation.
+        data: Source of batches.
+        device: Device of the evaluation.
+    """
+
+    def __init__(self, options: QuantisationOptions, data: EvaluationData, device: torch.device) -> None:
+        self.options, self.data, self.device = options, data, device
+        kwargs: dict[str, Any] = (
+            {} if options.limit_val_batches is None else {"limit_val_batches": options.limit_val_batches}
+        )
+        self.trainer = Trainer(
+            accelerator="cpu" if device.type == "cpu" else "gpu" if device.type == "cuda" else device.type,
+            devices=[device.index or 0] if device.type == "cuda" else 1,
+            logger=False,
+            callbacks=[_OneProcess()],
+            plugins=[SafeCheckpointIO()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **kwargs,
+        )
+        use_canonical_checkpoints(self.trainer)
+
+    def run(self, module: LightningModule, checkpoint: Path | None, when: str, folder: Path) -> QuantisationReport:
+        """Evaluates, quantises, evaluates again, measures, and exports.
+
+        Args:
+            module: Module to quantise, in place.
+            checkpoint: Checkpoint of its weights; None for those that it has.
+            when: ``post``, or ``aware`` for a model that was trained with rounding, for the report.
+            folder: Folder for exports.
+
+        Raises:
+            DloError: If a layer cannot be quantised, calibrated or exported.
+        """
+        options, scheme = self.options, self.options.scheme
+        before = self._evaluate(module, checkpoint)
+        model, names = inner_model(module).eval(), named_layers(module, options)
+        for target in options.targets:
+            check_target(target, module, scheme, self.device)
+        scales = self._calibrate(module, names) if scheme.activations == "static" else None
+        float_model = _copy_on_cpu(module)
+        report = QuantisationReport(
+            scheme.name, when, options.group_size if scheme.is_grouped else None, len(names), before
+        )
+        report.bytes_before = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
+        convert(model, names, scheme, options.group_size, self.device, scales)
+        report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
+        report.after = self._evaluate(module, None)
+        cpu = torch.device("cpu")
+        if options.measures_latency and not lacks(scheme, cpu):
+            on_cpu = model
+            if self.device.type != "cpu":
+                on_cpu = copy.deepcopy(float_model)
+                moved = None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
+                convert(on_cpu, names, scheme, options.group_size, cpu, moved)
+            report.latency = self._measure(module, float_model, on_cpu)
+        for target in options.targets:
+            path = folder / target
+            path.parent.mkdir(parents=True, exist_ok=True)
+            inputs = self._inputs(module)
+            export_model(path, module, model, float_model, names, options, self.device, scales, inputs)
+            report.exported.append(target)
+        return report
+
+    def _evaluate(self, module: LightningModule, checkpoint: Path | None) -> dict[str, float]:
+        """Returns the validation metrics of a module."""
+        source: dict[str, Any] = {"datamodule": self.data.datamodule}
+        if self.data.datamodule is None and self.data.val is not None:
+            source = {"dataloaders": self.data.val}
+        path = None if checkpoint is None else str(checkpoint)
+        self.trainer.validate(module, ckpt_path=path, verbose=False, weights_only=False, **source)
+        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+
+    def _batches(self, module: LightningModule, count: int) -> list[Any]:
+        """Returns training batches on the device, as a step would get them."""
+        loader, data = self.data.train, self.data.datamodule
+        if data is not None:
+            data.setup("fit")
+            loader = data.train_dataloader()
+        elif loader is None:
+            loader = module.train_dataloader()
+        strategy = self.trainer.strategy
+        # As Lightning's loops (2.6) do: first the hooks on the host, then the transfer with its hooks.
+        return [
+            strategy.batch_to_device(module._on_before_batch_transfer(batch), self.device)
+            for batch in itertools.islice(loader, count)
+        ]
+
+    @torch.no_grad()
+    def _calibrate(self, module: LightningModule, names: Sequence[str]) -> dict[str, Tensor]:
+        """Returns the scale of each layer's input over training batches."""
+        model = inner_model(module)
+        with observed_inputs(model, names) as scales:
+            for batch in self._batches(module, self.options.calibration_batches):
+                args, kwargs = model_inputs(module, batch)
+                model(*args, **kwargs)
+            return scales()
+
+    def _inputs(self, module: LightningModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the model's arguments for a training batch, on the CPU."""
+        batch = _on_cpu(self._batches(module, 1)[0])
+        return _on_cpu(model_inputs(module, batch))
+
+    def _measure(self, module: LightningModule, before: nn.Module, after: nn.Module) -> list[Any]:
+        batch = _on_cpu(self._batches(module, 1)[0])
+        sizes = dict.fromkeys((1, min(batch_size(batch), _LARGEST)))
+        found = []
+        for size in sizes:
+            inputs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
+            found.append(measure_latency(forward_of(before, inputs), forward_of(after, inputs), size))
+        return found
+
+
+def model_inputs(module: LightningModule, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of :func:`inner_model` for a batch; a plain module gets a pair's first item."""
+    if isinstance(module, Task):
+        return module.inputs(batch)
+    return (batch[0] if isinstance(batch, tuple | list) else batch,), {}
+
+
+def _copy_on_cpu(module: LightningModule) -> nn.Module:
+    if isinstance(module, Task):
+        return copy.deepcopy(module.model).cpu()
+    trainer, module.trainer = module.trainer, None
+    try:
+        return copy.deepcopy(module).cpu()
+    finally:
+        module.trainer = trainer
+
+
+def _on_cpu(nest: Any) -> Any:
+    from lightning.fabric.utilities import move_data_to_device
+
+    return move_data_to_device(nest, "cpu")
+
+
+class _OneProcess(Callback):
+    """Keeps metrics from joining those of other ranks, which are not evaluating."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches their synchronisation off."""
+        for part in pl_module.modules():
+            if isinstance(part, Metric):
+                part.sync_on_compute = False

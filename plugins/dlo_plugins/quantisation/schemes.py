@@ -1,0 +1,190 @@
+"""Schemes of quantisation, the devices that have kernels for them, and their configs in torchao."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dlo_framework.errors import DloError, did_you_mean
+
+#: Sizes of groups that torchao's int4 kernels take, on a CPU and on CUDA.
+GROUP_SIZES = (32, 64, 128)
+#: Divisor of the output features that torchao's int4 kernel takes on a CPU.
+INT4_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Scheme of quantisation.
+
+    Attributes:
+        name: Name in configs.
+        bits: Bits of a weight.
+        grid: Levels of the weights: ``symmetric``, one scale per output feature around 0; ``affine``, one scale and
+            one float offset per group of input features; ``float8``, one scale per output feature.
+        activations: Quantisation of a layer's input: ``dynamic``, a scale per token, computed in each forward;
+            ``static``, one scale per layer from calibration data; None to leave it.
+        text: Description for tables.
+        capability: Least compute capability of a CUDA device with its kernels.
+        devices: Types of device with kernels.
+    """
+
+    name: str
+    bits: int
+    grid: Literal["symmetric", "affine", "float8"]
+    activations: Literal["dynamic", "static"] | None
+    text: str
+    capability: tuple[int, int]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a scale belongs to a group of input features."""
+        return self.grid == "affine"
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("int8", 8, "symmetric", "dynamic", "int8 weights and activations, scales per token", (8, 0)),
+        Scheme("int8_static", 8, "symmetric", "static", "int8 weights and activations, calibrated scales", (8, 0)),
+        Scheme("int8_weights", 8, "symmetric", None, "int8 weights", (7, 0)),
+        Scheme("int4_weights", 4, "affine", None, "int4 weights in groups", (8, 0)),
+        Scheme("fp8", 8, "float8", "dynamic", "float8 weights and activations, scales per token", (8, 9), ("cuda",)),
+    )
+}
+#: Schemes to try in place of one that a device lacks, the nearest first.
+_NEAREST = {"fp8": ("int8", "int8_weights"), "int4_weights": ("int8_weights",)}
+
+
+def find_scheme(name: str) -> Scheme:
+    """Returns a scheme by its name.
+
+    Raises:
+        DloError: If there is none; the message has the nearest.
+    """
+    if name not in SCHEMES:
+        raise DloError(
+            f"Quantise: unknown scheme '{name}'{did_you_mean(name, SCHEMES) or ';'} available: {', '.join(SCHEMES)}"
+        )
+    return SCHEMES[name]
+
+
+def lacks(scheme: Scheme, device: torch.device) -> str:
+    """Returns what a device lacks for a scheme; empty if it has kernels for it."""
+    if device.type not in scheme.devices:
+        return f"{device.type}, which has no kernels for it"
+    if device.type == "cuda" and torch.version.hip is None:
+        found = torch.cuda.get_device_capability(device)
+        if found < scheme.capability:
+            return f"compute capability {found[0]}.{found[1]}"
+    return ""
+
+
+def check_device(scheme: Scheme, device: torch.device) -> None:
+    """Checks that a device has kernels for a scheme.
+
+    Raises:
+        DloError: If it has not; the message has the nearest scheme that works.
+    """
+    missing = lacks(scheme, device)
+    if not missing:
+        return
+    others = (SCHEMES[name] for name in (*_NEAREST.get(scheme.name, ()), *SCHEMES))
+    works = next((other.name for other in others if not lacks(other, device)), None)
+    needed = f"a {' or '.join(scheme.devices)} device"
+    if "cuda" in scheme.devices:
+        needed += f" (CUDA of compute capability {scheme.capability[0]}.{scheme.capability[1]} or more)"
+    fix = f"set scheme: {works}" if works else "leave the callback out"
+    raise DloError(f"Quantise: scheme {scheme.name} must have {needed}, got {missing}; {fix}")
+
+
+def check_torchao() -> None:
+    """Checks that torchao is installed, without importing it.
+
+    Raises:
+        DloError: If it is not.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise DloError("Quantise: torchao must be installed, got none; run `pip install dlo_framework[quantisation]`")
+
+
+def check_group_size(scheme: Scheme, group_size: int | None) -> int:
+    """Returns the group size of a scheme, 32 by default.
+
+    Raises:
+        DloError: If the scheme has no groups, or no kernel takes the size.
+    """
+    if group_size is None:
+        return GROUP_SIZES[0]
+    if not scheme.is_grouped:
+        raise DloError(
+            f"Quantise: group_size must be unset for scheme {scheme.name}, which has a scale per output feature, got"
+            f" {group_size}; remove it, or set scheme: int4_weights"
+        )
+    if group_size not in GROUP_SIZES:
+        near = min(GROUP_SIZES, key=lambda size: abs(size - group_size))
+        raise DloError(
+            f"Quantise: group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size}; set {near}"
+        )
+    return group_size
+
+
+def quantised_weight(weight: Tensor, scheme: Scheme, group_size: int, input_scale: Tensor | None = None) -> Tensor:
+    """Returns torchao's quantised tensor of a weight, whose linear layers run its kernels.
+
+    Args:
+        weight: Weight, [N, K], on the device of the kernels.
+        scheme: Scheme of quantisation.
+        group_size: Number of input features of a group.
+        input_scale: Scale of the layer's input, with as many dims as the input, for static activations.
+    """
+    from torchao import quantization as ao
+
+    if scheme.grid == "symmetric":
+        from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+
+        # Not by torchao's configs, which know its default range alone: see `grids`.
+        mapping, activations = ao.MappingType.SYMMETRIC_NO_CLIPPING_ERR, None
+        if scheme.activations is not None:
+            granularity = ao.PerRow() if scheme.activations == "dynamic" else ao.PerTensor()
+            activations = QuantizeTensorToInt8Kwargs(granularity, mapping)
+        return ao.Int8Tensor.from_hp(
+            weight, ao.PerRow(), mapping, act_quant_kwargs=activations, act_quant_scale=input_scale
+        )
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    ao.quantize_(layer, torchao_config(scheme, group_size, weight.device))
+    return layer.weight
+
+
+def torchao_config(scheme: Scheme, group_size: int, device: torch.device) -> Any:
+    """Returns torchao's config for a scheme on a device.
+
+    Args:
+        scheme: Scheme of quantisation, but with static activations, which have a config per layer.
+        group_size: Number of input features of a group.
+        device: Device on which the model will run.
+    """
+    from torchao import quantization as ao
+
+    # torchao's default changes settings of Inductor for the process.
+    plain: dict[str, Any] = {"set_inductor_config": False}
+    if scheme.name == "int8":
+        return ao.Int8DynamicActivationInt8WeightConfig(**plain)
+    if scheme.name == "int8_weights":
+        return ao.Int8WeightOnlyConfig(**plain)
+    if scheme.name == "fp8":
+        return ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow(), **plain)
+    if device.type == "cuda":
+        from torchao.quantization.quantize_.workflows import Int4PackingFormat
+
+        packing = Int4PackingFormat.TILE_PACKED_TO_4D
+        return ao.Int4WeightOnlyConfig(group_size=group_size, int4_packing_format=packing, **plain)
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    return PrototypeInt4WeightOnlyConfig(group_size=group_size, **plain)

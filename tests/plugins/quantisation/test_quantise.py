@@ -1,0 +1,268 @@
+"""The callback: when it rounds, what it reports and exports, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dlo_framework.checkpoint import SafeCheckpointIO
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.quantise import Quantise
+from dlo_plugins.quantisation import schemes
+from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
+from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 3}
+
+
+def classifier() -> ImageClassifier:
+    seed_everything(2, verbose=False)
+    return ImageClassifier("vit_tiny_patch16_224", model_args=dict(VIT), lr=1e-3, schedule="constant")
+
+
+def trainer_of(folder: Path, *callbacks, **options) -> Trainer:
+    options = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2, "logger": False, **options}
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    plugins = [SafeCheckpointIO()]
+    trainer = Trainer(
+        accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, plugins=plugins, **quiet, **options
+    )
+    use_canonical_checkpoints(trainer)
+    return trainer
+
+
+class Bits(Quantise):
+    """Records the bits of each step."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, when="aware", report=False, **options)
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.seen.append(self.quantiser.bits if self.quantiser else 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"start": "50%"}, [32, 32, 32, 8, 8, 8]),
+        ({"start": 0}, [8] * 6),
+        ({"start": "1 epoch"}, [32] * 6),
+        ({"start": "20%", "start_bits": 10, "period": 1}, [32, 32, 10, 9, 8, 8]),
+        ({"scheme": "int4_weights", "start": 0, "start_bits": 6}, [6, 5, 4, 4, 4, 4]),
+    ],
+)
+def test_it_rounds_from_the_start_on(tmp_path: Path, options: dict, expected: list[int]) -> None:
+    callback, task = Bits(**options), classifier()
+    trainer_of(tmp_path, callback).fit(task, datamodule=DigitsData(image_size=16, batch_size=16))
+    assert callback.seen == expected
+    assert not any("forward" in module.__dict__ for module in task.model.modules())
+
+
+def test_micro_batches_of_a_step_have_the_same_bits(tmp_path: Path) -> None:
+    callback = Bits(start=0, start_bits=10, period=1)
+    trainer = trainer_of(tmp_path, callback, accumulate_grad_batches=2)
+    trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
+    assert callback.seen == [10, 10, 9, 9, 8, 8]
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    options = {"start": "30%", "start_bits": 11, "period": 1}
+    data, first, second = (lambda: DigitsData(image_size=16, batch_size=16)), Bits(**options), Bits(**options)
+    saving = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "one.ckpt"))
+    trainer_of(tmp_path, first, saving, max_epochs=1, limit_train_batches=3).fit(classifier(), datamodule=data())
+    trainer_of(tmp_path, second, max_epochs=2, limit_train_batches=3).fit(
+        classifier(), datamodule=data(), ckpt_path=tmp_path / "one.ckpt"
+    )
+    # By a run of one epoch, rounding begins in its second step; the resumed one continues from there.
+    assert first.seen == [32, 11, 10]
+    assert second.seen == [9, 9, 8]
+
+
+def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp_path: Path) -> None:
+    callback = Quantise("int4_weights", when="aware", start=0)
+    logger = CSVLogger(tmp_path)
+    trainer = trainer_of(tmp_path, callback, logger=logger, limit_val_batches=1.0)
+    trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=64))
+    report = callback.last_report
+    assert report is not None
+    assert report.after["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-5)
+    assert abs(report.before["val_loss"] - report.after["val_loss"]) > 1e-4
+    assert report.bytes_before[1] / report.bytes_after[1] > 5
+    assert report.bytes_before[0] / report.bytes_after[0] > 3.5
+    assert [one.batch_size for one in report.latency] == [1, 32]
+    assert all(one.after > 0 and one.control > 0 for one in report.latency)
+    saved = json.loads((tmp_path / "quantised" / "report.json").read_text())
+    assert saved["after"] == report.after
+    assert not (tmp_path / "quantised" / "weights.ckpt").exists()
+    logger.save()
+    assert "quantised/size_ratio" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "val_acc1" in report.table()
+    assert "times smaller" in report.table()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_static", "int8_weights"])
+def test_conversion_after_training_leaves_the_training_as_it_is(tmp_path: Path, scheme: str) -> None:
+    losses = []
+    for callbacks in ([], [Quantise(scheme)]):
+        trainer = trainer_of(tmp_path, *callbacks)
+        trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+    report = callbacks[0].last_report
+    assert losses[0] == losses[1] == pytest.approx(report.before["val_loss"], rel=1e-6)
+    assert report.after["val_loss"] == pytest.approx(losses[0], rel=1e-2)
+    assert report.after["val_loss"] != losses[0]
+
+
+def test_static_scales_come_from_training_batches(tmp_path: Path) -> None:
+    """A wrong scale would clip: the report is compared with dynamic scales."""
+    data, task = DigitsData(image_size=16, batch_size=64), classifier()
+    trainer_of(tmp_path, max_epochs=4, limit_train_batches=1.0).fit(task, datamodule=data)
+    options = QuantisationOptions(schemes.SCHEMES["int8_static"], 32, calibration_batches=2)
+    report = PostTraining(options, EvaluationData(data), torch.device("cpu")).run(task, None, "post", tmp_path)
+    assert report.after["val_loss"] == pytest.approx(report.before["val_loss"], rel=0.03)
+
+
+class Plain(LightningModule):
+    """A module that is no task, with loaders of its own or the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    loader = DataLoader(TensorDataset(torch.randn(40, 64), torch.randint(0, 2, (40,))), batch_size=8)
+    callback = Quantise("int8_static", skip=["layers.2"])
+    trainer_of(tmp_path, callback).fit(Plain(), loader, loader)
+    report = callback.last_report
+    assert report is not None
+    assert report.layers == 1
+    assert report.before["val_loss"] == pytest.approx(report.after["val_loss"], rel=1e-2)
+
+
+def test_validate_alone_rounds_too(tmp_path: Path) -> None:
+    task, data = classifier(), DigitsData(image_size=16, batch_size=64)
+    trainer_of(tmp_path).fit(task, datamodule=data)
+    found = []
+    for callbacks in ([], [Quantise("int4_weights", when="aware")], []):
+        found.append(trainer_of(tmp_path, *callbacks).validate(task, datamodule=data, verbose=False)[0]["val_loss"])
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("scheme", list(schemes.SCHEMES)[:4])
+def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: str) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    callback = Quantise(scheme, export=["model.pt2", "model.onnx"])
+    trainer_of(tmp_path, callback).fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
+    images = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    program = torch.export.load(tmp_path / "quantised" / "model.pt2").module()
+    with torch.no_grad():
+        exported = program(images)
+    session = runtime.InferenceSession(tmp_path / "quantised" / "model.onnx")
+    of_onnx = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
+    torch.testing.assert_close(of_onnx, exported, rtol=1e-3, atol=2e-3)
+    assert exported.std() > 0.1
+    report = callback.last_report
+    assert report is not None
+    assert report.exported == ["model.pt2", "model.onnx"]
+    assert (tmp_path / "quantised" / "model.onnx").stat().st_size < 0.75 * report.bytes_before[0]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "int9"}, "unknown scheme 'int9'; did you mean 'int8'"),
+        ({"when": "awear"}, "unknown when 'awear'; did you mean 'aware'"),
+        ({"start": "150%"}, "a point must be within the run"),
+        ({"start": "100 samples"}, "start must be a share of training or a number of epochs"),
+        ({"scheme": "int8", "group_size": 64}, "group_size must be unset for scheme int8"),
+        ({"scheme": "int4_weights", "group_size": 50}, "one of 32, 64, 128, got 50; set 64"),
+        ({"scheme": "int8_static", "when": "aware"}, "when must be post for scheme int8_static"),
+        ({"calibration_batches": 0}, "calibration_batches must be at least 1"),
+        ({"start_bits": 12}, "when must be aware with start_bits"),
+        ({"when": "aware", "start_bits": 8}, "start_bits must be from 9 to 16, got 8; set 16"),
+        ({"when": "aware", "period": 3}, "start_bits must be set with period"),
+        ({"when": "aware", "start_bits": 12, "period": 0}, "period must be at least 1"),
+        ({"export": ["model.tflite"]}, "export must end in .pt2 or .onnx, .* got model.tflite; set model.onnx"),
+        ({"export": ["model.pt2"], "report": False}, "report must be true to export"),
+    ],
+)
+def test_options_that_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        Quantise(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "fp8"}, "scheme fp8 must have a cuda device .* 8.9 or more.*, got cpu, .*; set scheme: int8$"),
+        ({"scheme": "int4_weights", "group_size": 128}, "got 128 for 96 of .*; set group_size: 32"),
+        ({"skip": ["blocks.7"]}, "got 'blocks.7', which matches none; did you mean 'blocks.[01]'"),
+        ({"export": ["folder"]}, "ImageClassifier, which has no folder format, got folder; set folder.onnx"),
+    ],
+)
+def test_runs_that_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        trainer_of(tmp_path, Quantise(**options)).fit(classifier(), datamodule=DigitsData(image_size=16))
+
+
+def test_the_average_must_come_before(tmp_path: Path) -> None:
+    with pytest.raises(DloError, match="WeightEMA must come before Quantise"):
+        trainer_of(tmp_path, Quantise(), WeightEMA(0.9)).fit(classifier(), datamodule=DigitsData(image_size=16))
+    callback = Quantise()
+    trainer = trainer_of(tmp_path, WeightEMA(0.5), callback)
+    trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
+    report = callback.last_report
+    assert report is not None
+    assert report.before["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
+
+
+def test_a_device_without_kernels_gets_the_nearest_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    device = torch.device("cuda", 0)
+    with pytest.raises(DloError, match=r"got compute capability 8.6; set scheme: int8$"):
+        schemes.check_device(schemes.SCHEMES["fp8"], device)
+    schemes.check_device(schemes.SCHEMES["int4_weights"], device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    with pytest.raises(DloError, match="set scheme: int8_weights"):
+        schemes.check_device(schemes.SCHEMES["int4_weights"], device)
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DloError, match=r"pip install dlo_framework\[quantisation\]"):
+        Quantise()
+
+
+def test_a_run_without_an_end_needs_a_period(tmp_path: Path) -> None:
+    callback = Quantise(when="aware", start=0, start_bits=12, report=False)
+    with pytest.raises(DloError, match="period must be set for a run without an end"):
+        trainer_of(tmp_path, callback, max_epochs=-1).fit(classifier(), datamodule=DigitsData(image_size=16))

@@ -1,0 +1,102 @@
+"""`dlo quantise` in this process, on a checkpoint of a short fit of a language model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlo_framework import runs
+from dlo_framework.cli.main import main
+from support.texts import lines, sentences
+
+CONFIG = """
+trainer: {accelerator: cpu, max_steps: 4, limit_val_batches: 2, enable_progress_bar: false, logger: false}
+model:
+  class_path: CausalLM
+  init_args:
+    config: {model_type: llama, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4,
+      num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}
+data:
+  class_path: TextData
+  init_args: {train_files: texts.jsonl, cache_dir: cache, seq_len: 32, batch_size: 4, vocab_size: 320,
+    corpus_bytes: 60000}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and its run."""
+    home = tmp_path_factory.mktemp("run")
+    before = Path.cwd()
+    os.chdir(home)
+    try:
+        lines(home / "texts.jsonl", *({"text": text} for text in sentences(200)))
+        (home / "tiny.yaml").write_text(CONFIG)
+        assert main(["fit", "--config", "tiny.yaml"]) == 0
+    finally:
+        os.environ.pop(runs.ENVIRONMENT, None)
+        os.chdir(before)
+    return home
+
+
+def quantise(*words: str) -> int:
+    try:
+        return main(["quantise", "--config", "tiny.yaml", "--ckpt_path", "last", *words])
+    finally:
+        os.environ.pop(runs.ENVIRONMENT, None)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_weights"])
+def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, capfd) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.chdir(trained)
+    assert quantise("--scheme", scheme, "--skip", "model.layers.0.mlp", "--export", "model", "--json") == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["layers"] == 11
+    assert report["after"]["val_perplexity"] == pytest.approx(report["before"]["val_perplexity"], rel=1e-2)
+    folder = trained / "runs" / "tiny" / "version_0" / f"quantised-{scheme}"
+    assert json.loads((folder / "report.json").read_text()) == report
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    kinds = {name: type(parameter).__name__ for name, parameter in model.named_parameters()}
+    assert [name for name, kind in kinds.items() if kind == "Int8Tensor"] == [
+        name for name in kinds if name.endswith("proj.weight") and "layers.0.mlp" not in name
+    ]
+    assert len(AutoTokenizer.from_pretrained(folder / "model")("abc")["input_ids"]) > 0
+    # The folder of `dlo checkpoint export` holds the same model in float.
+    checkpoint = trained / "runs" / "tiny" / "version_0" / "checkpoints" / "last.ckpt"
+    assert main(["checkpoint", "export", str(checkpoint), str(trained / f"float-{scheme}")]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(trained / f"float-{scheme}").eval()
+    ids = torch.arange(40)[None] + 5
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0.02)
+        assert not torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--scheme", "int7"), "unknown scheme 'int7'; did you mean 'int8'"),
+        (("--scheme", "fp8"), "set scheme: int8"),
+        (("--skip", "model.layer.0"), "got 'model.layer.0', which matches none; did you mean 'model.layers.0'"),
+        (("--scheme", "int4_weights", "--group-size", "64"), "got 64 for 96 of .*; set group_size: 32"),
+        (("--export", "model.onnx"), "export must be a folder for CausalLM"),
+        (("--scheme", "int4_weights", "--export", "model"), "set scheme: int8_weights"),
+        (("--schema", "int8"), "schema"),
+    ],
+)
+def test_bad_input(trained: Path, words: tuple[str, ...], message: str, monkeypatch, capfd) -> None:
+    import re
+
+    monkeypatch.chdir(trained)
+    assert quantise(*words) == 2
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert re.search(message, error.strip().splitlines()[-1])
+
+
+def test_a_config_is_needed(capfd) -> None:
+    assert main(["quantise"]) == 2
+    assert "--config must name a config" in capfd.readouterr().err
