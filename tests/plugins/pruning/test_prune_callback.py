@@ -311,7 +311,7 @@ def test_masks_of_a_checkpoint_are_kept_by_the_next_run(tmp_path):
         assert torch.equal(start.weights[name], value * masks[name] if name in masks else value)
     assert all(torch.equal(masks[name], found) for name, found in masks_of(tmp_path / "round_1.ckpt").items())
     assert set(watch.sparsity) == {round(0.8 * 384) / 384}
-    ((prune,),) = ([callback for callback in second.callbacks if isinstance(callback, Prune)],)
+    (prune,) = (callback for callback in second.callbacks if isinstance(callback, Prune))
     assert prune.shards is not None
     assert prune.shards.target == pytest.approx(watch.sparsity[0])
 
