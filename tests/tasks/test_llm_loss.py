@@ -328,10 +328,10 @@ def test_a_chunk_of_an_accelerator_passes_few_times_over_its_logits() -> None:
 
 
 def test_chunks_of_an_accelerator_are_cut_by_a_budget_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert vocabulary_loss._chunk(131_072, 2048, "rows") == 2048
-    assert vocabulary_loss._chunk(131_072, 8192, "rows") == 2048
-    assert vocabulary_loss._chunk(131_072, 2049, "rows") == 1025  # two alike, rather than one long and one short
-    assert vocabulary_loss._chunk(131_072, 8192, "columns") == 256
+    assert vocabulary_loss.chunk_tokens(131_072, 2048, "rows") == 2048
+    assert vocabulary_loss.chunk_tokens(131_072, 8192, "rows") == 2048
+    assert vocabulary_loss.chunk_tokens(131_072, 2049, "rows") == 1025  # two alike, rather than one long and one short
+    assert vocabulary_loss.chunk_tokens(131_072, 8192, "columns") == 256
     monkeypatch.setattr(vocabulary_loss, "ACCELERATOR_LOGITS", 10 * VOCABULARY)
     projection, hidden, targets = make()
     with Counts() as found:

@@ -171,19 +171,19 @@ def summed_loss(
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
-    hidden, targets = _with_targets(hidden, targets, count, waits=kernel == "columns")
+    hidden, targets = select_targets(hidden, targets, count, waits=kernel == "columns")
     if head.fuses:
         linear: Any = head.module
-        dtype = _autocast_dtype(hidden.device) or hidden.dtype
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
         if kernel == "liger":
             return _by_liger(linear, hidden, targets, head.softcap)
         complete = kernel == "columns" or count == len(targets)
         found: Tensor = _LinearCrossEntropy.apply(
             *(hidden, linear.weight, linear.bias, targets, head.softcap, dtype),
-            *(chunk or _chunk(linear.weight.shape[0], len(targets), kernel), head.shard, kernel, complete),
+            *(chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel), head.shard, kernel, complete),
         )
         return found
-    rows = chunk or (CHUNK_TOKENS if kernel == "columns" else _chunk(_width(head), len(targets), kernel))
+    rows = chunk or (CHUNK_TOKENS if kernel == "columns" else chunk_tokens(head_width(head), len(targets), kernel))
     losses = [checkpoint(_chunk_loss, head, h, t, use_reentrant=False) for h, t in _chunks(hidden, targets, rows)]
     return torch.stack(losses).sum() if losses else hidden.float().sum()
 
@@ -215,7 +215,7 @@ def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor)
     elif _on_host(hidden.device):
         chunks = torch.nonzero(targets != IGNORE_INDEX).flatten().split(CHUNK_TOKENS)
     else:  # Only the device knows the targets.
-        rows = _chunk(_width(head), len(targets), "rows")
+        rows = chunk_tokens(head_width(head), len(targets), "rows")
         chunks = [slice(start, start + rows) for start in range(0, len(targets), rows)]
     for some in chunks:
         of_these = targets[some]
@@ -236,7 +236,7 @@ def _on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _with_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: bool) -> tuple[Tensor, Tensor]:
+def select_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: bool) -> tuple[Tensor, Tensor]:
     """Removes the tokens without a target; keeps all if only the device knows them, unless the caller `waits`."""
     if count == len(targets) or (count is None and not waits):
         return hidden, targets
@@ -270,7 +270,7 @@ def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor
     return head.summed(hidden, targets)
 
 
-def _chunk(vocabulary: int, tokens: int, kernel: Kernel) -> int:
+def chunk_tokens(vocabulary: int, tokens: int, kernel: Kernel) -> int:
     """Returns the number of tokens per chunk; on an accelerator chunks have about equal lengths."""
     if kernel == "columns":
         return max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
@@ -281,10 +281,10 @@ def _chunk(vocabulary: int, tokens: int, kernel: Kernel) -> int:
 
 def logits_on_cpu(head: VocabularyHead) -> int:
     """Returns the number of logits of a chunk on a CPU."""
-    return _width(head) * _chunk(_width(head), CHUNK_TOKENS, "columns")
+    return head_width(head) * chunk_tokens(head_width(head), CHUNK_TOKENS, "columns")
 
 
-def _width(head: VocabularyHead) -> int:
+def head_width(head: VocabularyHead) -> int:
     """Returns the number of logits per token; 2**18 for a head without `out_features`."""
     found = getattr(head.module, "out_features", None)
     return found if isinstance(found, int) else 2**18
@@ -294,7 +294,8 @@ def _chunks(hidden: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[Tensor
     yield from zip(hidden.split(rows), targets.split(rows), strict=True) if len(targets) else ()
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of products under autocast on a device; None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -316,7 +317,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         complete: bool,
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            parts = _Gradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
+            parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
             total = torch.zeros((), device=hidden.device)
             buffer: Tensor | None = None
             for start in range(0, len(targets), rows):
@@ -325,18 +326,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if kernel == "columns":
                     if buffer is None or buffer.shape[1] != len(h):
                         buffer = torch.empty(weight.shape[0], len(h), dtype=dtype, device=hidden.device)
-                    logits = _project(h, parts.weight, bias, buffer)
+                    logits = project_columns(h, parts.weight, bias, buffer)
                 else:
                     if buffer is None:
                         buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=dtype, device=hidden.device)
-                    logits = _project_rows(h, parts.weight, bias, buffer[: len(h)])
+                    logits = project_rows(h, parts.weight, bias, buffer[: len(h)])
                     t = t if ignored is None else t.clamp(min=0)
                 if kernel == "compiled":
                     losses, slope = _compiled()(logits, t, softcap, need_slope=parts.wanted)
                 elif kernel == "columns" or softcap is not None or shard is not None:
-                    losses, slope = _losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
                 else:
-                    losses, slope = _losses_and_slope_of_rows(logits, t, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope_of_rows(logits, t, need_slope=parts.wanted)
                 total += (losses if ignored is None else losses.masked_fill_(ignored, 0)).sum()
                 if slope is not None:
                     parts.add(start, h, slope, ignored)
@@ -353,7 +354,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*parts.scaled(grads[0]), *(None,) * 7)
 
 
-class _Gradients:
+class HeadGradients:
     """Accumulates the required gradients of hidden states, weight and bias over chunks.
 
     The weight's gradient is summed in single precision at least: a sum in bf16 loses late summands.
@@ -420,14 +421,14 @@ def _adds_wide(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def _project_rows(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def project_rows(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Returns the logits `out [n, V]`."""
     if bias is None:
         return torch.mm(h, weight.t(), out=out)
     return torch.addmm(bias.detach().to(h.dtype), h, weight.t(), out=out)
 
 
-def _project(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def project_columns(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Returns the logits `[n, V]`, a view of `out [V, n]`: in that order the products are faster on a CPU."""
     torch.mm(weight, h.t(), out=out)
     if bias is not None:
@@ -435,7 +436,7 @@ def _project(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
     return out.t()
 
 
-def _losses_and_slope(
+def losses_and_slope(
     logits: Tensor,
     targets: Tensor,
     softcap: float | None,
@@ -478,7 +479,7 @@ def _losses_and_slope(
     return losses, values if values.dtype == dtype else logits.copy_(values)
 
 
-def _losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
+def losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
     """Computes the same with few kernels, each of which passes once over the logits `[n, V]`."""
     log_shares = torch.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
     at_target = log_shares.gather(1, targets)

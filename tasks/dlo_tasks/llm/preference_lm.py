@@ -1,0 +1,478 @@
+"""Task that tunes causal language models to preferences: `PreferenceLM`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.data.module import data_parallel_coordinates
+from dlo_framework.distributed.data_parallel_mean import mean_over_data
+from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.strategy_contract import contract_of
+from dlo_tasks.llm import adapters, batch_counts, language_models, preference_losses
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
+from dlo_tasks.llm.preference_losses import DEFAULT_BETA, OBJECTIVES, WITH_REFERENCE, Objective
+from dlo_tasks.llm.preference_metrics import KTOLoss, MarginOfMeans
+from dlo_tasks.llm.reference_cache import ReferenceCache
+from dlo_tasks.llm.token_log_probs import token_log_probs
+from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+
+#: Prefix of the entries of a batch with mismatched completions.
+MISMATCHED = "mismatched_"
+_REFERENCE = "reference_log_probs"
+
+
+class AnswerSums(NamedTuple):
+    """Sums over the tokens of each answer, `[B, A]`; 0 where a row has fewer answers.
+
+    Attributes:
+        log_probs: Log-probabilities of the answers.
+        tokens: Numbers of their tokens.
+        nll: Negative log-probabilities of chosen answers with their prompts; 0 for objectives that do not need them.
+    """
+
+    log_probs: Tensor
+    tokens: Tensor
+    nll: Tensor
+
+
+class PreferenceLM(CausalLM):
+    """Tunes a causal language model to prefer chosen answers to rejected ones.
+
+    ```yaml
+    model:
+      class_path: PreferenceLM
+      init_args: {model: my_sft_model, objective: dpo, beta: 0.1, precompute: true}
+    data:
+      class_path: PreferenceData
+      init_args: {train_files: "pairs/*.jsonl"}
+    ```
+
+    | `objective` | data | reference | paper |
+    |---|---|---|---|
+    | `dpo` | pairs | yes | arXiv 2305.18290 |
+    | `ipo` | pairs | yes | arXiv 2310.12036 |
+    | `hinge` | pairs | yes | arXiv 2305.10425, 2309.06657 |
+    | `kto` | judged completions | yes | arXiv 2402.01306 |
+    | `orpo` | pairs | no | arXiv 2403.07691 |
+    | `simpo` | pairs | no | arXiv 2405.14734 |
+
+    The reference is the model before the tuning. With `lora` it is the model without its adapters. Otherwise it is the
+    second model `reference`, or, with `precompute`, the initial weights themselves, whose log-probabilities of all
+    answers are computed before the first step.
+
+    Batches are those of `PreferenceData`. The loss is the mean over all pairs of the optimizer step, for any division
+    into ranks and micro-batches; the divergence of KTO is estimated over each micro-batch of all ranks.
+
+    Validation and test log `loss`, `reward_chosen`, `reward_rejected`, `reward_margin` and, for pairs,
+    `reward_accuracy`: exact means over all ranks. Training logs the rewards as `train/reward_margin` and so on. A
+    reward is `beta` times the log-ratio to the reference; without one, `beta` times the mean log-probability per token.
+
+    Args:
+        objective: Loss: `dpo`, `ipo`, `hinge`, `kto`, `orpo` or `simpo`.
+        beta: Weight of the divergence from the reference; of ORPO the weight of the odds ratio, of SimPO the scale of
+            the rewards. Default: 0.1, for SimPO 2.
+        gamma: Margin of SimPO's rewards.
+        desirable_weight: Weight of KTO's desirable completions.
+        undesirable_weight: Weight of KTO's undesirable completions.
+        reference: Second model that does not train: `{checkpoint: RUN}`, or `{task: {class_path: CausalLM, ...}}`.
+        precompute: Whether to compute the reference's log-probabilities of all answers before the first step, so that
+            steps need no forward of the reference, and no memory for it. They are cached beside the tokens.
+        lr: Base learning rate, for the global batch. Adapters need about ten times more.
+        weight_decay: Weight decay; norms and biases have none.
+        **causal_lm: Further arguments of `CausalLM`.
+
+    Raises:
+        DloError: If a value is out of range; by :meth:`check`, if the objective, the reference and the data do not
+            match.
+    """
+
+    def __init__(
+        self,
+        objective: Objective = "dpo",
+        beta: float | None = None,
+        gamma: float = 1.0,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        reference: FrozenModel | None = None,
+        precompute: bool = False,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        **causal_lm: Any,
+    ) -> None:
+        super().__init__(lr=lr, weight_decay=weight_decay, **causal_lm)
+        self.hparams.pop("reference", None)  # A module; a checkpoint without it can be loaded and exported.
+        if objective not in OBJECTIVES:
+            raise DloError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
+        for name, value in (("beta", beta), ("desirable_weight", desirable_weight)):
+            if value is not None and value <= 0:
+                raise DloError(f"{name} must be positive, got {value}; {DEFAULT_BETA[objective]} is usual")
+        for name, value in (("gamma", gamma), ("undesirable_weight", undesirable_weight)):
+            if value < 0:
+                raise DloError(f"{name} must not be negative, got {value}; 1.0 is the default")
+        if self.loss_kernel != "torch":
+            raise DloError(f"loss_kernel must be torch for PreferenceLM, got {self.loss_kernel}; leave it out")
+        self.objective, self.gamma = objective, gamma
+        self.beta = DEFAULT_BETA[objective] if beta is None else beta
+        self.weights = (desirable_weight, undesirable_weight)
+        self.reference, self.precompute = reference, precompute
+        self.cache = ReferenceCache(self) if precompute else None
+        self._tap: list[AnswerSums] | None = None
+        self._window: Tensor | None = None
+        self._logged_step = 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.objective in WITH_REFERENCE
+
+    @property
+    def frozen_models(self) -> list[FrozenModel]:
+        """Second models of the run."""
+        return [] if self.reference is None else [self.reference]
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check(self, datamodule: LightningDataModule | None) -> None:
+        """Checks that objective, reference and data match, and that the model can be built.
+
+        Raises:
+            DloError: If they do not.
+        """
+        self._check_reference()
+        unpaired = getattr(datamodule, "unpaired", None)
+        if datamodule is not None and unpaired is None:
+            raise DloError(
+                f"data must be PreferenceData for PreferenceLM, got {type(datamodule).__name__}; set data.class_path:"
+                " PreferenceData"
+            )
+        if unpaired is not None and unpaired != (self.objective == "kto"):
+            fix = "set data.init_args.unpaired: true" if self.objective == "kto" else "remove it, or set objective: kto"
+            raise DloError(
+                f"data.init_args.unpaired must be {str(self.objective == 'kto').lower()} for objective"
+                f" {self.objective}, got {str(unpaired).lower()}; {fix}"
+            )
+        super().check(datamodule)
+        if self.reference is not None:
+            self._check_vocabulary(self.reference.check(self, datamodule))
+
+    def _check_reference(self) -> None:
+        if not self.compares:
+            for name, given in (("reference", self.reference), ("precompute", self.precompute)):
+                if given:
+                    raise DloError(
+                        f"{name} must be unset for objective {self.objective}, which needs no reference; remove {name}"
+                    )
+            return
+        if self.reference is None and self.lora is None and not self.precompute:
+            raise DloError(
+                f"reference must be set for objective {self.objective}, got none; set precompute: true (the initial"
+                " weights are the reference), reference: {task: {class_path: CausalLM, init_args: {model: ...}}}, or"
+                " lora (the model without adapters is the reference)"
+            )
+
+    def _check_vocabulary(self, reference: Any) -> None:
+        """Raises DloError if the reference has another vocabulary."""
+        if not isinstance(reference, CausalLM):
+            raise DloError(
+                f"reference must be a CausalLM, got {type(reference).__name__}; set reference to a checkpoint of one"
+            )
+        if self.model_name is None and not self.has_model:  # The data's tokenizer decides later.
+            return
+        own, other = (language_models.model_vocabulary_size(task.config) for task in (self, reference))
+        if own != other:
+            raise DloError(
+                f"reference must have the model's vocabulary of {own} tokens, got {other}; set reference to the model"
+                " before the tuning"
+            )
+
+    def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
+        """Returns a batch of one row with two answers, each as long as the data's windows."""
+        found = super().example_batch(datamodule)
+        length = found["input_ids"].shape[1]
+        names = ("input_ids", "labels", "position_ids")
+        batch = {name: found[name].repeat(1, 2) for name in names}
+        batch["context_labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+        batch["sequence_ids"] = torch.arange(2).repeat_interleave(length)[None]
+        batch["answers"] = torch.tensor([[1, 0]])
+        if self.compares:
+            batch[_REFERENCE] = torch.zeros(1, 2)
+        return batch | {"tokens_in_step": torch.tensor(length), "pairs_in_step": torch.tensor(1)}
+
+    def setup(self, stage: str) -> None:
+        """Creates the metrics."""
+        if hasattr(self, "measures"):
+            return
+        kinds: dict[str, Metric] = {name: TokenMean() for name in ("reward_chosen", "reward_rejected")}
+        kinds["reward_margin"] = MarginOfMeans()
+        if self.objective == "kto":
+            kinds |= {"loss": KTOLoss(self.beta, self.weights), "divergence": TokenMean()}
+        else:
+            kinds |= {"loss": TokenMean(), "reward_accuracy": TokenMean()}
+        if self.objective == "orpo":
+            kinds |= {"nll": TokenMean()}
+        self.measures = nn.ModuleDict(kinds)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Returns the callback that adds the reference's log-probabilities to training batches."""
+        return [ReferenceLogProbs()] if self.compares else []
+
+    # --- the reference -------------------------------------------------------------------------------------
+
+    def prepare_reference(self) -> None:
+        """Places the reference, or computes its log-probabilities; called on all ranks before the first batch."""
+        if not self.compares or (self.cache is not None and self.cache.is_ready):
+            return
+        self._check_reference()
+        if self.reference is not None:
+            self.reference.start(self.trainer, self)
+            self._check_vocabulary(self.reference.placed.task)
+        if self.cache is not None:
+            self.cache.prepare()
+            if self.reference is not None:
+                self.reference.stop()
+
+    def on_sanity_check_start(self) -> None:
+        """Prepares the reference."""
+        self.prepare_reference()
+
+    def on_train_start(self) -> None:
+        """Prepares the reference, unless the sanity check has done so."""
+        self._window, self._logged_step = None, self.trainer.global_step
+        if self.reference is None or self.reference._placed is None:
+            self.prepare_reference()
+
+    def on_validation_start(self) -> None:
+        """Reads the weights of a model on the meta device, and prepares the reference outside of training."""
+        super().on_validation_start()
+        if not self.trainer.fitting:
+            self.prepare_reference()
+
+    def on_test_start(self) -> None:
+        """Reads the weights of a model on the meta device, and prepares the reference."""
+        super().on_test_start()
+        self.prepare_reference()
+
+    def teardown(self, stage: str) -> None:
+        """Frees the reference."""
+        if self.reference is not None:
+            self.reference.stop()
+
+    def with_reference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns a batch with the reference's log-probabilities, and for KTO with the divergence; on all ranks.
+
+        Under a pipeline only the ranks of the last stage, which compute the loss, get those that are not precomputed.
+
+        Args:
+            batch: Batch on the device, before it is sharded.
+        """
+        if not self.compares or (self.cache is not None and self.cache.is_running):
+            return batch
+        found = {name: value for name, value in batch.items() if not name.startswith(MISMATCHED)}
+        if _REFERENCE not in found:
+            found |= self._as_entry(_REFERENCE, self.reference_log_probs(found))
+        if self.objective == "kto":
+            others = {name.removeprefix(MISMATCHED): value for name, value in batch.items() if name not in found}
+            others["answers"] = batch["answers"]
+            theirs = others.pop(_REFERENCE, None)
+            if theirs is None:
+                theirs = self.reference_log_probs(others)
+            own = self.own_log_probs(others)
+            if own is not None and theirs is not None:
+                total, count = (own - theirs).sum(), (batch["answers"] >= 0).sum()
+                found |= {"divergence_total": total, "divergence_count": count}
+        return found
+
+    @staticmethod
+    def _as_entry(name: str, value: Tensor | None) -> dict[str, Tensor]:
+        return {} if value is None else {name: value}
+
+    def reference_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
+        """Returns the reference's log-probabilities of a batch's answers, `[B, A]`; None on other stages' ranks."""
+        if self.reference is None:
+            return self.own_log_probs(batch, with_adapters=False)
+        outputs = self.reference.outputs(batch)
+        if not self.reference.has_outputs:
+            return None
+        with torch.no_grad(), self.reference.head() as head:
+            return self._sums(head, outputs, batch).log_probs
+
+    @torch.no_grad()
+    def own_log_probs(self, batch: dict[str, Any], *, with_adapters: bool = True) -> Tensor | None:
+        """Returns this model's log-probabilities of a batch's answers, `[B, A]`, without a graph and without dropout.
+
+        It is the strategy's validation step that computes them, which gathers, shards and cuts as any strategy must.
+
+        Args:
+            batch: Batch on the device, before it is sharded.
+            with_adapters: Whether adapters are on.
+        """
+        training = self.model.training
+        self._tap = []
+        try:
+            self.model.eval()
+            with contextlib.nullcontext() if with_adapters else adapters.without_adapters(self.model):
+                self.trainer.strategy.validation_step(batch, 1)  # The first batch would also complete the prompts.
+            return self._tap[0].log_probs if self._tap else None
+        finally:
+            self._tap = None
+            self.model.train(training)
+
+    def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
+        """Returns the metrics of a batch; in :meth:`own_log_probs` it keeps the answers' log-probabilities instead."""
+        if self._tap is None:
+            return super().measured(outputs, batch)
+        self._tap.append(self._sums(self.head, outputs, batch))
+        return {}
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def _sums(self, head: VocabularyHead, outputs: Any, batch: Any) -> AnswerSums:
+        """Returns the sums over each answer's tokens, over all ranks that share a sequence."""
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        labels, numbers, answers = batch["labels"], batch["sequence_ids"], batch["answers"]
+        targets, count = labels, batch_counts.read_target_count(labels)
+        if self.objective == "orpo":  # The cross-entropy is over the prompt too.
+            chosen = answers.gather(1, numbers.clamp(min=0)) == 1
+            context = batch["context_labels"]
+            targets, count = torch.where(chosen & (context != IGNORE_INDEX), context, labels), None
+        values = token_log_probs(head, hidden.flatten(0, 1), targets.flatten(), count=count).view(labels.shape)
+        is_answer = labels != IGNORE_INDEX
+        parts = [torch.where(is_answer, values, 0), is_answer.to(values.dtype)]
+        if self.objective == "orpo":
+            parts.append(torch.where(chosen & (numbers >= 0), -values, 0))
+        inside = numbers[:, None] == torch.arange(answers.shape[1], device=numbers.device)[:, None]  # [B, A, L]
+        sums = self._over_sequence([(part[:, None] * inside).sum(dim=2) for part in parts])
+        return AnswerSums(*sums, *([torch.zeros_like(sums[0])] if len(sums) == 2 else []))
+
+    def _over_sequence(self, parts: list[Tensor]) -> list[Tensor]:
+        """Returns the sums over the ranks that share a sequence (`cp`); backward sums the gradients."""
+        groups = None if self._trainer is None else contract_of(self._trainer.strategy).groups
+        if groups is None or groups.spec.cp == 1:
+            return parts
+        total: Tensor = differentiable.all_reduce(torch.stack(parts), group=groups.group("cp"))
+        return list(total)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Returns this micro-batch's part of the mean loss over all pairs of the optimizer step, a scalar.
+
+        As in :meth:`CausalLM.loss`, the divisions by ranks and micro-batches that follow are undone here. The
+        load-balancing loss is added per pair.
+        """
+        sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
+        losses, rewards = self._losses(sums, batch)
+        pairs = (answers >= 0).sum() / self._answers_per_pair
+        total = losses.sum()
+        if isinstance(outputs, tuple):
+            total = total + outputs[1] * pairs
+        if self.training and self.stage == "train":
+            self._add_to_window(rewards.detach(), answers, batch)
+        found = self._share(total, pairs, batch.get("pairs_in_step"))
+        if self.objective == "orpo":
+            tokens = (batch["labels"] != IGNORE_INDEX) | (batch["context_labels"] != IGNORE_INDEX)
+            chosen = answers.gather(1, batch["sequence_ids"].clamp(min=0)) == 1
+            number = self._over_sequence([(tokens & chosen).sum().float()])[0]
+            found = found + self._share(sums.nll.sum(), number, batch.get("tokens_in_step"))
+        return found
+
+    @property
+    def _answers_per_pair(self) -> int:
+        return 1 if self.objective == "kto" else 2
+
+    def _share(self, total: Tensor, count: Tensor, in_step: Tensor | None) -> Tensor:
+        """Returns a sum's part of the mean over the optimizer step, of which `in_step` is the number of summands."""
+        if in_step is None:
+            return total / mean_over_data(self._trainer, count.float()).clamp(min=1)
+        ranks = data_parallel_coordinates(self._trainer)[1]
+        micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
+        return total * (ranks * micro_batches) / in_step.clamp(min=1)
+
+    def _losses(self, sums: AnswerSums, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns the loss of each pair or completion, 0 where there is none, and the rewards of the answers, `[B, A]`."""
+        answers, tokens = batch["answers"], sums.tokens.clamp(min=1)
+        if self.compares:
+            if _REFERENCE not in batch:
+                raise DloError(
+                    f"batches must have '{_REFERENCE}' for objective {self.objective}, got {', '.join(batch)}; train"
+                    " with dlo's Trainer callbacks, which add it"
+                )
+            scores = sums.log_probs - batch[_REFERENCE]
+        else:
+            scores = sums.log_probs / tokens
+        rewards = self.beta * scores
+        if self.objective == "kto":
+            divergence = self._divergence(batch)
+            losses = preference_losses.kto_losses(scores, answers == 1, divergence, self.beta, self.weights)
+            return torch.where(answers >= 0, losses, 0), rewards
+        if self.objective == "ipo":
+            scores = scores / tokens
+        real = answers[:, ::2] >= 0
+        # Answers that are not there get values inside every loss's domain, so that gradients stay finite.
+        chosen, rejected = (torch.where(real, scores[:, first::2], -1.0) for first in (0, 1))
+        if self.objective == "simpo":
+            losses = preference_losses.simpo_losses(chosen, rejected, self.beta, self.gamma)
+        else:
+            losses = _PAIRED[self.objective](chosen, rejected, self.beta)
+        return torch.where(real, losses, 0), rewards
+
+    def _divergence(self, batch: Any) -> Tensor:
+        """Returns KTO's estimate of the divergence, over the micro-batch of all ranks."""
+        if "divergence_total" not in batch:  # An example batch.
+            return torch.zeros((), device=batch["answers"].device)
+        found = torch.stack([batch["divergence_total"], batch["divergence_count"].to(batch["divergence_total"].dtype)])
+        mean = mean_over_data(self._trainer, found)
+        return preference_losses.kto_divergence(mean[0], mean[1].clamp(min=1e-6))
+
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+        """Returns the weight of each micro-batch's loss: 1 with `pairs_in_step`, by which the loss is divided."""
+        if all("pairs_in_step" in part for part in micro_batches):
+            return [1.0] * len(micro_batches)
+        return [1.0 / len(micro_batches)] * len(micro_batches)
+
+    # --- metrics -------------------------------------------------------------------------------------------
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Adds the reference's log-probabilities to the batch."""
+        batch.update(self.with_reference(batch))
+
+    on_test_batch_start = on_validation_batch_start
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
+        """Updates and returns the metrics of the stage."""
+        sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
+        losses, rewards = self._losses(sums, batch)
+        totals, counts = _by_preference(rewards, answers)
+        values: dict[str, tuple[Tensor, ...]] = {
+            "reward_chosen": (totals[0], counts[0]),
+            "reward_rejected": (totals[1], counts[1]),
+            "reward_margin": (totals, counts),
+        }
+        if self.objective == "kto":
+            real = answers >= 0
+            divergence = batch["divergence_total"].to(sum_dtype()), batch["divergence_count"]
+            values["loss"] = ((rewards / self.beta)[real], answers[real] == 1, *divergence)
+            values["divergence"] = divergence
+        else:
+            values["loss"] = (losses.sum(dtype=sum_dtype()), counts[0])
+            values["reward_accuracy"] = (_hits(rewards, answers), counts[0])
+        if self.objective == "orpo":
+            tokens = self.chosen_tokens(batch)
+            values["nll"] = (sums.nll.sum(dtype=sum_dtype()), tokens)
+        found: dict[str, Metric | Tensor] = {}
+        for name, update in values.items():
+            measure = self.measures[name]
+            assert isinstance(measure, Metric)
+            measure.update(*update)
+            found[name] = measure
+        return found
