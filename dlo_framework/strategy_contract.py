@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dlo_framework.placed_model import PlacedModel
 
 
 class StrategyContract:
@@ -164,6 +167,37 @@ class StrategyContract:
             datamodule: Datamodule of the run; None without one.
         """
         return None
+
+    # --- a second model ------------------------------------------------------------------------------------
+
+    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
+        """Checks that the strategy can place a frozen task beside the run's model, before any process starts.
+
+        Args:
+            task: Task with its model on the meta device.
+            datamodule: Datamodule of the run; None without one.
+
+        Raises:
+            DloError: if it cannot; the message computes the nearest options that work.
+        """
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Places a frozen task beside the run's model; called on all ranks, after the run's model has been set up.
+
+        The default gives each rank the full model.
+
+        Args:
+            task: Task with its model, in evaluation mode, without a trainer and without trainable parameters; on the
+                meta device if the strategy builds models there.
+            dtype: Dtype of its parameters and inputs, in which it computes; None for the Trainer's precision.
+            offload: Whether its parameters are in CPU memory, and are copied to the device for each forward.
+            loads_weights: Whether :meth:`PlacedModel.load` follows, so that no initial values are needed.
+        """
+        strategy = _strategy_of(self)
+        context = strategy.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
+        return PlacedModel(task, strategy.root_device, context=context, offload=offload)
 
     # --- steps ---------------------------------------------------------------------------------------------
 

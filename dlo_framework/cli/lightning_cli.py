@@ -26,6 +26,7 @@ from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
+from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.registry import Registry
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
@@ -345,6 +346,8 @@ class DloCLI(LightningCLI):
             self._set_checkpoints(trainer)
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
+            for frozen in find_frozen_models([self.model, *callbacks]) if self.command == "fit" else []:
+                frozen.check(self.model, self.datamodule, strategy)
             self._check_shares(trainer)
             if self.command == "predict":
                 strategy.check_predict(self.model)

@@ -1,0 +1,177 @@
+"""Frozen model of a run, as its strategy has placed it: on each rank in full, or sharded by a subclass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dlo_framework.plan import NoBlocksError, ParallelPlan
+from dlo_framework.shards import FlatShard, SlicedShard
+
+#: Function that returns a context, such as the precision of a forward.
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class PlacedModel:
+    """Frozen task that a strategy has placed; each rank holds the full model, on its device or in CPU memory.
+
+    A strategy that shards the model returns a subclass. All methods are called on all ranks, in the same order.
+
+    Args:
+        task: Task whose parameters have values; it is not the run's module, and has no trainer.
+        device: Device on which this rank computes.
+        context: Context of a forward, such as autocast.
+        offload: Whether parameters are in CPU memory, and each block's are copied to the device for its forward.
+    """
+
+    def __init__(
+        self, task: Any, device: torch.device, *, context: Context = contextlib.nullcontext, offload: bool = False
+    ) -> None:
+        self.task, self.device, self._context = task, device, context
+        self._host = HostMemory(task, device) if offload else None
+        if self._host is None:
+            task.to(device)
+
+    # --- forward -------------------------------------------------------------------------------------------
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank gets the outputs; under a pipeline only the last stage's ranks do."""
+        return True
+
+    @torch.no_grad()
+    def outputs(self, batch: Any) -> Any:
+        """Returns the task's outputs for a batch on the device, without a graph; None where :attr:`has_outputs` is not.
+
+        Args:
+            batch: Batch as the strategy's steps get it; a strategy that shards sequences shards it here.
+        """
+        with self._context(), self.gathered():
+            return self._forward(batch)
+
+    def _forward(self, batch: Any) -> Any:
+        args, kwargs = self.task.inputs(batch)
+        return self.task.forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Makes the parameters outside of blocks, such as the head's, full tensors on the device inside the block."""
+        with contextlib.nullcontext() if self._host is None else self._host.root_on_device():
+            yield
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def shards(self) -> dict[str, Any]:
+        """Returns this rank's tensors and shards of the task's state, by name."""
+        return {name.replace("_orig_mod.", ""): value for name, value in self.task.state_dict().items()}
+
+    @torch.no_grad()
+    def load(self, saved: Any) -> None:
+        """Reads this rank's shards of the weights.
+
+        Args:
+            saved: Weights of a checkpoint, a :class:`~dlo_framework.checkpoint.LazyStateDict` with all names.
+        """
+        for name, shard in self.shards().items():
+            if isinstance(shard, Tensor | FlatShard | SlicedShard):
+                saved.read_into(name, shard)
+            else:  # torch's get_extra_state, under the name of its module and this suffix
+                self.task.get_submodule(name.rpartition(".")[0]).set_extra_state(saved[name])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Called after the shards have been written to."""
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors in which this rank holds the model, for a count of their bytes."""
+        return [*self.task.parameters(), *self.task.buffers()]
+
+    def close(self) -> None:
+        """Frees the model."""
+        if self._host is not None:
+            self._host.remove()
+        self.task = None
+
+
+class HostMemory:
+    """Keeps a module's tensors in CPU memory, and copies those of one block at a time to the device for its forward.
+
+    Blocks are those of the task's plan; tensors outside of them are copied by :meth:`root_on_device`. On a CPU nothing
+    is copied.
+
+    Args:
+        task: Task whose forward runs on the device.
+        device: Device on which this rank computes.
+    """
+
+    def __init__(self, task: Any, device: torch.device) -> None:
+        self._device = device
+        self._handles: list[RemovableHandle] = []
+        task.to("cpu")
+        homes: dict[int, list[nn.Module]] = {}
+        blocks = [task.get_submodule(name) for name in _block_names(task)]
+        for block in blocks:
+            for tensor in _tensors(block):
+                homes.setdefault(id(tensor), []).append(block)
+        if device.type == "cuda":
+            for tensor in _tensors(task):
+                tensor.data = tensor.data.pin_memory()
+        for block in blocks:
+            own = _Copies([tensor for tensor in _tensors(block) if len(homes[id(tensor)]) == 1], device)
+            self._handles.append(block.register_forward_pre_hook(lambda *_, own=own: own.load()))
+            self._handles.append(block.register_forward_hook(lambda *_, own=own: own.drop(), always_call=True))
+        self._root = _Copies([t for t in _tensors(task) if len(homes.get(id(t), ())) != 1], device)
+
+    @contextlib.contextmanager
+    def root_on_device(self) -> Iterator[None]:
+        """Holds the tensors outside of blocks on the device inside the block."""
+        self._root.load()
+        try:
+            yield
+        finally:
+            self._root.drop()
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Copies:
+    """Tensors that are in CPU memory, and sometimes on a device; nested uses share one copy."""
+
+    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._kept: list[Tensor] = []
+        self._depth = 0
+
+    def load(self) -> None:
+        if self._depth == 0:
+            self._kept = [tensor.data for tensor in self._tensors]
+            for tensor in self._tensors:
+                tensor.data = tensor.data.to(self._device, non_blocking=True)
+        self._depth += 1
+
+    def drop(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for tensor, kept in zip(self._tensors, self._kept, strict=True):
+                tensor.data = kept  # Frozen: the copy on the device has the same values.
+            self._kept = []
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _block_names(task: Any) -> list[str]:
+    try:
+        plan: ParallelPlan = task.parallel_plan()
+        return [f"model.{name}" for name in plan.block_names(task.model)]
+    except NoBlocksError:
+        return []

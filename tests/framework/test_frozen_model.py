@@ -1,0 +1,166 @@
+"""Second models in one process: their source, their outputs, their dtype, and that training does not see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from dlo_framework.checkpoint import load
+from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
+from dlo_framework.task import Task
+from tests.support import frozen_runs as runs
+
+
+@pytest.fixture(scope="module", params=["images", "text"])
+def teacher(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
+    kind = request.param
+    return kind, runs.make_teacher(kind, tmp_path_factory.mktemp(kind) / "version_0")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: Any) -> Path:
+    return runs.make_teacher("images", tmp_path_factory.mktemp("images") / "version_0")
+
+
+def fit(kind: str, frozen: FrozenModel | None, **options: Any) -> tuple[Task, runs.Teacher | None, Any]:
+    torch.manual_seed(1)
+    student = runs.TASKS[kind](lr=1e-2)
+    callback = None if frozen is None else runs.Teacher(frozen)
+    trainer = runs.make_trainer("auto", callbacks=[] if callback is None else [callback], **options)
+    trainer.fit(student, runs.loader(kind))
+    return student, callback, trainer
+
+
+def test_outputs_are_those_of_the_saved_model(teacher: tuple[str, Path]) -> None:
+    kind, folder = teacher
+    _, callback, _ = fit(kind, FrozenModel(str(folder)))
+    assert callback is not None
+    for found, batch in zip(callback.found, runs.batches(kind), strict=True):
+        torch.testing.assert_close(found, runs.expected_outputs(kind, folder, batch), rtol=0, atol=0)
+        assert not found.requires_grad
+
+
+def test_training_and_checkpoints_are_those_without_it(teacher: tuple[str, Path], tmp_path: Path) -> None:
+    kind, folder = teacher
+    states = []
+    for number, frozen in enumerate((None, FrozenModel(str(folder)))):
+        student, _, trainer = fit(kind, frozen)
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+        saved = load(tmp_path / f"{number}.ckpt")
+        states.append(
+            (
+                {name: saved["state_dict"][name] for name in saved["state_dict"]},
+                list(student.state_dict()),
+                torch.get_rng_state(),
+            )
+        )
+    (alone, names, random), (beside, names_beside, random_beside) = states
+    assert names == names_beside
+    assert alone.keys() == beside.keys()
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)
+    assert torch.equal(random, random_beside)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_computes_in_its_own_dtype(teacher: tuple[str, Path], offload: bool) -> None:
+    kind, folder = teacher
+    _, callback, _ = fit(kind, FrozenModel(str(folder), dtype="bfloat16", offload=offload))
+    assert callback is not None
+    expected = runs.expected_outputs(kind, folder, runs.batches(kind)[0], torch.bfloat16)
+    assert callback.found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(callback.found[0], expected, rtol=0, atol=0.05)
+
+
+def test_a_task_brings_its_own_weights_and_needs_no_checkpoint() -> None:
+    torch.manual_seed(3)
+    given = runs.image_task(width=48)
+    given.configure_model()
+    _, callback, _ = fit("images", FrozenModel(task=given))
+    assert callback is not None
+    batch = runs.batches("images")[0]
+    with torch.no_grad():
+        expected = given.eval().forward(batch[0])
+    torch.testing.assert_close(callback.found[0], expected, rtol=0, atol=0)
+    assert next(given.parameters()).requires_grad  # The user's own object is left alone.
+
+
+def test_the_head_of_a_language_model_gives_logits(tmp_path: Path) -> None:
+    folder = runs.make_teacher("text", tmp_path / "version_0")
+    frozen = FrozenModel(str(folder))
+    callback = runs.Teacher(frozen)
+
+    def look(own: runs.Teacher, trainer: Any) -> None:
+        with frozen.head() as head:
+            own.notes["logits"] = head.logits(own.found[-1])
+
+    callback.look = look
+    runs.make_trainer("auto", callbacks=[callback]).fit(runs.text_task(), runs.loader("text", steps=1))
+    task = runs.text_task(width=48)
+    task.configure_model()
+    saved = load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    task.load_state_dict({name: saved[name] for name in saved})
+    with torch.no_grad():
+        expected = task.eval().model(runs.batches("text", steps=1)[0]["input_ids"][:, :6]).logits
+    torch.testing.assert_close(callback.notes["logits"][:, :6], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_are_found_by_run_by_name_and_by_path(images: Path) -> None:
+    last = images / "checkpoints" / "last.ckpt"
+    for text in (images, images / "last", last, images.parent):
+        assert find_checkpoint(str(text)) == last
+
+
+# --- bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "must have checkpoint or task, got neither"),
+        ({"checkpoint": "x", "dtype": "bfloat61"}, "got bfloat61; did you mean 'bfloat16'?"),
+        ({"task": torch.nn.Linear(1, 1)}, "must be a dlo_framework.Task, got a Linear"),
+    ],
+)
+def test_bad_options_are_one_line_errors(options: Any, message: str) -> None:
+    with pytest.raises(DloError) as caught:
+        FrozenModel(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_checkpoint_names_the_nearest(images: Path) -> None:
+    with pytest.raises(DloError, match=r"did you mean 'version_0'"):
+        FrozenModel(str(images.parent / "versoin_0")).check(runs.image_task())
+    with pytest.raises(DloError, match=r"did you mean 'last.ckpt'"):
+        FrozenModel(str(images / "checkpoints" / "lst.ckpt")).check(runs.image_task())
+
+
+def test_weights_of_another_model_are_refused(images: Path) -> None:
+    with pytest.raises(DloError, match=r"model.cls_token \[1, 1, 48\] for \[1, 1, 32\].* of another shape"):
+        FrozenModel(str(images), task=runs.image_task(width=32)).check(runs.image_task())
+
+
+class NotOnMeta(Task):
+    def configure_model(self) -> None:
+        if not self.has_model:
+            layer = torch.nn.Linear(2, 2)
+            layer.weight.data.fill_(float(layer.weight.sum()))
+            self.model = layer
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs.sum()
+
+
+def test_a_model_that_reads_values_while_it_is_built_is_refused() -> None:
+    with pytest.raises(DloError, match=r"must be buildable on the meta device, got .* of NotOnMeta"):
+        FrozenModel(task=NotOnMeta()).check(runs.image_task())
+
+
+def test_owners_list_their_models() -> None:
+    frozen = FrozenModel("somewhere")
+    assert find_frozen_models([LightningModule(), runs.Teacher(frozen)]) == [frozen]
