@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
+from dlo_framework.distributed.control_group import control_group
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
@@ -23,13 +25,11 @@ from dlo_tasks.llm import adapters, batch_counts, language_models, preference_lo
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
 from dlo_tasks.llm.preference_losses import DEFAULT_BETA, OBJECTIVES, WITH_REFERENCE, Objective
-from dlo_tasks.llm.preference_metrics import KTOLoss, MarginOfMeans
-from dlo_tasks.llm.reference_cache import ReferenceCache
+from dlo_tasks.llm.preference_metrics import CombinedMeans, KTOLoss
+from dlo_tasks.llm.reference_cache import ReferenceCache, mismatched_part
 from dlo_tasks.llm.token_log_probs import token_log_probs
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
 
-#: Prefix of the entries of a batch with mismatched completions.
-MISMATCHED = "mismatched_"
 _REFERENCE = "reference_log_probs"
 
 
@@ -39,12 +39,14 @@ class AnswerSums(NamedTuple):
     Attributes:
         log_probs: Log-probabilities of the answers.
         tokens: Numbers of their tokens.
-        nll: Negative log-probabilities of chosen answers with their prompts; 0 for objectives that do not need them.
+        nll: Negative log-probabilities of chosen answers with their prompts; None for objectives that do not need them.
+        nll_tokens: Numbers of the tokens of `nll`.
     """
 
     log_probs: Tensor
     tokens: Tensor
-    nll: Tensor
+    nll: Tensor | None = None
+    nll_tokens: Tensor | None = None
 
 
 class PreferenceLM(CausalLM):
@@ -98,6 +100,8 @@ class PreferenceLM(CausalLM):
             match.
     """
 
+    not_saved = ("reference",)
+
     def __init__(
         self,
         objective: Objective = "dpo",
@@ -112,7 +116,6 @@ class PreferenceLM(CausalLM):
         **causal_lm: Any,
     ) -> None:
         super().__init__(lr=lr, weight_decay=weight_decay, **causal_lm)
-        self.hparams.pop("reference", None)  # A module; a checkpoint without it can be loaded and exported.
         if objective not in OBJECTIVES:
             raise DloError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
         for name, value in (("beta", beta), ("desirable_weight", desirable_weight)):
@@ -127,7 +130,8 @@ class PreferenceLM(CausalLM):
         self.beta = DEFAULT_BETA[objective] if beta is None else beta
         self.weights = (desirable_weight, undesirable_weight)
         self.reference, self.precompute = reference, precompute
-        self.cache = ReferenceCache(self) if precompute else None
+        self.cache = ReferenceCache() if precompute else None
+        self._is_prepared = False
         self._tap: list[AnswerSums] | None = None
         self._window: Tensor | None = None
         self._logged_step = 0
@@ -215,13 +219,13 @@ class PreferenceLM(CausalLM):
         if hasattr(self, "measures"):
             return
         kinds: dict[str, Metric] = {name: TokenMean() for name in ("reward_chosen", "reward_rejected")}
-        kinds["reward_margin"] = MarginOfMeans()
+        kinds["reward_margin"] = CombinedMeans((1, -1))
         if self.objective == "kto":
             kinds |= {"loss": KTOLoss(self.beta, self.weights), "divergence": TokenMean()}
         else:
             kinds |= {"loss": TokenMean(), "reward_accuracy": TokenMean()}
         if self.objective == "orpo":
-            kinds |= {"nll": TokenMean()}
+            kinds |= {"loss": CombinedMeans((1, 1)), "nll": TokenMean()}
         self.measures = nn.ModuleDict(kinds)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -230,42 +234,47 @@ class PreferenceLM(CausalLM):
 
     # --- the reference -------------------------------------------------------------------------------------
 
-    def prepare_reference(self) -> None:
-        """Places the reference, or computes its log-probabilities; called on all ranks before the first batch."""
-        if not self.compares or (self.cache is not None and self.cache.is_ready):
+    def _prepare_reference(self) -> None:
+        """Places the reference, or computes its log-probabilities; once a run, on all ranks, before the first batch."""
+        if not self.compares or self._is_prepared:
             return
         self._check_reference()
+        if self.cache is None:
+            self.place_reference()
+        else:
+            self.cache.prepare(self.trainer, self)
+        self._is_prepared = True
+
+    def place_reference(self) -> None:
+        """Places the second model, if the reference is one."""
         if self.reference is not None:
             self.reference.start(self.trainer, self)
             self._check_vocabulary(self.reference.placed.task)
-        if self.cache is not None:
-            self.cache.prepare()
-            if self.reference is not None:
-                self.reference.stop()
+
+    def on_fit_start(self) -> None:
+        """Reads the weights of a model on the meta device."""
+        super().on_fit_start()
+        self._is_prepared = False
 
     def on_sanity_check_start(self) -> None:
-        """Prepares the reference."""
-        self.prepare_reference()
+        """Prepares the reference: a resumed run's state has been loaded."""
+        self._prepare_reference()
 
     def on_train_start(self) -> None:
         """Prepares the reference, unless the sanity check has done so."""
         self._window, self._logged_step = None, self.trainer.global_step
-        if self.reference is None or self.reference._placed is None:
-            self.prepare_reference()
+        self._prepare_reference()
 
     def on_validation_start(self) -> None:
-        """Reads the weights of a model on the meta device, and prepares the reference outside of training."""
-        super().on_validation_start()
-        if not self.trainer.fitting:
-            self.prepare_reference()
-
-    def on_test_start(self) -> None:
         """Reads the weights of a model on the meta device, and prepares the reference."""
-        super().on_test_start()
-        self.prepare_reference()
+        super().on_fit_start()
+        self._prepare_reference()
+
+    on_test_start = on_validation_start
 
     def teardown(self, stage: str) -> None:
         """Frees the reference."""
+        self._is_prepared = False
         if self.reference is not None:
             self.reference.stop()
 
@@ -279,24 +288,28 @@ class PreferenceLM(CausalLM):
         """
         if not self.compares or (self.cache is not None and self.cache.is_running):
             return batch
-        found = {name: value for name, value in batch.items() if not name.startswith(MISMATCHED)}
+        found = {name: value for name, value in batch.items() if not name.startswith("mismatched_")}
         if _REFERENCE not in found:
-            found |= self._as_entry(_REFERENCE, self.reference_log_probs(found))
+            theirs = self.reference_log_probs(found)
+            found |= {} if theirs is None else {_REFERENCE: theirs}
         if self.objective == "kto":
-            others = {name.removeprefix(MISMATCHED): value for name, value in batch.items() if name not in found}
-            others["answers"] = batch["answers"]
+            others = mismatched_part(batch)
             theirs = others.pop(_REFERENCE, None)
             if theirs is None:
                 theirs = self.reference_log_probs(others)
             own = self.own_log_probs(others)
             if own is not None and theirs is not None:
-                total, count = (own - theirs).sum(), (batch["answers"] >= 0).sum()
-                found |= {"divergence_total": total, "divergence_count": count}
+                found |= self._divergence(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
         return found
 
-    @staticmethod
-    def _as_entry(name: str, value: Tensor | None) -> dict[str, Tensor]:
-        return {} if value is None else {name: value}
+    def _divergence(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
+        """Returns the entries of a batch for KTO's divergence: this rank's sum and number; in training the estimate."""
+        total, count = ratios.sum(), (answers >= 0).sum()
+        found = {"divergence_total": total, "divergence_count": count}
+        if self.stage == "train":
+            mean = mean_over_data(self._trainer, torch.stack([total, count.to(total.dtype)]))
+            found["divergence"] = preference_losses.kto_divergence(mean[0], mean[1])
+        return found
 
     def reference_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
         """Returns the reference's log-probabilities of a batch's answers, `[B, A]`; None on other stages' ranks."""
@@ -318,12 +331,14 @@ class PreferenceLM(CausalLM):
             batch: Batch on the device, before it is sharded.
             with_adapters: Whether adapters are on.
         """
-        training = self.model.training
+        strategy, training = self.trainer.strategy, self.model.training
         self._tap = []
         try:
             self.model.eval()
             with contextlib.nullcontext() if with_adapters else adapters.without_adapters(self.model):
-                self.trainer.strategy.validation_step(batch, 1)  # The first batch would also complete the prompts.
+                # The class's method: the evaluation loop replaces the object's for the one call that it counts. The
+                # number of the batch is not 0, with which the prompts would be completed.
+                type(strategy).validation_step(strategy, batch, 1)
             return self._tap[0].log_probs if self._tap else None
         finally:
             self._tap = None
@@ -343,18 +358,16 @@ class PreferenceLM(CausalLM):
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         labels, numbers, answers = batch["labels"], batch["sequence_ids"], batch["answers"]
         targets, count = labels, batch_counts.read_target_count(labels)
-        if self.objective == "orpo":  # The cross-entropy is over the prompt too.
-            chosen = answers.gather(1, numbers.clamp(min=0)) == 1
-            context = batch["context_labels"]
-            targets, count = torch.where(chosen & (context != IGNORE_INDEX), context, labels), None
+        is_answer, of_chosen = labels != IGNORE_INDEX, None
+        if self.objective == "orpo":  # Its cross-entropy is over the prompts too.
+            of_chosen = (answers.gather(1, numbers.clamp(min=0)) == 1) & (numbers >= 0)
+            targets, count = torch.where(of_chosen & ~is_answer, batch["context_labels"], labels), None
         values = token_log_probs(head, hidden.flatten(0, 1), targets.flatten(), count=count).view(labels.shape)
-        is_answer = labels != IGNORE_INDEX
         parts = [torch.where(is_answer, values, 0), is_answer.to(values.dtype)]
-        if self.objective == "orpo":
-            parts.append(torch.where(chosen & (numbers >= 0), -values, 0))
+        if of_chosen is not None:
+            parts += [torch.where(of_chosen, -values, 0), of_chosen.to(values.dtype)]
         inside = numbers[:, None] == torch.arange(answers.shape[1], device=numbers.device)[:, None]  # [B, A, L]
-        sums = self._over_sequence([(part[:, None] * inside).sum(dim=2) for part in parts])
-        return AnswerSums(*sums, *([torch.zeros_like(sums[0])] if len(sums) == 2 else []))
+        return AnswerSums(*self._over_sequence([(part[:, None] * inside).sum(dim=2) for part in parts]))
 
     def _over_sequence(self, parts: list[Tensor]) -> list[Tensor]:
         """Returns the sums over the ranks that share a sequence (`cp`); backward sums the gradients."""
@@ -371,19 +384,15 @@ class PreferenceLM(CausalLM):
         load-balancing loss is added per pair.
         """
         sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
-        losses, rewards = self._losses(sums, batch)
-        pairs = (answers >= 0).sum() / self._answers_per_pair
-        total = losses.sum()
+        scores, rewards = self._scores(sums, batch)
+        if self.stage == "train":
+            self._add_to_window(rewards.detach(), batch)
+        total, pairs = self._losses(scores, sums, batch).sum(), (answers >= 0).sum() / self._answers_per_pair
         if isinstance(outputs, tuple):
             total = total + outputs[1] * pairs
-        if self.training and self.stage == "train":
-            self._add_to_window(rewards.detach(), answers, batch)
         found = self._share(total, pairs, batch.get("pairs_in_step"))
-        if self.objective == "orpo":
-            tokens = (batch["labels"] != IGNORE_INDEX) | (batch["context_labels"] != IGNORE_INDEX)
-            chosen = answers.gather(1, batch["sequence_ids"].clamp(min=0)) == 1
-            number = self._over_sequence([(tokens & chosen).sum().float()])[0]
-            found = found + self._share(sums.nll.sum(), number, batch.get("tokens_in_step"))
+        if sums.nll is not None and sums.nll_tokens is not None:
+            found = found + self._share(sums.nll.sum(), sums.nll_tokens.sum(), batch.get("tokens_in_step"))
         return found
 
     @property
@@ -398,41 +407,42 @@ class PreferenceLM(CausalLM):
         micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
         return total * (ranks * micro_batches) / in_step.clamp(min=1)
 
-    def _losses(self, sums: AnswerSums, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each pair or completion, 0 where there is none, and the rewards of the answers, `[B, A]`."""
-        answers, tokens = batch["answers"], sums.tokens.clamp(min=1)
-        if self.compares:
-            if _REFERENCE not in batch:
-                raise DloError(
-                    f"batches must have '{_REFERENCE}' for objective {self.objective}, got {', '.join(batch)}; train"
-                    " with dlo's Trainer callbacks, which add it"
-                )
-            scores = sums.log_probs - batch[_REFERENCE]
-        else:
-            scores = sums.log_probs / tokens
-        rewards = self.beta * scores
-        if self.objective == "kto":
-            divergence = self._divergence(batch)
-            losses = preference_losses.kto_losses(scores, answers == 1, divergence, self.beta, self.weights)
-            return torch.where(answers >= 0, losses, 0), rewards
-        if self.objective == "ipo":
-            scores = scores / tokens
-        real = answers[:, ::2] >= 0
-        # Answers that are not there get values inside every loss's domain, so that gradients stay finite.
-        chosen, rejected = (torch.where(real, scores[:, first::2], -1.0) for first in (0, 1))
-        if self.objective == "simpo":
-            losses = preference_losses.simpo_losses(chosen, rejected, self.beta, self.gamma)
-        else:
-            losses = _PAIRED[self.objective](chosen, rejected, self.beta)
-        return torch.where(real, losses, 0), rewards
+    def _scores(self, sums: AnswerSums, batch: Any) -> tuple[Tensor, Tensor]:
+        """Returns what the objective compares, and the rewards, of each answer, `[B, A]`."""
+        mean_tokens = sums.tokens.clamp(min=1)
+        if not self.compares:
+            scores = sums.log_probs / mean_tokens
+            return scores, self.beta * scores
+        if _REFERENCE not in batch:
+            raise DloError(
+                f"batches must have '{_REFERENCE}' for objective {self.objective}, got {', '.join(batch)}; train with a"
+                " Trainer, which adds it"
+            )
+        ratios = sums.log_probs - batch[_REFERENCE]
+        return ratios / mean_tokens if self.objective == "ipo" else ratios, self.beta * ratios
 
-    def _divergence(self, batch: Any) -> Tensor:
-        """Returns KTO's estimate of the divergence, over the micro-batch of all ranks."""
-        if "divergence_total" not in batch:  # An example batch.
-            return torch.zeros((), device=batch["answers"].device)
-        found = torch.stack([batch["divergence_total"], batch["divergence_count"].to(batch["divergence_total"].dtype)])
-        mean = mean_over_data(self._trainer, found)
-        return preference_losses.kto_divergence(mean[0], mean[1].clamp(min=1e-6))
+    def _losses(self, scores: Tensor, sums: AnswerSums, batch: Any) -> Tensor:
+        """Returns the loss of each pair or completion; 0 where there is none."""
+        answers = batch["answers"]
+        if self.objective == "kto":
+            divergence = batch.get("divergence", torch.zeros((), device=scores.device))
+            losses = preference_losses.kto_losses(scores, answers == 1, divergence, self.beta, self.weights)
+            return torch.where(answers >= 0, losses, 0)
+        real = answers[:, ::2] >= 0
+        # Answers that are not there get a value inside each loss's domain, so that gradients are finite.
+        chosen, rejected = (torch.where(real, scores[:, first::2], -1.0) for first in (0, 1))
+        match self.objective:
+            case "ipo":
+                losses = preference_losses.ipo_losses(chosen, rejected, self.beta)
+            case "hinge":
+                losses = preference_losses.hinge_losses(chosen, rejected, self.beta)
+            case "orpo":
+                losses = preference_losses.orpo_losses(chosen, rejected, self.beta)
+            case "simpo":
+                losses = preference_losses.simpo_losses(chosen, rejected, self.beta, self.gamma)
+            case _:
+                losses = preference_losses.dpo_losses(chosen, rejected, self.beta)
+        return torch.where(real, losses, 0)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns the weight of each micro-batch's loss: 1 with `pairs_in_step`, by which the loss is divided."""
@@ -451,7 +461,7 @@ class PreferenceLM(CausalLM):
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
         sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
-        losses, rewards = self._losses(sums, batch)
+        scores, rewards = self._scores(sums, batch)
         totals, counts = _by_preference(rewards, answers)
         values: dict[str, tuple[Tensor, ...]] = {
             "reward_chosen": (totals[0], counts[0]),
@@ -460,19 +470,102 @@ class PreferenceLM(CausalLM):
         }
         if self.objective == "kto":
             real = answers >= 0
-            divergence = batch["divergence_total"].to(sum_dtype()), batch["divergence_count"]
-            values["loss"] = ((rewards / self.beta)[real], answers[real] == 1, *divergence)
-            values["divergence"] = divergence
+            values["divergence"] = batch["divergence_total"], batch["divergence_count"]
+            values["loss"] = (scores[real], answers[real] == 1, *values["divergence"])
         else:
-            values["loss"] = (losses.sum(dtype=sum_dtype()), counts[0])
-            values["reward_accuracy"] = (_hits(rewards, answers), counts[0])
-        if self.objective == "orpo":
-            tokens = self.chosen_tokens(batch)
-            values["nll"] = (sums.nll.sum(dtype=sum_dtype()), tokens)
+            values["reward_accuracy"] = (_count_hits(rewards, answers), counts[0])
+            values["loss"] = (self._losses(scores, sums, batch).sum(dtype=sum_dtype()), counts[0])
         found: dict[str, Metric | Tensor] = {}
+        if sums.nll is not None and sums.nll_tokens is not None:
+            nll, tokens = sums.nll.sum(dtype=sum_dtype()), sums.nll_tokens.sum().long()
+            odds, pairs = values["loss"]
+            values |= {"nll": (nll, tokens), "loss": (torch.stack([odds, nll]), torch.stack([pairs, tokens]))}
         for name, update in values.items():
             measure = self.measures[name]
             assert isinstance(measure, Metric)
             measure.update(*update)
             found[name] = measure
         return found
+
+    def _add_to_window(self, rewards: Tensor, batch: Any) -> None:
+        """Adds a micro-batch's rewards to those that are logged next, on the device."""
+        totals, counts = _by_preference(rewards, batch["answers"])
+        hits = torch.zeros_like(totals[0]) if self.objective == "kto" else _count_hits(rewards, batch["answers"])
+        divergence = batch.get("divergence", torch.zeros((), device=rewards.device))
+        found = torch.stack([*totals, *counts, hits, divergence, torch.ones_like(divergence)]).to(sum_dtype())
+        self._window = found if self._window is None else self._window + found
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the rewards of the steps since the last record, every `log_every_n_steps` steps."""
+        trainer: Any = self.trainer
+        every = max(1, trainer.log_every_n_steps)
+        if trainer.global_step // every > self._logged_step // every:
+            self._log_window()
+
+    def on_train_end(self) -> None:
+        """Logs the last rewards, and prints the last completed prompts."""
+        if self.trainer.global_step > self._logged_step:
+            self._log_window()
+        super().on_train_end()
+
+    def _log_window(self) -> None:
+        """Logs the rewards over all ranks; ranks that share samples count them alike, so that means are unchanged."""
+        window, self._window = self._window, None
+        self._logged_step = self.trainer.global_step
+        if window is None:
+            window = torch.zeros(7, dtype=sum_dtype(), device=self.trainer.strategy.root_device)
+        group = control_group(self.trainer)
+        window = window.cpu()
+        if group is not None:
+            dist.all_reduce(window, group=group)
+        chosen, rejected, chosen_count, rejected_count, hits, divergence, batches = window.tolist()
+        if not batches:
+            return
+        means = [
+            total / count if count else math.nan
+            for total, count in ((chosen, chosen_count), (rejected, rejected_count))
+        ]
+        found = {"reward_chosen": means[0], "reward_rejected": means[1], "reward_margin": means[0] - means[1]}
+        found |= (
+            {"divergence": divergence / batches}
+            if self.objective == "kto"
+            else {"reward_accuracy": hits / chosen_count}
+        )
+        scalars = {f"train/{name}": value for name, value in found.items()}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(scalars, step=self.trainer.global_step)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds to a checkpoint what an export needs, and the names of precomputed log-probabilities."""
+        super().on_save_checkpoint(checkpoint)
+        if self.cache is not None:
+            checkpoint["reference_cache"] = dict(self.cache.names)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the names of precomputed log-probabilities."""
+        if self.cache is not None:
+            self.cache.names = dict(checkpoint.get("reference_cache") or {})
+
+
+class ReferenceLogProbs(BatchTransform):
+    """Adds the reference's log-probabilities to each training batch; :class:`PreferenceLM` brings it along."""
+
+    order = 90
+
+    def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
+        """Returns the batch with them."""
+        assert isinstance(pl_module, PreferenceLM)
+        return pl_module.with_reference(batch)
+
+
+def _by_preference(rewards: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums of the rewards of chosen and of rejected answers, `[2]`, and their numbers, `[2]`."""
+    masks = torch.stack([answers == 1, answers == 0])
+    return torch.where(masks, rewards, 0).sum(dim=(1, 2), dtype=sum_dtype()), masks.sum(dim=(1, 2))
+
+
+def _count_hits(rewards: Tensor, answers: Tensor) -> Tensor:
+    """Returns the number of pairs whose chosen answer has the higher reward."""
+    return ((rewards[:, ::2] > rewards[:, 1::2]) & (answers[:, ::2] >= 0)).sum().to(sum_dtype())

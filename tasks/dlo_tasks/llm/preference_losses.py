@@ -94,7 +94,7 @@ def kto_divergence(total: Tensor, count: Tensor) -> Tensor:
         total: Sum of the log-ratios of mismatched completions: prompts with another prompt's completion.
         count: Number of them.
     """
-    return (total / count.clamp(min=1)).clamp(min=0)
+    return (total / count.to(total.dtype).clamp(min=1e-9)).clamp(min=0)
 
 
 def orpo_losses(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:

@@ -10,15 +10,20 @@ from dlo_tasks.llm.evaluation import sum_dtype
 from dlo_tasks.llm.preference_losses import kto_divergence, kto_losses
 
 
-class MarginOfMeans(Metric):
-    """Mean reward of chosen answers minus that of rejected ones, whose numbers may differ."""
+class CombinedMeans(Metric):
+    """Sum or difference of two means, each of its own number of values.
+
+    Args:
+        signs: Sign of each mean.
+    """
 
     full_state_update = False
     totals: Tensor
     counts: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, signs: tuple[int, int]) -> None:
         super().__init__()
+        self._signs = signs
         self.add_state("totals", torch.zeros(2, dtype=sum_dtype()), dist_reduce_fx="sum")
         self.add_state("counts", torch.zeros(2, dtype=torch.long), dist_reduce_fx="sum")
 
@@ -26,16 +31,16 @@ class MarginOfMeans(Metric):
         """Adds a batch.
 
         Args:
-            totals: Sums of the rewards of chosen and of rejected answers, `[2]`.
-            counts: Numbers of chosen and of rejected answers, `[2]`.
+            totals: Sums of the values, `[2]`.
+            counts: Numbers of the values, `[2]`.
         """
         self.totals += totals
         self.counts += counts
 
     def compute(self) -> Tensor:
-        """Returns the margin, a float32 scalar; NaN without chosen or rejected answers."""
-        means = self.totals / self.counts
-        return (means[0] - means[1]).float()
+        """Returns the combined means, a float32 scalar; NaN without values of one."""
+        first, second = self.totals / self.counts
+        return (self._signs[0] * first + self._signs[1] * second).float()
 
 
 class KTOLoss(Metric):

@@ -108,6 +108,7 @@ class PreferenceRows:
         targets: Positions of each row's chosen answers and their prompts, int64 [rows].
         pairs: Number of preferences of each row, int64 [rows].
         lengths: Positions of each row, int64 [rows]; None where all are of equal length.
+        reference_name: Name of the file of `reference`.
         reference: Log-probabilities of a reference of each row's answers, float32 [rows, A or more]; None without them.
         mismatched_reference: The same of the mismatched sequences.
     """
@@ -135,6 +136,7 @@ class PreferenceRows:
         self.lengths = np.bincount(row, positions.sum(axis=1), rows).astype(np.int64) if width is None else None
         self.reference: np.ndarray | None = None
         self.mismatched_reference: np.ndarray | None = None
+        self.reference_name: str | None = None
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -143,6 +145,16 @@ class PreferenceRows:
     def most_answers(self) -> int:
         """Number of answers of the row that has most."""
         return int(np.diff(self._first).max()) * self._members.shape[1]
+
+    def set_reference(self, name: str, log_probs: np.ndarray, mismatched: np.ndarray | None) -> None:
+        """Sets the log-probabilities of a reference, which batches then have.
+
+        Args:
+            name: Name of their file.
+            log_probs: Those of each row's answers, float32 [rows, A].
+            mismatched: Those of the mismatched sequences; None for pairs.
+        """
+        self.reference_name, self.reference, self.mismatched_reference = name, log_probs, mismatched
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn rows.
