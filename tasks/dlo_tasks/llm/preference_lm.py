@@ -299,10 +299,10 @@ class PreferenceLM(CausalLM):
                 theirs = self.reference_log_probs(others)
             own = self.own_log_probs(others)
             if own is not None and theirs is not None:
-                found |= self._divergence(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
+                found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
         return found
 
-    def _divergence(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
+    def divergence_of(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
         """Returns the entries of a batch for KTO's divergence: this rank's sum and number; in training the estimate."""
         total, count = ratios.sum(), (answers >= 0).sum()
         found = {"divergence_total": total, "divergence_count": count}
@@ -319,7 +319,7 @@ class PreferenceLM(CausalLM):
         if not self.reference.has_outputs:
             return None
         with torch.no_grad(), self.reference.head() as head:
-            return self._sums(head, outputs, batch).log_probs
+            return self.answer_sums(head, outputs, batch).log_probs
 
     @torch.no_grad()
     def own_log_probs(self, batch: dict[str, Any], *, with_adapters: bool = True) -> Tensor | None:
@@ -348,12 +348,12 @@ class PreferenceLM(CausalLM):
         """Returns the metrics of a batch; in :meth:`own_log_probs` it keeps the answers' log-probabilities instead."""
         if self._tap is None:
             return super().measured(outputs, batch)
-        self._tap.append(self._sums(self.head, outputs, batch))
+        self._tap.append(self.answer_sums(self.head, outputs, batch))
         return {}
 
     # --- steps ---------------------------------------------------------------------------------------------
 
-    def _sums(self, head: VocabularyHead, outputs: Any, batch: Any) -> AnswerSums:
+    def answer_sums(self, head: VocabularyHead, outputs: Any, batch: Any) -> AnswerSums:
         """Returns the sums over each answer's tokens, over all ranks that share a sequence."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         labels, numbers, answers = batch["labels"], batch["sequence_ids"], batch["answers"]
@@ -383,7 +383,7 @@ class PreferenceLM(CausalLM):
         As in :meth:`CausalLM.loss`, the divisions by ranks and micro-batches that follow are undone here. The
         load-balancing loss is added per pair.
         """
-        sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
+        sums, answers = self.answer_sums(self.head, outputs, batch), batch["answers"]
         scores, rewards = self._scores(sums, batch)
         if self.stage == "train":
             self._add_to_window(rewards.detach(), batch)
@@ -460,7 +460,7 @@ class PreferenceLM(CausalLM):
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
-        sums, answers = self._sums(self.head, outputs, batch), batch["answers"]
+        sums, answers = self.answer_sums(self.head, outputs, batch), batch["answers"]
         scores, rewards = self._scores(sums, batch)
         totals, counts = _by_preference(rewards, answers)
         values: dict[str, tuple[Tensor, ...]] = {
