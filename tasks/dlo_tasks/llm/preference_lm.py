@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -281,7 +280,8 @@ class PreferenceLM(CausalLM):
     def with_reference(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns a batch with the reference's log-probabilities, and for KTO with the divergence; on all ranks.
 
-        Under a pipeline only the ranks of the last stage, which compute the loss, get those that are not precomputed.
+        Under a pipeline the ranks of other stages than the last get zeros: they compute no loss, but the ranks' batches
+        must have the same entries.
 
         Args:
             batch: Batch on the device, before it is sharded.
@@ -290,17 +290,20 @@ class PreferenceLM(CausalLM):
             return batch
         found = {name: value for name, value in batch.items() if not name.startswith("mismatched_")}
         if _REFERENCE not in found:
-            theirs = self.reference_log_probs(found)
-            found |= {} if theirs is None else {_REFERENCE: theirs}
+            found[_REFERENCE] = self._or_zeros(self.reference_log_probs(found), batch)
         if self.objective == "kto":
             others = mismatched_part(batch)
             theirs = others.pop(_REFERENCE, None)
             if theirs is None:
-                theirs = self.reference_log_probs(others)
-            own = self.own_log_probs(others)
-            if own is not None and theirs is not None:
-                found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
+                theirs = self._or_zeros(self.reference_log_probs(others), batch)
+            own = self._or_zeros(self.own_log_probs(others), batch)
+            found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
         return found
+
+    @staticmethod
+    def _or_zeros(log_probs: Tensor | None, batch: dict[str, Any]) -> Tensor:
+        answers: Tensor = batch["answers"]
+        return torch.zeros(answers.shape, device=answers.device) if log_probs is None else log_probs
 
     def divergence_of(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
         """Returns the entries of a batch for KTO's divergence: this rank's sum and number; in training the estimate."""
@@ -374,7 +377,7 @@ class PreferenceLM(CausalLM):
         groups = None if self._trainer is None else contract_of(self._trainer.strategy).groups
         if groups is None or groups.spec.cp == 1:
             return parts
-        total: Tensor = differentiable.all_reduce(torch.stack(parts), group=groups.group("cp"))
+        total: Tensor = _SumOverRanks.apply(torch.stack(parts), groups.group("cp"))
         return list(total)
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
@@ -558,6 +561,23 @@ class ReferenceLogProbs(BatchTransform):
         """Returns the batch with them."""
         assert isinstance(pl_module, PreferenceLM)
         return pl_module.with_reference(batch)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sums a tensor over ranks; backward sums the gradients, because the ranks' losses are all functions of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def _by_preference(rewards: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
