@@ -70,4 +70,4 @@ def build(
 def data(folder: str, **options: Any) -> PreferenceData:
     """Returns data of the folder's pairs."""
     found = {"train_files": f"{folder}/pairs.jsonl", "tokenizer": f"{folder}/tokenizer", "cache_dir": f"{folder}/cache"}
-    return PreferenceData(**{**found, "seq_len": SEQ_LEN, "val_fraction": 0.2, "batch_size": 4, **options})
+    return PreferenceData(**{**found, "seq_len": SEQ_LEN, "val_fraction": 0.0, "batch_size": 4, **options})
