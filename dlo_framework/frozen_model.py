@@ -147,6 +147,8 @@ class FrozenModel:
         loads = self.checkpoint is not None
         placed = contract.place_frozen(task, dtype=self.dtype, offload=self.offload, loads_weights=loads)
         _update_properties(task, device=device)
+        task.read_placed_weights(placed.shards(), replaced=loads)
+        placed.refresh()
         if self.checkpoint is not None:
             path = strategy.broadcast(str(find_checkpoint(self.checkpoint)))
             # A strategy of dlo's divides the hashing of the files among the ranks.

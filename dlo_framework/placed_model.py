@@ -27,14 +27,21 @@ class PlacedModel:
         device: Device on which this rank computes.
         context: Context of a forward, such as autocast.
         offload: Whether parameters are in CPU memory, and each block's are copied to the device for its forward.
+        moved: Whether a subclass has placed the tensors.
     """
 
     def __init__(
-        self, task: Any, device: torch.device, *, context: Context = contextlib.nullcontext, offload: bool = False
+        self,
+        task: Any,
+        device: torch.device,
+        *,
+        context: Context = contextlib.nullcontext,
+        offload: bool = False,
+        moved: bool = False,
     ) -> None:
         self.task, self.device, self._context = task, device, context
-        self._host = HostMemory(task, device) if offload else None
-        if self._host is None:
+        self._host = HostMemory(task, device) if offload and not moved else None
+        if self._host is None and not moved:
             task.to(device)
 
     # --- forward -------------------------------------------------------------------------------------------
@@ -87,9 +94,10 @@ class PlacedModel:
     def refresh(self) -> None:
         """Called after the shards have been written to."""
 
-    def tensors(self) -> list[Tensor]:
-        """Returns the tensors in which this rank holds the model, for a count of their bytes."""
-        return [*self.task.parameters(), *self.task.buffers()]
+    def held_bytes(self) -> int:
+        """Returns the bytes of the model's tensors in this rank's memory."""
+        storages = [tensor.untyped_storage() for tensor in _tensors(self.task)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def close(self) -> None:
         """Frees the model."""
@@ -114,7 +122,7 @@ class HostMemory:
         self._handles: list[RemovableHandle] = []
         task.to("cpu")
         homes: dict[int, list[nn.Module]] = {}
-        blocks = [task.get_submodule(name) for name in _block_names(task)]
+        blocks = [task.get_submodule(name) for name in block_names(task)]
         for block in blocks:
             for tensor in _tensors(block):
                 homes.setdefault(id(tensor), []).append(block)
@@ -169,7 +177,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _block_names(task: Any) -> list[str]:
+def block_names(task: Any) -> list[str]:
+    """Returns the names of a task's blocks, from its plan; none if it has none."""
     try:
         plan: ParallelPlan = task.parallel_plan()
         return [f"model.{name}" for name in plan.block_names(task.model)]

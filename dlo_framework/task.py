@@ -130,6 +130,16 @@ class Task(LightningModule, ABC):
         """
         return None
 
+    def read_placed_weights(self, shards: Mapping[str, Any], *, replaced: bool) -> None:
+        """Reads the model's own trained weights, as a second model of a run that was built on the meta device.
+
+        The default does nothing: :meth:`configure_model` has read them, or there are none.
+
+        Args:
+            shards: This rank's shards of the task's state, by name, to be filled.
+            replaced: Whether a checkpoint's weights are loaded next, so that none need to be read.
+        """
+
     def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's positional and keyword arguments for a batch.
 

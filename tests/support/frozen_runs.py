@@ -111,6 +111,13 @@ def expected_outputs(kind: str, folder: Path, batch: Any, dtype: torch.dtype | N
         return task.forward(*arguments, **named)
 
 
+def expected_logits(folder: Path, batch: Any) -> Tensor:
+    """Returns the logits of a teacher of text, from its outputs."""
+    saved = load(folder / "checkpoints" / "last.ckpt")["state_dict"]
+    with torch.no_grad():
+        return expected_outputs("text", folder, batch) @ saved["model.lm_head.weight"].T
+
+
 class Teacher(BatchTransform):
     """Computes a second model's outputs for each batch, and keeps them; training is as without it."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -27,6 +28,7 @@ from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
@@ -35,6 +37,7 @@ from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
+from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_config
 from dlo_plugins.deepspeed.json_file import get
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
@@ -287,6 +290,18 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
 
     def _owner(self, engine: DeepSpeedEngine) -> ShardOwner:
         return ShardOwner(self, self.world_size if self.stage == 3 else 1, engine.destroy)
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Partitions a frozen task in stage 3, by an engine of its own; each rank has the full one in other stages."""
+        context = self._autocast if dtype is None else contextlib.nullcontext
+        if self.stage < 3:
+            return PlacedModel(task, self.root_device, context=context, offload=offload)
+        for buffer in task.buffers():
+            buffer.data = buffer.data.to(self.root_device)
+        engine = DeepSpeedEngine(task, None, frozen_config(self.config, dtype, offload), self.root_device)
+        return FrozenDeepSpeed(task, engine, context=context)
 
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,11 +22,13 @@ from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.placed_model import PlacedModel
 from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard
+from dlo_plugins.mesh.frozen_mesh import FrozenMesh, frozen_options
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
@@ -189,6 +192,34 @@ class MeshStrategy(ShardedStrategy):
             nodes=self.num_nodes,
             element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
         )
+
+    # --- a second model ------------------------------------------------------------------------------------
+
+    def check_frozen(self, task: Any, datamodule: Any = None) -> None:
+        """Checks that the mesh's axes can cut a frozen task's model, before any process starts.
+
+        Raises:
+            DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
+        """
+        options = frozen_options(self.mesh_options())
+        if options.cuts_model:
+            options.check(task, datamodule)
+            if is_first_process():
+                twin = copy.copy(self)
+                twin.appliers, twin.pipelining = options.appliers, options.pipelining
+                rehearse_step(twin, task, options.spec, datamodule, trains=False)
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Cuts and shards a frozen task along the mesh's axes, by its own plan."""
+        options, seed = frozen_options(self.mesh_options(), dtype=dtype, offload=offload), torch.initial_seed()
+        run = ParallelRun(task, options, self.groups, self.broadcast(seed))
+        state = parallelize(run, loads_weights=loads_weights)
+        if state.pipelined is not None and options.spec.dp_shard > 1:
+            state.pipelined.gathering = self.groups.data_group
+        context = self.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
+        return FrozenMesh(task, self.root_device, state, context=context)
 
     # --- setting up ----------------------------------------------------------------------------------------
 

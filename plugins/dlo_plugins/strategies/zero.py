@@ -25,8 +25,10 @@ from dlo_framework.distributed.meta_init import Initialiser, check_initialisable
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.gathered_dtype import default_param_dtype, parse_dtype
+from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
@@ -200,6 +202,31 @@ class ZeroStrategy(ShardedStrategy):
         engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
         module.__dict__[OWNER] = ShardOwner(self, communicator.size if engine.holds_shards else 1, engine.dissolve)
         return engine
+
+    def place_frozen(
+        self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
+    ) -> PlacedModel:
+        """Partitions a frozen task in stage 3; each rank has the full one in others.
+
+        Its shards are in CPU memory where those of the run's model are.
+        """
+        initialise = None
+        if on_meta(task):
+            check_initialisable(task, loads_weights=loads_weights)
+            initialise = Initialiser(self.root_device, self.broadcast(torch.initial_seed()))
+        if self.stage < 3:
+            if initialise is not None:
+                initialise(task, "")
+            return super().place_frozen(task, dtype=dtype, offload=offload)
+        options = ZeroOptions(
+            stage=3,
+            bucket_elements=1,
+            offload_parameters=offload or self.offload in ("parameters", "both"),
+            gathered_dtype=self._gathered_dtypes()[0] if dtype is None else None,
+        )
+        engine = ZeroEngine(task, [], find_units(task), Communicator(), self.root_device, options, initialise)
+        context = self.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
+        return FrozenZero(task, self.root_device, engine, context=context)
 
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -213,7 +213,7 @@ class CausalLM(Task):
         data = getattr(self._trainer, "datamodule", None)
         self.tokenizer = getattr(data, "tokenizer", None)
         if self.tokenizer is None:
-            if self.prompts:
+            if self.prompts and self._trainer is not None:
                 raise DloError(
                     f"prompts must be unset where the datamodule has no attribute 'tokenizer', got {len(self.prompts)}"
                     " prompts; remove them, or add a tokenizer to the datamodule"
@@ -455,6 +455,10 @@ class CausalLM(Task):
         sharded_weights.read_weights(self, resumes=self.trainer.ckpt_path is not None)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def read_placed_weights(self, shards: Mapping[str, Any], *, replaced: bool) -> None:
+        """Reads this rank's shards of the weights, where this is a second model that was built on the meta device."""
+        sharded_weights.read_weights(self, resumes=replaced, held=shards)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the completed prompts."""

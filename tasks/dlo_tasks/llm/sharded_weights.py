@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,13 @@ def _initialise(model: Any, module: Any, name: str) -> None:
 
 
 @torch.no_grad()
-def read_weights(task: Any, *, resumes: bool) -> None:
+def read_weights(task: Any, *, resumes: bool, held: Mapping[str, Any] | None = None) -> None:
     """Reads the weights of a model that was built on the meta device and is now sharded; only once.
 
     Args:
         task: Task with the model, which its strategy has sharded.
         resumes: Whether a checkpoint's weights are loaded next, so that none need to be read.
+        held: This rank's shards of the task's state, by name, if the task is not the run's own module.
 
     Raises:
         DloError: If a parameter, or a persistent buffer, is in none of the files.
@@ -83,14 +84,16 @@ def read_weights(task: Any, *, resumes: bool) -> None:
     for part in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in part:
             names.setdefault(id(tensor), []).append(plain_name(name))
-    strategy = task.trainer.strategy
-    held = strategy.lightning_module_state_dict()
+    strategy = task.trainer.strategy if held is None else None
+    held = strategy.lightning_module_state_dict() if strategy is not None else held
+    assert held is not None
     for own in names.values():
         # Tensors of other pipeline stages and non-persistent buffers are not in the state dict.
         shard = held.get(f"model.{own[0]}")
         if shard is not None and not any(".lora_" in name for name in own):
             saved.read_into(_stored_name(own, saved, model.base_model_prefix), shard)
-    strategy.refresh()
+    if strategy is not None:
+        strategy.refresh()
 
 
 def local_folder(source: str) -> Path:
