@@ -126,7 +126,9 @@ def padded(sequences: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
 
 def completions() -> tuple[list[tuple[list[int], list[int]]], list[bool], list[tuple[list[int], list[int]]]]:
     """Returns KTO's completions, whether they are desirable, and the mismatched ones."""
-    found = [(prompt, chosen if number % 2 == 0 else rejected) for number, (prompt, chosen, rejected) in enumerate(PAIRS)]
+    found = [
+        (prompt, chosen if number % 2 == 0 else rejected) for number, (prompt, chosen, rejected) in enumerate(PAIRS)
+    ]
     labels = [number % 2 == 0 for number in range(len(found))]
     return found, labels, [(prompt, found[number - 1][1]) for number, (prompt, _) in enumerate(found)]
 
@@ -154,7 +156,7 @@ def by_trl(objective: str) -> tuple[float, dict[str, Tensor]]:
     else:
         loss = trainer._compute_loss(trainer.model, padded(chosen + rejected), return_outputs=False)
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def rows_of(held: list[list[tuple[list[int], list[int]]]], answers: list[list[int]]) -> dict[str, Tensor]:
@@ -167,7 +169,10 @@ def rows_of(held: list[list[tuple[list[int], list[int]]]], answers: list[list[in
     width = max(sum(len(prompt) + len(answer) - 1 for prompt, answer in row) for row in held)
     shape = len(held), width
     batch = {name: torch.full(shape, -100) for name in ("labels", "context_labels")}
-    batch |= {"input_ids": torch.zeros(shape, dtype=torch.long), "position_ids": torch.arange(width).repeat(len(held), 1)}
+    batch |= {
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "position_ids": torch.arange(width).repeat(len(held), 1),
+    }
     batch["sequence_ids"] = torch.full(shape, -1)
     for number, row in enumerate(held):
         at = 0
@@ -198,7 +203,9 @@ def by_dlo(objective: str, chunk: int | None = None) -> tuple[float, dict[str, T
     """Returns PreferenceLM's loss and the gradients of all parameters."""
     from dlo_tasks.llm.preference_lm import PreferenceLM
 
-    task, reference = (PreferenceLM(objective, config={"model_type": "llama", **SIZES}, **CASES[objective]) for _ in "ab")
+    task, reference = (
+        PreferenceLM(objective, config={"model_type": "llama", **SIZES}, **CASES[objective]) for _ in "ab"
+    )
     task.model, reference.model = make_model(0.0), make_model(0.4)
     batch, mismatched = our_batch(objective)
 
@@ -212,7 +219,9 @@ def by_dlo(objective: str, chunk: int | None = None) -> tuple[float, dict[str, T
         batch |= task.divergence_of(log_probs(task, mismatched) - log_probs(reference, mismatched), batch["answers"])
     loss = task.loss(task._outputs(batch), batch)
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in task.model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad.clone() for name, p in task.model.named_parameters() if p.grad is not None
+    }
 
 
 def differences(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> tuple[float, float]:

@@ -43,8 +43,7 @@ def folder(tmp_path_factory) -> Path:
 def cases(folder: Path, names: Any, trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
     text = ", ".join(f"{key}={value}" for key, value in arguments.items())
     return [
-        Case(STRATEGIES[name], {"folder": str(folder), **arguments}, trainer or {}, f"{name}, {text}")
-        for name in names
+        Case(STRATEGIES[name], {"folder": str(folder), **arguments}, trainer or {}, f"{name}, {text}") for name in names
     ]
 
 

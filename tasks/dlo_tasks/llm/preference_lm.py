@@ -131,7 +131,7 @@ class PreferenceLM(CausalLM):
         self.reference, self.precompute = reference, precompute
         self.cache = ReferenceCache() if precompute else None
         self._is_prepared = False
-        self._tap: list[AnswerSums] | None = None
+        self._tap: tuple[VocabularyHead, list[Tensor]] | None = None
         self._window: Tensor | None = None
         self._logged_step = 0
 
@@ -246,9 +246,16 @@ class PreferenceLM(CausalLM):
 
     def place_reference(self) -> None:
         """Places the second model, if the reference is one."""
-        if self.reference is not None:
-            self.reference.start(self.trainer, self)
-            self._check_vocabulary(self.reference.placed.task)
+        if self.reference is None:
+            return
+        groups = contract_of(self.trainer.strategy).groups
+        if groups is not None and groups.spec.pp > 1 and groups.spec.cp > 1:
+            raise DloError(
+                f"reference must be unset under pp {groups.spec.pp} with cp {groups.spec.cp}, got one; set precompute:"
+                " true without reference (the initial weights are the reference), or pp or cp to 1"
+            )
+        self.reference.start(self.trainer, self)
+        self._check_vocabulary(self.reference.placed.task)
 
     def on_fit_start(self) -> None:
         """Reads the weights of a model on the meta device."""
@@ -314,44 +321,55 @@ class PreferenceLM(CausalLM):
             found["divergence"] = preference_losses.kto_divergence(mean[0], mean[1])
         return found
 
+    @torch.no_grad()
     def reference_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
         """Returns the reference's log-probabilities of a batch's answers, `[B, A]`; None on other stages' ranks."""
         if self.reference is None:
-            return self.own_log_probs(batch, with_adapters=False)
+            with adapters.without_adapters(self.model) if self.lora is not None else contextlib.nullcontext():
+                return self.own_log_probs(batch)
         outputs = self.reference.outputs(batch)
         if not self.reference.has_outputs:
             return None
-        with torch.no_grad(), self.reference.head() as head:
-            return self.answer_sums(head, outputs, batch).log_probs
+        with self.reference.head() as head:
+            if self._sequence_group is None:
+                return self.answer_sums(head, outputs, batch).log_probs
+            with self.given_outputs(outputs):  # They are a shard, and the strategy's step shards the batch like them.
+                return self._log_probs_by_step(batch, head)
 
     @torch.no_grad()
-    def own_log_probs(self, batch: dict[str, Any], *, with_adapters: bool = True) -> Tensor | None:
+    def own_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
         """Returns this model's log-probabilities of a batch's answers, `[B, A]`, without a graph and without dropout.
 
-        It is the strategy's validation step that computes them, which gathers, shards and cuts as any strategy must.
+        None on ranks of other stages than the last.
 
         Args:
             batch: Batch on the device, before it is sharded.
-            with_adapters: Whether adapters are on.
         """
-        strategy, training = self.trainer.strategy, self.model.training
-        self._tap = []
+        training = self.model.training
+        self.model.eval()
         try:
-            self.model.eval()
-            with contextlib.nullcontext() if with_adapters else adapters.without_adapters(self.model):
-                # The class's method: the evaluation loop replaces the object's for the one call that it counts. The
-                # number of the batch is not 0, with which the prompts would be completed.
-                type(strategy).validation_step(strategy, batch, 1)
-            return self._tap[0].log_probs if self._tap else None
+            return self._log_probs_by_step(batch, self.head)
+        finally:
+            self.model.train(training)
+
+    def _log_probs_by_step(self, batch: dict[str, Any], head: VocabularyHead) -> Tensor | None:
+        """Returns log-probabilities that the strategy's validation step computes: it gathers, shards and cuts."""
+        found: list[Tensor] = []
+        strategy, self._tap = self.trainer.strategy, (head, found)
+        try:
+            # The class's method: the evaluation loop replaces the object's for the one call that it counts. The number
+            # of the batch is not 0, with which the prompts would be completed.
+            type(strategy).validation_step(strategy, batch, 1)
         finally:
             self._tap = None
-            self.model.train(training)
+        return found[0] if found else None
 
     def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
         """Returns the metrics of a batch; in :meth:`own_log_probs` it keeps the answers' log-probabilities instead."""
         if self._tap is None:
             return super().measured(outputs, batch)
-        self._tap.append(self.answer_sums(self.head, outputs, batch))
+        head, found = self._tap
+        found.append(self.answer_sums(head, outputs, batch).log_probs)
         return {}
 
     # --- steps ---------------------------------------------------------------------------------------------
@@ -372,12 +390,18 @@ class PreferenceLM(CausalLM):
         inside = numbers[:, None] == torch.arange(answers.shape[1], device=numbers.device)[:, None]  # [B, A, L]
         return AnswerSums(*self._over_sequence([(part[:, None] * inside).sum(dim=2) for part in parts]))
 
-    def _over_sequence(self, parts: list[Tensor]) -> list[Tensor]:
-        """Returns the sums over the ranks that share a sequence (`cp`); backward sums the gradients."""
+    @property
+    def _sequence_group(self) -> Any:
+        """Group of the ranks that share a sequence (`cp`); None without any."""
         groups = None if self._trainer is None else contract_of(self._trainer.strategy).groups
-        if groups is None or groups.spec.cp == 1:
+        return None if groups is None or groups.spec.cp == 1 else groups.group("cp")
+
+    def _over_sequence(self, parts: list[Tensor]) -> list[Tensor]:
+        """Returns the sums over the ranks that share a sequence; backward sums the gradients."""
+        group = self._sequence_group
+        if group is None:
             return parts
-        total: Tensor = _SumOverRanks.apply(torch.stack(parts), groups.group("cp"))
+        total: Tensor = _SumOverRanks.apply(torch.stack(parts), group)
         return list(total)
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
