@@ -73,7 +73,7 @@ class PackedWindows:
         self.targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
         #: None: all windows have the same length.
         self.lengths: np.ndarray | None = None
-        #: None: the samples are no preferences.
+        #: Number of preferences of each sample; None for other data.
         self.pairs: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class PaddedSamples:
         self._start, self.targets = pieces.start, targets
         #: Positions of each sample, int64 [P].
         self.lengths: np.ndarray | None = pieces.length
-        #: None: the samples are no preferences.
+        #: Number of preferences of each sample; None for other data.
         self.pairs: np.ndarray | None = None
 
     def __len__(self) -> int:
