@@ -76,6 +76,8 @@ def test_a_reference_where_none_is_needed_and_one_of_another_vocabulary_are_refu
     reference = FrozenModel(task=CausalLM(config={**SIZES, "vocab_size": 40}))
     with pytest.raises(DloError, match="reference must be unset for objective simpo"):
         PreferenceLM("simpo", config=SIZES, reference=reference).check(data(str(folder)))
+    with pytest.raises(DloError, match=r"reference must have checkpoint or task, got average 0\.9, which follows"):
+        PreferenceLM(config=SIZES, reference=FrozenModel(average=0.9)).check(data(str(folder)))
     task = PreferenceLM(model=str(folder / "reference"), reference=reference)
     with pytest.raises(DloError, match="reference must have the model's vocabulary of 32 tokens, got 40"):
         task.check(data(str(folder)))

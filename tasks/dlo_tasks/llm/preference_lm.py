@@ -178,6 +178,11 @@ class PreferenceLM(CausalLM):
                         f"{name} must be unset for objective {self.objective}, which needs no reference; remove {name}"
                     )
             return
+        if self.reference is not None and self.reference.average is not None:
+            raise DloError(
+                f"reference must have checkpoint or task, got average {self.reference.average}, which follows the model"
+                " that is tuned; set checkpoint or task, or precompute: true"
+            )
         if self.reference is None and self.lora is None and not self.precompute:
             raise DloError(
                 f"reference must be set for objective {self.objective}, got none; set precompute: true (the initial"
