@@ -16,12 +16,16 @@ from dlo_tasks.llm import language_models
 from dlo_tasks.llm.adapters import Lora, add_adapters
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling
+from dlo_tasks.llm.preference_data import PreferenceData
+from dlo_tasks.llm.preference_lm import PreferenceLM
 from dlo_tasks.llm.text_data import TextData
 
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("distill", "mesh", "one_bit_adam", "quickstart")
+SMALL = ("distill", "dpo", "mesh", "one_bit_adam", "quickstart")
+#: Classes of the recipes' tasks and data.
+CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,7 +84,9 @@ def parameters(model: Any) -> int:
 
 
 def test_the_recipes_are_there() -> None:
-    assert list(CONFIGS) == sorted([*SMALL, "llama3.1_8b_lora", "llama3.2_3b_fsdp", "qwen3_8b_zero3"])
+    assert list(CONFIGS) == sorted(
+        [*SMALL, "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.2_3b_fsdp", "qwen3_8b_zero3"]
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -92,13 +98,13 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
     if "model" in given:  # The hub is out of reach of tests.
         made = language_models.read_config(None, tiny)
         monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
-        assert given["model"] in SIZES
+        assert given["model"] in SIZES or name in SMALL
     if given.get("optimizer") == "OneBitAdam":
         importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
     arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
-    CausalLM(**arguments).check(None)
-    data = TextData(**config["data"]["init_args"])
+    CLASSES[config["model"]["class_path"]](**arguments).check(None)
+    data = CLASSES[config["data"]["class_path"]](**config["data"]["init_args"])
     assert data.batch_size % config["trainer"].get("devices", 1) == 0
     for word in ("paper", "expected", "differs", "time", "memory", f"dlo fit --config llm/{name}"):
         assert word in header, word
@@ -114,8 +120,9 @@ def test_state_that_is_divided_takes_what_the_header_says(name: str, devices: in
     assert float(state) == pytest.approx(16 * psi / devices / 1e9, abs=0.05)
 
 
-def test_adapters_take_what_the_header_says() -> None:
-    config, header = read("llama3.1_8b_lora")
+@pytest.mark.parametrize("name", ["llama3.1_8b_lora", "llama3.1_8b_dpo"])
+def test_adapters_take_what_the_header_says(name: str) -> None:
+    config, header = read(name)
     given = config["model"]["init_args"]
     model = big_model(given["model"])
     frozen, billions, state, millions = re.findall(

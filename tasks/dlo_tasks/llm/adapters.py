@@ -5,7 +5,8 @@ LoRA: Low-Rank Adaptation of Large Language Models. Hu et al., 2021, arXiv 2106.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,23 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     peft = require_package("peft")
     kind = peft.tuners.tuners_utils.BaseTunerLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Switches a model's adapters off inside the block, so that it computes as its base model.
+
+    A reach into peft (0.15 to 0.21), whose `enable_adapters(False)` also freezes the adapters: strategies that have
+    sharded their parameters must not see that.
+    """
+    layers = list(adapter_layers(model).values())
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merge_adapters(model: nn.Module) -> None:

@@ -33,10 +33,13 @@ class StepDraws(list[Draw]):
 
     Attributes:
         tokens_in_step: Number of targets of the optimizer step, over all ranks and micro-batches; None if unknown.
+        pairs_in_step: Number of preferences of the optimizer step, over all ranks and micro-batches; None if unknown,
+            and for other data.
         length: Positions of the longest sample of the batch, over all ranks; None for windows of equal length.
     """
 
     tokens_in_step: int | None = None
+    pairs_in_step: int | None = None
     length: int | None = None
 
 
@@ -70,6 +73,8 @@ class PackedWindows:
         self.targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
         #: None: all windows have the same length.
         self.lengths: np.ndarray | None = None
+        #: Number of preferences of each sample; None for other data.
+        self.pairs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -83,7 +88,7 @@ class PackedWindows:
         begin = row * self._seq_len + self._offset[pieces]
         shape = len(draws), self._seq_len
         batch = gather_pieces(self._store, self._start[pieces], self._length[pieces], begin, shape, self._filler)
-        return _finish(batch, draws)
+        return finish(batch, draws)
 
 
 class PaddedSamples:
@@ -104,6 +109,8 @@ class PaddedSamples:
         self._start, self.targets = pieces.start, targets
         #: Positions of each sample, int64 [P].
         self.lengths: np.ndarray | None = pieces.length
+        #: Number of preferences of each sample; None for other data.
+        self.pairs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._start)
@@ -117,7 +124,7 @@ class PaddedSamples:
         width = min(-(-longest // MULTIPLE) * MULTIPLE, self._seq_len)
         begin = np.arange(len(draws)) * width
         batch = gather_pieces(self._store, self._start[index], length, begin, (len(draws), width), self._filler)
-        return _finish(batch, draws)
+        return finish(batch, draws)
 
 
 class Prompts:
@@ -174,7 +181,7 @@ def gather_pieces(
     size = shape[0] * shape[1]
     ids = np.full(size, filler, dtype=np.int64)
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
-    positions = _unused_positions(begin, shape)
+    positions = unused_positions(begin, shape)
     ids[target] = store.read(source)[0]
     following, learned = store.read(source + 1)
     labels[target] = np.where(learned, following, IGNORE_INDEX)
@@ -183,15 +190,17 @@ def gather_pieces(
     return {name: torch.from_numpy(values).view(shape) for name, values in flat.items()}
 
 
-def _unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Returns positions that continue each row's last piece, int64 [size]; values under pieces are overwritten."""
     last = np.zeros(shape[0], dtype=np.int64)
     np.maximum.at(last, begin // shape[1], begin % shape[1])
     return (np.arange(shape[1])[None] - last[:, None]).ravel()
 
 
-def _finish(batch: Batch, draws: list[Draw]) -> Batch:
-    tokens = getattr(draws, "tokens_in_step", None)
-    if tokens is not None:
-        batch["tokens_in_step"] = torch.tensor(tokens)
+def finish(batch: Batch, draws: list[Draw]) -> Batch:
+    """Returns the batch with the totals of its optimizer step that are known."""
+    for name in ("tokens_in_step", "pairs_in_step"):
+        total = getattr(draws, name, None)
+        if total is not None:
+            batch[name] = torch.tensor(total)
     return batch

@@ -103,6 +103,8 @@ class CausalLM(Task):
     #: Metric that selects the best checkpoint.
     best_metric = ("val_loss", "min")
     generates = True
+    #: Arguments of a subclass that are not plain data, which checkpoints do not have.
+    not_saved: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class CausalLM(Task):
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["lora", "sampling"])
+        self.save_hyperparameters(ignore=["lora", "sampling", *self.not_saved])
         # Stored as plain data in checkpoints; `load_from_checkpoint` passes them as dicts.
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling

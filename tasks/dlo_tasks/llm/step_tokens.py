@@ -41,6 +41,7 @@ class TextBatchSampler(ResumableBatchSampler):
         lengths: Positions of each sample, int64 [size], for batches of similar lengths: an epoch's random order is
             divided into groups of ``BUCKET`` batches, each group is sorted by length, and the batches are shuffled.
             None for the plain random order.
+        pairs: Number of preferences of each sample, int64 [size]; None for other data.
         accumulation: Function that returns the trainer's accumulation; called when an epoch begins.
         options: Arguments of :class:`ResumableBatchSampler`.
     """
@@ -51,22 +52,25 @@ class TextBatchSampler(ResumableBatchSampler):
         *,
         targets: np.ndarray,
         lengths: np.ndarray | None,
+        pairs: np.ndarray | None = None,
         accumulation: Callable[[], AccumulationPlan],
         **options: Any,
     ) -> None:
         super().__init__(size, **options)
-        self._targets, self._lengths, self._accumulation = targets, lengths, accumulation
+        self._targets, self._pairs, self._lengths, self._accumulation = targets, pairs, lengths, accumulation
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
         indices, _ = self._epoch_draws()
         spans = list(self.spans_from(0))
         first = sum(start < samples for start, _ in spans)
-        totals = self._step_totals(np.concatenate([[0], np.cumsum(self._targets[indices])]), spans, first)
+        totals = self._step_totals(_running(self._targets[indices]), spans, first)
+        pairs = None if self._pairs is None else self._step_totals(_running(self._pairs[indices]), spans, first)
         coming = zip(range(first, len(spans)), super().batches_from(samples), strict=False)
         for number, draws in coming:
             known = StepDraws(draws)
             known.tokens_in_step = totals[number]
+            known.pairs_in_step = None if pairs is None else pairs[number]
             if self._lengths is not None:
                 start, stop = spans[number]
                 known.length = int(self._lengths[indices[start:stop]].max())
@@ -99,6 +103,11 @@ class TextBatchSampler(ResumableBatchSampler):
             return indices, seeds
         order = bucket_by_length(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
         return indices[order], seeds[order]
+
+
+def _running(counts: np.ndarray) -> np.ndarray:
+    """Returns the sum of the counts before each sample, and of all, int64 [N + 1]."""
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
 class InOrderTextBatchSampler(TextBatchSampler, InOrderBatchSampler):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,18 @@ from dlo_framework.data import ResumableDataModule, ResumableLoader
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.llm import batch_counts
-from dlo_tasks.llm.batches import PackedWindows, PaddedSamples, Prompts
+from dlo_tasks.llm.batches import Prompts
 from dlo_tasks.llm.cache_folder import cache_folder
 from dlo_tasks.llm.chat import find_chat_template
 from dlo_tasks.llm.corpus import embedded_tokenizer, standard_library
 from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
-from dlo_tasks.llm.sample_layout import PackingName, Statistics, lay_out_samples, split_documents
+from dlo_tasks.llm.sample_layout import PackingName, lay_out_samples, split_documents
 from dlo_tasks.llm.step_tokens import AccumulationPlan, InOrderTextBatchSampler, TextBatchSampler
 from dlo_tasks.llm.token_build import cached_tokens
 from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.tokenizer import find_filler_id, load_tokenizer, set_chat_template
-
-_COLUMNS = ("messages", "tools", "prompt", "completion", "text")
 
 
 class TextData(ResumableDataModule):
@@ -95,6 +93,8 @@ class TextData(ResumableDataModule):
 
     #: Batches own their memory, so callbacks may write to them.
     makes_new_batches = True
+    #: Columns of records, which `columns` may rename.
+    column_names: tuple[str, ...] = ("messages", "tools", "prompt", "completion", "text")
 
     def __init__(
         self,
@@ -132,11 +132,11 @@ class TextData(ResumableDataModule):
             raise DloError(f"seq_len and corpus_bytes must be at least 1, got {seq_len} and {corpus_bytes}")
         if not 0 <= val_fraction < 1:
             raise DloError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
-        unknown = sorted(set(columns or {}) - set(_COLUMNS))
+        unknown = sorted(set(columns or {}) - set(self.column_names))
         if unknown:
             raise DloError(
-                f"columns must rename {', '.join(_COLUMNS)}, got {', '.join(unknown)}"
-                f"{did_you_mean(unknown[0], _COLUMNS) or '; remove it'}"
+                f"columns must rename {', '.join(self.column_names)}, got {', '.join(unknown)}"
+                f"{did_you_mean(unknown[0], self.column_names) or '; remove it'}"
             )
         self.train_files, self.val_files, self.predict_files = train_files, val_files, predict_files
         self.chat_template, self.columns = chat_template, dict(columns or {})
@@ -148,7 +148,7 @@ class TextData(ResumableDataModule):
         #: Prompts to complete, as read from `predict_files`; empty before `setup` for prediction.
         self.prompts: list[Any] = []
         #: Packing statistics of `train` and `val`.
-        self.statistics: dict[str, Statistics] = {}
+        self.statistics: dict[str, Any] = {}
         self._source = tokenizer
         self._loaded_from: str | None = None
         self._names: dict[str, str] | None = None  # of the caches, by split
@@ -165,7 +165,7 @@ class TextData(ResumableDataModule):
                 continue
             files = expand_patterns(patterns, option)
             if option != "predict_files":
-                next(read_records(files, self.columns), None)
+                next(self.read(files), None)
         if self.train_files is None:
             assert self._library  # finding none is an error
         if self._source is not None:
@@ -191,11 +191,37 @@ class TextData(ResumableDataModule):
         for option in ("train_files", "val_files"):
             patterns = getattr(self, option)
             files = expand_patterns(patterns, option) if patterns is not None else []
-            first = next(read_records(files, self.columns), None) if files else None
+            first = next(self.read(files), None) if files else None
             if first is not None and first.kind == "messages":
                 find_chat_template(
                     load_tokenizer(self._source or source, self.chat_template), f"{files[0]}:{first.row}"
                 )
+
+    def read(self, files: Sequence[Path]) -> Iterator[Any]:
+        """Yields the records of some files; each has a `kind`, such as `messages`, and a `row`."""
+        return read_records(files, self.columns)
+
+    def tokenize(self, files: Sequence[Path], tokenizer: Any) -> str:
+        """Tokenises some files, unless they are cached; returns the name of the cache file."""
+        return cached_tokens(files, tokenizer, self.cache_dir, self.columns)
+
+    def lay_out(self, split: str, store: TokenStore, documents: np.ndarray, files: Sequence[Path]) -> tuple[Any, Any]:
+        """Returns the dataset of some documents of a store, and its statistics.
+
+        Args:
+            split: Name of the split, `train` or `val`.
+            store: Token store.
+            documents: Indices of the documents, int64 [D].
+            files: Source files, for error messages.
+        """
+        return lay_out_samples(
+            *(store, documents, files),
+            seq_len=self.seq_len,
+            packing=self.packing,
+            long_samples=self.long_samples,
+            filler=find_filler_id(self.tokenizer),
+            by_length=split == "val",
+        )
 
     def _files(self, split: str) -> list[Path]:
         if split == "val":
@@ -218,9 +244,7 @@ class TextData(ResumableDataModule):
         stages = {TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
         tokenizer = self._load_tokenizer()
         splits = self._splits(stages.get(state) if state is not None else None)
-        self._names = {
-            split: cached_tokens(self._files(split), tokenizer, self.cache_dir, self.columns) for split in splits
-        }
+        self._names = {split: self.tokenize(self._files(split), tokenizer) for split in splits}
 
     def _load_tokenizer(self) -> Any:
         """Returns the tokenizer, loaded once; clears everything that was made with another one."""
@@ -290,29 +314,21 @@ class TextData(ResumableDataModule):
                     f"val_fraction must leave documents for {'validation' if split == 'val' else 'training'}, got"
                     f" {self.val_fraction} of {len(store)} documents; change it, or set val_files"
                 )
-        dataset, statistics = lay_out_samples(
-            store,
-            documents,
-            self._files(origin),
-            seq_len=self.seq_len,
-            packing=self.packing,
-            long_samples=self.long_samples,
-            filler=find_filler_id(self.tokenizer),
-            by_length=split == "val",
-        )
+        dataset, statistics = self.lay_out(split, store, documents, self._files(origin))
         self._datasets[split], self.statistics[split] = dataset, statistics
         if self.trainer is None or self.trainer.is_global_zero:
             print(f"{split}: {statistics}", flush=True)
 
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of the training windows, in random order."""
-        dataset: PackedWindows | PaddedSamples = self._datasets["train"]
+        dataset = self._datasets["train"]
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         make_sampler = partial(
             InOrderTextBatchSampler if overfit else TextBatchSampler,
             len(dataset),
             targets=dataset.targets,
             lengths=dataset.lengths,
+            pairs=dataset.pairs,
             accumulation=_accumulation_of(self),
         )
         return self.train_loader(dataset, make_sampler=make_sampler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,54 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
 from dlo_tasks.llm.records import content_hash, read_records
-from dlo_tasks.llm.token_cache import FORMAT, DamagedTokenCache, verify_checksum, write_store
+from dlo_tasks.llm.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
 from dlo_tasks.llm.tokenization import tokenize_records
 from dlo_tasks.llm.tokenizer import fingerprint, vocabulary_size
+
+#: Function that makes documents; it gets a callback for progress, in bytes read.
+MakeDocuments = Callable[[Callable[[int], object]], Iterable[Document]]
 
 
 def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: Mapping[str, str] | None = None) -> str:
     """Returns the name of the cache file in ``folder`` with the tokens of some files; writes it if it does not exist.
 
-    The name is a hash of the files' contents, the tokenizer, the columns and the format. A damaged cache is written
-    again, with a warning. Terminals show a progress bar.
-
     Args:
         files: Files to tokenise, in this order.
-        tokenizer: Fast tokenizer. It distributes the work over the cores, unless ``TOKENIZERS_PARALLELISM=false`` is
-            in the environment. An unset variable is set to true, because each worker forked later would otherwise
-            write a warning.
+        tokenizer: Fast tokenizer; see :func:`cached_documents`.
         folder: Folder of the cache.
         columns: Other names of the columns; see :func:`dlo_tasks.llm.records.read_records`.
 
     Raises:
         DloError: If records cannot be read or tokenised, or the folder cannot be written to.
     """
-    made_of = [FORMAT, content_hash(files), fingerprint(tokenizer), sorted((columns or {}).items())]
+
+    def documents(on_bytes: Callable[[int], object]) -> Iterable[Document]:
+        return tokenize_records(read_records(files, columns, on_bytes), tokenizer, files)
+
+    return cached_documents(files, tokenizer, folder, documents, [sorted((columns or {}).items())])
+
+
+def cached_documents(
+    files: Sequence[Path], tokenizer: Any, folder: Path, documents: MakeDocuments, options: list[Any]
+) -> str:
+    """Returns the name of the cache file in ``folder`` with documents of some files; writes it if it does not exist.
+
+    The name is a hash of the files' contents, the tokenizer, the options and the format. A damaged cache is written
+    again, with a warning. Terminals show a progress bar.
+
+    Args:
+        files: Files of the documents, in this order.
+        tokenizer: Fast tokenizer. It distributes the work over the cores, unless ``TOKENIZERS_PARALLELISM=false`` is
+            in the environment. An unset variable is set to true, because each worker forked later would otherwise
+            write a warning.
+        folder: Folder of the cache.
+        documents: Function that makes the documents.
+        options: Settings that change the documents.
+
+    Raises:
+        DloError: If documents cannot be made, or the folder cannot be written to.
+    """
+    made_of = [FORMAT, content_hash(files), fingerprint(tokenizer), *options]
     size = vocabulary_size(tokenizer)
     if size != len(tokenizer):  # Ids with gaps: earlier caches, which used len, hold other tokens.
         made_of.append(size)
@@ -50,5 +75,5 @@ def cached_tokens(files: Sequence[Path], tokenizer: Any, folder: Path, columns: 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, desc="tokenise", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        write_store(path, tokenize_records(read_records(files, columns, bar.update), tokenizer, files), size)
+        write_store(path, documents(bar.update), size)
     return name

@@ -340,9 +340,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if kernel == "compiled":
                     losses, slope = _compiled()(logits, t, softcap, need_slope=parts.wanted)
                 elif kernel == "columns" or softcap is not None or shard is not None:
-                    losses, slope = _losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
                 else:
-                    losses, slope = _losses_and_slope_of_rows(logits, t, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope_of_rows(logits, t, need_slope=parts.wanted)
                 total += (losses if ignored is None else losses.masked_fill_(ignored, 0)).sum()
                 if slope is not None:
                     parts.add(start, h, slope, ignored)
@@ -441,7 +441,7 @@ def project_columns(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     return out.t()
 
 
-def _losses_and_slope(
+def losses_and_slope(
     logits: Tensor,
     targets: Tensor,
     softcap: float | None,
@@ -484,7 +484,7 @@ def _losses_and_slope(
     return losses, values if values.dtype == dtype else logits.copy_(values)
 
 
-def _losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
+def losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
     """Computes the same with few kernels, each of which passes once over the logits `[n, V]`."""
     log_shares = torch.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
     at_target = log_shares.gather(1, targets)

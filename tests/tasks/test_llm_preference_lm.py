@@ -1,0 +1,214 @@
+"""PreferenceLM: what it refuses, resuming, checkpoints, exports, predictions, precomputed references and logs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dlo_framework.checkpoint import load
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel
+from dlo_tasks.llm import export
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.preference_lm import PreferenceLM
+from dlo_tasks.llm.text_data import TextData
+from support.preferences import build, data, write_pairs, write_tokenizer
+from support.token_batches import FAMILIES
+
+SIZES = {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 32}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pairs(tmp_path)
+    write_tokenizer(tmp_path)
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**{**FAMILIES["llama"], "vocab_size": 32})).save_pretrained(tmp_path / "reference")
+    return tmp_path
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    found = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_steps": 5}
+    quiet = {"enable_model_summary": False, "enable_checkpointing": False, "default_root_dir": str(folder)}
+    return Trainer(**{**found, **quiet, "num_sanity_val_steps": 0, **options})
+
+
+def fit(folder: Path, task: PreferenceLM, made: Any, ckpt_path: str | None = None, **options: Any) -> Trainer:
+    running = trainer(folder, **options)
+    use_canonical_checkpoints(running)
+    running.fit(task, made, ckpt_path=ckpt_path, weights_only=False)
+    return running
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"beta": 0.0}, {}, r"beta must be positive, got 0\.0; 0\.1 is usual"),
+    ({"objective": "simpo", "beta": -1.0}, {}, r"beta must be positive, got -1\.0; 2\.0 is usual"),
+    ({"gamma": -1.0}, {}, r"gamma must not be negative"),
+    ({"desirable_weight": 0.0}, {}, r"desirable_weight must be positive"),
+    ({"objective": "ppo"}, {}, r"objective must be one of dpo, ipo, hinge, kto, orpo, simpo, got ppo"),
+    ({"loss_kernel": "compiled"}, {}, r"loss_kernel must be torch for PreferenceLM"),
+    ({}, {}, r"reference must be set for objective dpo, got none; set precompute: true .* or lora"),
+    ({"objective": "orpo", "precompute": True}, {}, r"precompute must be unset for objective orpo, which needs no"),
+    ({"objective": "kto", "precompute": True}, {}, r"unpaired must be true for objective kto, got false; set data"),
+    ({"precompute": True}, {"unpaired": True}, r"unpaired must be false for objective dpo, got true; remove it, or"),
+]
+
+
+@pytest.mark.parametrize(("options", "given", "message"), REFUSED)
+def test_settings_that_do_not_match_are_refused_before_the_run(
+    folder: Path, options: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DloError, match=message) as found:
+        PreferenceLM(config=SIZES, **options).check(data(str(folder), **given))
+    assert "\n" not in str(found.value)
+
+
+def test_a_reference_where_none_is_needed_and_one_of_another_vocabulary_are_refused(folder: Path) -> None:
+    reference = FrozenModel(task=CausalLM(config={**SIZES, "vocab_size": 40}))
+    with pytest.raises(DloError, match="reference must be unset for objective simpo"):
+        PreferenceLM("simpo", config=SIZES, reference=reference).check(data(str(folder)))
+    with pytest.raises(DloError, match=r"reference must have checkpoint or task, got average 0\.9, which follows"):
+        PreferenceLM(config=SIZES, reference=FrozenModel(average=0.9)).check(data(str(folder)))
+    task = PreferenceLM(model=str(folder / "reference"), reference=reference)
+    with pytest.raises(DloError, match="reference must have the model's vocabulary of 32 tokens, got 40"):
+        task.check(data(str(folder)))
+
+
+def test_other_data_are_refused() -> None:
+    with pytest.raises(DloError, match="data must be PreferenceData for PreferenceLM, got TextData"):
+        PreferenceLM("orpo", config=SIZES).check(TextData())
+
+
+def test_the_check_accepts_what_matches(folder: Path) -> None:
+    for objective, source in (("dpo", "adapters"), ("kto", "precompute"), ("orpo", ""), ("ipo", "model")):
+        task, made = build(str(folder), objective, source)
+        task.check(made)
+
+
+def weights_of(task: PreferenceLM) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in task.state_dict().items() if "measures" not in name}
+
+
+@pytest.mark.parametrize(
+    ("objective", "source", "packing"),
+    [("dpo", "precompute", "none"), ("kto", "model", "best_fit"), ("orpo", "", "none")],
+)
+def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_weights(
+    folder: Path, objective: str, source: str, packing: str
+) -> None:
+    def made() -> tuple[PreferenceLM, Any]:
+        seed_everything(1)
+        return build(str(folder), objective, source, packing, rows=2, schedule="constant")
+
+    whole, rows = made()
+    fit(folder, whole, rows, max_steps=6)
+    first, rows = made()
+    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=3, save_top_k=-1)
+    fit(folder, first, rows, max_steps=3, callbacks=[saving], enable_checkpointing=True)
+    second, rows = made()
+    running = fit(folder, second, rows, ckpt_path=saving.best_model_path, max_steps=6)
+    assert running.global_step == 6
+    for name, value in weights_of(whole).items():
+        assert torch.equal(value, second.state_dict()[name]), name
+    names = load(saving.best_model_path)["state_dict"].keys()
+    assert set(names) == {name for name in second.state_dict() if "measures" not in name} | {
+        name for name in names if "measures" in name
+    }  # None of the reference.
+    assert not [name for name in names if "reference" in name]
+
+
+def test_a_reference_that_was_precomputed_is_needed_by_a_resumed_run(folder: Path) -> None:
+    task, rows = build(str(folder), "dpo", "precompute", rows=2)
+    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=-1)
+    fit(folder, task, rows, max_steps=2, callbacks=[saving], enable_checkpointing=True)
+    (file,) = (folder / "cache").glob("reference-*.npz")
+    file.unlink()
+    task, rows = build(str(folder), "dpo", "precompute", rows=2)
+    with pytest.raises(
+        DloError, match=r"precompute must find the log-probabilities .* got no file .*; restore the file"
+    ):
+        fit(folder, task, rows, ckpt_path=saving.best_model_path, max_steps=4)
+
+
+def test_precomputed_log_probs_are_shared_by_runs_and_equal_those_of_each_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**options: Any) -> PreferenceLM:
+        seed_everything(1)
+        task = PreferenceLM(model=str(folder / "reference"), lr=1e-2, optimizer_args={"eps": 1e-4}, **options)
+        fit(folder, task, data(str(folder), batch_size=2))
+        return task
+
+    each_step = run(reference=FrozenModel(task=CausalLM(model=str(folder / "reference"))))
+    first = run(precompute=True)
+    assert len(list((folder / "cache").glob("reference-*.npz"))) == 1
+    monkeypatch.setattr(PreferenceLM, "reference_log_probs", None)  # It would fail if it were called.
+    second = run(precompute=True, beta=0.1)
+    for name, value in weights_of(first).items():
+        assert torch.equal(value, second.state_dict()[name])
+        torch.testing.assert_close(value, each_step.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_rewards_are_logged_in_training_and_validation(folder: Path) -> None:
+    task, _ = build(str(folder), "dpo", "precompute", rows=2)
+    rows = data(str(folder), batch_size=2, val_fraction=0.3)
+    logger = CSVLogger(folder / "logs")
+    running = fit(folder, task, rows, logger=logger, log_every_n_steps=2, max_steps=8, val_check_interval=4)
+    logger.save()
+    table = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    margins = [float(row["train/reward_margin"]) for row in table if row["train/reward_margin"]]
+    assert len(margins) == 4
+    assert margins[-1] > margins[0]
+    for row in table:
+        if row["train/reward_margin"]:
+            difference = float(row["train/reward_chosen"]) - float(row["train/reward_rejected"])
+            assert float(row["train/reward_margin"]) == pytest.approx(difference, abs=1e-6)
+            assert 0 <= float(row["train/reward_accuracy"]) <= 1
+    measured = running.callback_metrics
+    assert {"val_loss", "val_reward_margin", "val_reward_accuracy", "val_reward_chosen", "val_reward_rejected"} <= set(
+        measured
+    )
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+def test_validation_does_not_depend_on_the_batch_size(folder: Path, objective: str) -> None:
+    found = []
+    for rows in (1, 3, 8):
+        seed_everything(1)
+        task = PreferenceLM(
+            objective,
+            model=str(folder / "reference"),
+            **({"reference": FrozenModel(task=CausalLM(config=SIZES))} if objective != "orpo" else {}),
+        )  # type: ignore[arg-type]
+        torch.manual_seed(7)
+        made = data(str(folder), unpaired=objective == "kto", val_fraction=0.4, batch_size=2, eval_batch_size=rows)
+        (measured,) = trainer(folder).validate(task, made, verbose=False)
+        found.append(measured)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+    assert found[0]["val_loss"] > 0
+
+
+def test_an_export_is_a_model_that_transformers_loads_and_predicts_as_the_task(folder: Path) -> None:
+    task, rows = build(str(folder), "dpo", "adapters")
+    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=2)
+    (folder / "prompts.txt").write_text("the loss\nof a\n")
+    rows.predict_files = str(folder / "prompts.txt")
+    fit(folder, task, rows, max_steps=2, callbacks=[saving], enable_checkpointing=True)
+    export.write_folder(load(saving.best_model_path), folder / "exported")
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    ids = torch.randint(20, (2, 7))
+    with torch.no_grad():
+        expected = task.model(input_ids=ids).logits
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    found = trainer(folder).predict(task, rows)
+    assert [row["prompt"] for batch in found for row in batch] == ["the loss", "of a"]
