@@ -140,7 +140,9 @@ class PlanSearch:
             verified = [item for item in found if isinstance(item, Candidate)]
             if len(verified) == len(found):
                 return replace(result, candidates=verified + result.candidates[_VERIFIED:])
-        raise DloError(refused[0].why or str(refused[0]))
+        if not verified:
+            raise DloError(refused[0].why or str(refused[0]))
+        return replace(result, candidates=verified, rejections=result.rejections + refused[-len(found) :])
 
     def _rank_memory(self, candidate: Candidate) -> list[RankMemory]:
         plan = self.rotor.plan(candidate.layout) if candidate.layout.recompute == "rotor" else None
@@ -178,10 +180,13 @@ class PlanSearch:
         return SearchResult([replace(c, reason=explain(c, best[0])) for c in best], rejections, len(layouts))
 
     def _refusal(self, layout: Layout, refused: Sequence[Rejection]) -> Rejection | None:
-        """Returns the rejection of a layout whose mesh a simulated rank has refused, or which its shards do not fit."""
+        """Returns the rejection of a layout whose mesh a simulated rank has refused, or which its shards do not fit.
+
+        A schedule other than 1F1B that a rank cannot run is refused on all meshes.
+        """
         for found in refused:
             other = found.layout
-            is_same = (layout.mesh, layout.schedule) == (other.mesh, other.schedule)
+            is_same = layout.schedule == other.schedule and (layout.schedule != "1F1B" or layout.mesh == other.mesh)
             if found.kind != "refused":
                 is_same = replace(layout, recompute=other.recompute, every=other.every, budget=other.budget) == other
             if is_same:

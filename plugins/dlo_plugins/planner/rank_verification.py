@@ -6,7 +6,9 @@ is counted from the shapes of each rank's shards, which a layout's even shares l
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -67,8 +69,9 @@ class RankVerification:
         try:
             strategy = self._strategy(candidate)
             # Without its split, equal blocks can be left out: those that remain are the same.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # A run prints torch's.
+            # A run prints torch's warnings; torch prints the traceback of some failures.
+            with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                warnings.simplefilter("ignore")
                 rehearse_step(self._strategy(candidate, with_split=False), self._task, layout.mesh, self._datamodule)
                 excess = self._excess(strategy, candidate, ranks)
         except DloError as error:
