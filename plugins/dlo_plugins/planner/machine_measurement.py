@@ -12,7 +12,7 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def measure_machine(
     attention = next((p for part in profile.parts for p, _ in part.forward.products if p.is_attention), None)
     wanted = Wanted(
         device, getattr(torch, dtype), product_shapes(profile, ranks, rows),
-        _attention_shape(attention, rows), calls, rows, exchanged_sizes(profile, batch), seconds,
+        _attention_shape(attention, rows), calls, rows, seconds,
     )  # fmt: skip
     threads = max(1, (os.cpu_count() or 1) // ranks)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -113,20 +113,6 @@ def product_shapes(profile: ModelProfile, ranks: int, rows: Sequence[int]) -> li
     found = sorted(weights, key=lambda shape: -weights[shape])
     grid = [(m, n, k, 1, False) for m in _GRID for n in _GRID for k in _GRID if 2.0 * m * n * k <= _LARGEST]
     return [*found, *(shape for shape in grid if shape not in weights)]
-
-
-def exchanged_sizes(profile: ModelProfile, batch: int) -> list[int]:
-    """Returns the bytes of the tensors that `tp` and `pp` exchange: a block's output, for all rows and for a quarter.
-
-    A few kilobytes beside them give the latency; no buffer is larger than 64 MB.
-
-    Args:
-        profile: Profile of the model.
-        batch: Rows of a step on all ranks.
-    """
-    row = profile.blocks[0].output.total if profile.blocks else 0.0
-    sizes = {int(min(row * rows, 1 << 26)) // 4096 * 4096 for rows in (batch, batch / 4)}
-    return sorted({1 << 12, *(size for size in sizes if size > 1 << 12)} if row else {1 << 12, 1 << 22})
 
 
 def _shape(product: Product) -> Shape:
@@ -260,40 +246,28 @@ def _fit(
 
 
 def _links(ranks: Sequence[RankMeasurement], constant: Any) -> dict[str, Any]:
-    """Returns the links by kind and number of ranks."""
+    """Returns the links by kind and number of ranks: latency and bandwidth from the smallest and the largest size."""
     times: dict[tuple[str, int], dict[int, float]] = {}
     for key in ranks[0].collectives:
         kind, size, length = key
         times.setdefault((kind, size), {})[length] = _median(rank.collectives[key] for rank in ranks)
     links: dict[str, Any] = {}
     for (kind, size), known in times.items():
+        small, large = min(known), max(known)
         steps = 1 if kind == "send" else size - 1
         passed = 1.0 if kind == "send" else (size - 1) / size
         factor = 2 if kind == "all_reduce" else 1
-        latency, a_byte = fit_line(known)
-        what = f"{kind} of {', '.join(map(str, sorted(known)))} bytes"
+        a_byte = max(known[large] - known[small], 0.01 * known[large]) / (large - small)
+        latency = max(known[small] - a_byte * small, 1e-7)
         links.setdefault(kind, {})[size] = {
-            "bandwidth": constant(factor * passed / a_byte, what),
-            "latency": constant(latency / steps / factor, what),
+            "bandwidth": constant(factor * passed / a_byte, f"{kind} of {large} bytes"),
+            "latency": constant(latency / steps / factor, f"{kind} of {small} bytes"),
         }
     general = links.get("all_reduce", {})
     last = general[max(general)] if general else {
         "bandwidth": constant(1e10, "one rank: not measured"), "latency": constant(1e-6, "one rank: not measured")
     }  # fmt: skip
     return {"node": last, **links}
-
-
-def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the seconds of an exchange of no bytes, and those of a byte: least squares of relative errors.
-
-    Args:
-        times: Seconds by bytes, of at least two sizes.
-    """
-    matrix = torch.tensor([[1 / seconds, size / seconds] for size, seconds in times.items()], dtype=torch.float64)
-    found = torch.linalg.lstsq(matrix, torch.ones(len(times), 1, dtype=torch.float64)).solution[:, 0]
-    large = max(times)
-    a_byte = max(float(found[1]), 0.01 * times[large] / large)
-    return max(float(found[0]), 1e-7), a_byte
 
 
 def write_machine(content: dict[str, Any], path: Path) -> None:

@@ -26,11 +26,9 @@ from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceS
 
 #: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
 Shape = tuple[int, int, int, int, bool]
-#: Widths of the weights, of which the smallest gives latency and the largest bandwidth.
-_WIDTHS, _DEPTH = (16, 768), 8
+#: Widths of the weights, and bytes of the buffers, of which the smallest gives latency and the largest bandwidth.
+_WIDTHS, _BUFFERS, _DEPTH = (16, 768), (1 << 12, 1 << 22), 8
 _CALLS = 5
-#: Exchanges of a size, each after a product.
-_EXCHANGES = 15
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Wanted:
         attention: Query's batch and heads together, length, width, and whether it is causal; None for none.
         blocks: Calls of blocks.
         rows: Numbers of rows with which blocks run.
-        exchanged: Bytes of the full tensors that `tp` and `pp` exchange.
         seconds: Time for all of it, approximately.
     """
 
@@ -71,7 +68,6 @@ class Wanted:
     attention: tuple[int, int, int, bool] | None
     blocks: Sequence[BlockCall]
     rows: Sequence[int]
-    exchanged: Sequence[int]
     seconds: float
 
 
@@ -254,9 +250,10 @@ class _Measuring:
             if self.world_size % size:
                 continue
             group = self._group(size)
-            for length in self.wanted.exchanged:
+            for length in _BUFFERS:
                 for kind, run in self._exchanges(group, length // 4).items():
-                    found[kind, size, length] = self._between_products(run)
+                    self._together()
+                    found[kind, size, length] = self._seconds(run, clock=self._elapsed)
             for width in _WIDTHS:
                 gather, reduce = self._units(size, width)
                 found["all_gather", size, 4 * width * width] = gather
@@ -282,30 +279,6 @@ class _Measuring:
                 work.wait()
 
         return {"all_reduce": all_reduce, "send": send}
-
-    def _between_products(self, exchange: Callable[[], object]) -> float:
-        """Returns the seconds by which an exchange lengthens a product before it, on ranks that all do both.
-
-        Exchanges one after the other would be faster: ranks that compute in between, on shared cores above all, do not
-        arrive at the same time.
-        """
-        m, n, k, _, _ = self.wanted.products[0]
-        left, right = self._random(m, k), self._random(k, n)
-
-        def both() -> None:
-            left @ right
-            exchange()
-
-        self._together()
-        exchange()
-        found = []
-        for run in (lambda: left @ right, both):
-            self._together()
-            began = self._elapsed()
-            for _ in range(_EXCHANGES):
-                run()
-            found.append((self._elapsed() - began) / _EXCHANGES)
-        return max(found[1] - found[0], 1e-7)
 
     def _units(self, size: int, width: int) -> tuple[float, float]:
         """Returns the seconds of gathering and of reducing a unit of FSDP2, beyond those of the unit by itself."""

@@ -6,10 +6,10 @@ is counted from the shapes of each rank's shards, which a layout's even shares l
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +69,9 @@ class RankVerification:
         try:
             strategy = self._strategy(candidate)
             # Without its split, equal blocks can be left out: those that remain are the same.
-            # A run prints torch's warnings; torch prints the traceback of some failures.
-            with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            # A run prints torch's warnings; torch prints some failures, which are refused here with their message.
+            printed = io.StringIO()
+            with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
                 warnings.simplefilter("ignore")
                 rehearse_step(self._strategy(candidate, with_split=False), self._task, layout.mesh, self._datamodule)
                 excess = self._excess(strategy, candidate, ranks)

@@ -10,7 +10,7 @@ import yaml
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_plugins.planner.machine import ProductTable, parse_machine
-from dlo_plugins.planner.machine_measurement import exchanged_sizes, fit_line, machine_content, product_shapes
+from dlo_plugins.planner.machine_measurement import machine_content, product_shapes
 from dlo_plugins.planner.rank_measurement import RankMeasurement, Wanted
 from dlo_plugins.planner.work import Product, Share
 from support.planner_models import llama
@@ -49,7 +49,7 @@ def _measured(slope: float, launch: float) -> tuple[dict[str, object], Wanted]:
     block, rate = profile.blocks[0], 1e11
     shapes = product_shapes(profile, 2, [1, 4])
     heads = (8, 256, 64, True)
-    wanted = Wanted("cpu", torch.bfloat16, shapes, heads, (), [1, 4], exchanged_sizes(profile, 4), 1.0)
+    wanted = Wanted("cpu", torch.bfloat16, shapes, heads, (), [1, 4], 1.0)
 
     def seconds(work: object, rows: int) -> float:
         share = Share(rows)
@@ -82,17 +82,6 @@ def test_bandwidth_and_launch_are_found_from_blocks() -> None:
     sources = dict(machine.sources)
     assert sources.pop("overlap_slowdown").startswith("assumed")  # On gloo nothing overlaps.
     assert all(len(source) > 10 and "measured" in source for source in sources.values())
-
-
-def test_exchanges_have_the_sizes_of_the_models_and_a_line_through_them() -> None:
-    profile = llama(512, 1536, 3, 8, 4, 256, 1000)
-    row = 256 * 512 * 2
-    assert exchanged_sizes(profile, 16) == [1 << 12, 4 * row, 16 * row]
-    assert exchanged_sizes(profile, 1 << 20)[-1] == 1 << 26
-    assert fit_line({1 << 12: 1e-3 + (1 << 12) / 1e9, 1 << 20: 1e-3 + (1 << 20) / 1e9}) == pytest.approx((1e-3, 1e-9))
-    latency, a_byte = fit_line({1 << 12: 2e-3, 1 << 20: 1e-3})  # Noise: no time is negative.
-    assert latency > 0
-    assert a_byte > 0
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
