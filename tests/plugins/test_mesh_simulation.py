@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dlo_framework import Task
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
+from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.mesh import mesh_simulation as simulation
 from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
@@ -163,6 +164,19 @@ def test_half_precision_halves_what_it_computes_in() -> None:
     assert _bytes(found, "dp_shard") == _bytes(single, "dp_shard")
     (found,) = simulate_ranks(task(), half, spec, [0], batch())
     assert found.state_bytes == RankStateBytes(*(size // 2 for size in vars(single.state_bytes).values()))
+
+
+def test_stages_pass_hidden_states_in_the_dtype_of_gathered_parameters() -> None:
+    """Stages are rehearsed before they are sharded: with parameters in their own dtype, hidden states would differ."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    spec, sent = MeshSpec(pp=2, dp_shard=2), {}
+    for dtype in ("float32", "bfloat16"):
+        strategy = MeshStrategy(appliers=[FullyShard(param_dtype=dtype)], micro_batches=2)
+        strategy._precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+        (found,) = simulate_ranks(task(), strategy, spec, [0], batch())
+        sent[dtype] = sum(row.bytes for row in found.traffic if row.kind == "send")
+    assert sent["bfloat16"] == sent["float32"] / 2
 
 
 def _bytes(rank: SimulatedRank, axis: str) -> int:

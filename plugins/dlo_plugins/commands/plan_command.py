@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
         run = UnplannedRun(found, 1, "dlo plan")
         gpus, nodes = count_gpus(run.user_config, options)
-        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options)
+        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs)
     if options.out is not None:
         planned.write(options.out)
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +18,11 @@ class UnplannedRun(SimulatedRun):
     """
 
     user_config: dict[str, Any]
+
+    @property
+    def runs(self) -> Path:
+        """Folder that holds all runs."""
+        return self._runs().parent
 
     def before_instantiate_classes(self) -> None:
         """Keeps the config, and removes from it what a plan chooses."""

@@ -245,7 +245,8 @@ class RankView:
         self.pipelined = pipelined
         if self._batch is not None:
             parts = pipelined.split_training_batch(self._shard_batch(self._batch))
-            with _materialised(pipelined.task.model):
+            policy = self.options.shard_options(self.task).policy
+            with _materialised(pipelined.task.model, policy.param_dtype):
                 pipelined.pipeline.rehearse(parts, pipelined._forward)
 
     def _shard_batch(self, batch: Any) -> Any:
@@ -383,15 +384,23 @@ def make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 @contextlib.contextmanager
-def _materialised(module: nn.Module) -> Iterator[None]:
-    """Makes other ranks' stages runnable inside the block."""
-    gone = [(entries, key, tensor) for entries, key, tensor in _entries(module) if tensor.device.type == "meta"]
-    for entries, key, tensor in gone:
-        entries[key] = _fake_like(tensor)
+def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterator[None]:
+    """Makes other ranks' stages runnable inside the block, with parameters in the dtype that sharding gathers.
+
+    Args:
+        module: Model whose stages are not sharded yet.
+        param_dtype: Dtype in which FSDP2 gathers parameters; None for their own.
+    """
+    before = []
+    for entries, key, tensor in _entries(module):
+        dtype = param_dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
+        if tensor.device.type == "meta" or dtype not in (None, tensor.dtype):
+            before.append((entries, key, tensor))
+            entries[key] = _fake_like(tensor, dtype)
     try:
         yield
     finally:
-        for entries, key, tensor in gone:
+        for entries, key, tensor in before:
             entries[key] = tensor
 
 

@@ -10,9 +10,6 @@ from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.step_time import StepTime
 
-#: Measured over predicted step time of published runs, least and most; see docs/plugins/plan.md.
-INTERVAL = (0.95, 1.2)
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -27,6 +24,8 @@ class Candidate:
         peak: Floating-point operations a second of all ranks together.
         tokens: Tokens of a step, or rows where these have no length.
         reason: Sentence that compares it with the first.
+        is_verified: Whether simulated ranks have run a step of it.
+        bounds: Measured over predicted step time of earlier runs, least and most.
     """
 
     layout: Layout
@@ -37,6 +36,8 @@ class Candidate:
     peak: float
     tokens: int
     reason: str = ""
+    is_verified: bool = False
+    bounds: tuple[float, float] = (1.0, 1.0)
 
     @property
     def mfu(self) -> float:
@@ -51,7 +52,7 @@ class Candidate:
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds of a step, least and most."""
-        return self.time.total * INTERVAL[0], self.time.total * INTERVAL[1]
+        return self.time.total * self.bounds[0], self.time.total * self.bounds[1]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the candidate as JSON data: seconds and bytes."""
@@ -64,6 +65,7 @@ class Candidate:
             "bubble": self.time.bubble / self.time.total,
             "seconds": asdict(self.time),
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+            "verified": self.is_verified,
             "reason": self.reason,
         }
 
@@ -74,17 +76,21 @@ class Rejection:
 
     Attributes:
         layout: Layout.
-        kind: Resource that rejects it: `memory`, or `time`.
-        value: Bytes of the rank that needs most, or seconds of a step: at least this.
-        limit: Bytes of memory, or seconds of the slowest plan that was kept.
+        kind: Resource that rejects it, `memory` or `time`; or `refused`, where a simulated rank cannot run it.
+        value: Bytes of the rank that needs most, or seconds of a step: at least this; 1 where it is refused.
+        limit: Bytes of memory, or seconds of the slowest plan that was kept; 1 where it is refused.
+        why: Message of a simulated rank.
     """
 
     layout: Layout
     kind: str
     value: float
     limit: float
+    why: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "refused":
+            return f"{self.layout}: {self.why}"
         if self.kind == "memory":
             return f"{self.layout}: needs {format_bytes(self.value)}, more than {format_bytes(self.limit)}"
         return f"{self.layout}: a step takes at least {self.value:.3g} s, {self.value / self.limit - 1:+.0%}"

@@ -48,7 +48,7 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     mesh = layout.mesh
     trainer = found.setdefault("trainer", {})
     before = trainer.get("strategy")
-    strategy = _zero_strategy(state) if layout.zero == 1 else _mesh_strategy(candidate, before, state)
+    strategy = _zero_strategy(state) if layout.zero == 1 else mesh_strategy(candidate, before, state)
     trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
     callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
     if layout.recompute == "rotor":
@@ -76,8 +76,14 @@ def _zero_strategy(state: StateFormat) -> dict[str, Any]:
     return {"class_path": "ZeroStrategy", "init_args": {"stage": 1, **dtypes}}
 
 
-def _mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict[str, Any]:
-    """Returns the strategy of a candidate; appliers of the config's own strategy that the plan does not choose stay."""
+def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict[str, Any]:
+    """Returns the strategy of a candidate; appliers of the config's own strategy that the plan does not choose stay.
+
+    Args:
+        candidate: Candidate.
+        before: Strategy of the user's config.
+        state: Bytes of the run's tensors.
+    """
     layout = candidate.layout
     options: dict[str, Any] = {axis: size for axis, size in layout.mesh.sizes.items() if size > 1}
     options["dp_shard"] = layout.mesh.dp_shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.planner.candidate import Candidate, Rejection
+from dlo_plugins.planner.interval import Interval, find_interval
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.plan_config import find_part, read_batch, write_yaml
 from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
+from dlo_plugins.planner.rank_verification import RankVerification
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
@@ -44,6 +46,7 @@ class PlannedRun:
         result: Result of the search.
         config: Config of the user.
         state: Bytes of the run's tensors.
+        interval: Interval of the predicted times.
     """
 
     profile: ModelProfile
@@ -53,6 +56,7 @@ class PlannedRun:
     result: SearchResult
     config: dict[str, Any]
     state: StateFormat
+    interval: Interval
 
     def write(self, folder: Path) -> list[Path]:
         """Writes each plan as a config, `plan_1.yaml` and so on, and returns the files.
@@ -72,8 +76,9 @@ class PlannedRun:
 
 
 def plan_run(
-    config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace
-) -> PlannedRun:
+    config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace,
+    runs: Path,
+) -> PlannedRun:  # fmt: skip
     """Returns the plans of a run.
 
     Args:
@@ -83,6 +88,7 @@ def plan_run(
         gpus: Number of GPUs of all nodes.
         nodes: Number of nodes; None for as few as the machine allows.
         options: Checked options of `dlo plan`.
+        runs: Folder that holds all runs; those that were checked give the interval.
 
     Raises:
         DloError: The model cannot be profiled, no layout is possible, or nothing fits.
@@ -112,8 +118,13 @@ def plan_run(
     rotor = whole is None or whole.get("scope") == "blocks"
     request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top, rotor)
     profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
-    result = PlanSearch(profile, machine, state, request).run()
-    return PlannedRun(profile, machine, request, nodes, result, config, state)
+    verify = None
+    if isinstance(model, Task) and profile.blocks:
+        verify = RankVerification(model.on_meta(), datamodule, config, nodes, state, request.memory)
+    result = PlanSearch(profile, machine, state, request).run(verify)
+    interval = find_interval(runs, machine.name, machine.device)
+    result.candidates = [replace(candidate, bounds=interval.bounds) for candidate in result.candidates]
+    return PlannedRun(profile, machine, request, nodes, result, config, state, interval)
 
 
 def measure_here(
@@ -227,6 +238,7 @@ def report_json(planned: PlannedRun) -> dict[str, Any]:
         "global_batch": planned.request.global_batch,
         "parameters": planned.profile.parameters,
         "layouts": planned.result.count,
+        "interval": asdict(planned.interval),
         "plans": [candidate.to_json() for candidate in planned.result.candidates],
         "rejected": [
             {"layout": str(r.layout), "kind": r.kind, "value": r.value, "limit": r.limit, "text": str(r)}
@@ -248,6 +260,7 @@ def report_text(planned: PlannedRun) -> str:
     ]
     for number, candidate in enumerate(planned.result.candidates, 1):
         lines += _candidate_lines(number, candidate, unit)
+    lines.append(f"{planned.interval}")
     lines += ["", "rejected, the nearest:", *(f"  {rejection}" for rejection in _shown(planned))]
     sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
     lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]
@@ -272,5 +285,5 @@ def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
         f"   {time.total:.3g} s a step ({low:.3g} to {high:.3g}), {candidate.throughput:,.0f} {unit}, MFU"
         f" {candidate.mfu:.1%}: {', '.join(seconds)}",
         f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}",
-        f"   {candidate.reason}",
+        f"   {candidate.reason}" + ("; simulated ranks run it" if candidate.is_verified else ""),
     ]

@@ -2,14 +2,15 @@
 
 Layouts are visited in the order of a lower bound of their time, computation without any communication. The search ends
 when the bound exceeds the time of the slowest plan that is kept, so that nothing faster is missed. Of the ways to
-recompute, the fastest that fits in memory is taken.
+recompute, the fastest that fits in memory is taken. Each plan that is kept has been simulated action by action, and the
+best ones run on simulated ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dlo_framework.errors import DloError, did_you_mean
@@ -27,10 +28,16 @@ from dlo_plugins.planner.step_time import TimeModel
 _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 2), ("full", 1))
 #: Schedules with the number of stages of a rank.
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2))
+#: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
+_VERIFIED, _SEARCHES = 3, 4
 #: Keys of `fix`, beside the axes.
 _FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute", "gather", "reduce")
 #: Values that `recompute` can be fixed at.
 _MODES = ("none", "selective", "full", "rotor")
+
+
+#: Function that verifies a candidate, given the memory of each rank of its pipeline.
+Verify = Callable[[Candidate, list[RankMemory]], Candidate | Rejection]
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,36 @@ class PlanSearch:
         self.rotor = RotorModel(self.times, self.memory)
         self._least: dict[tuple[int, ...], float] = {}
 
-    def run(self) -> SearchResult:
+    def run(self, verify: Verify | None = None) -> SearchResult:
         """Returns the fastest plans.
 
+        Args:
+            verify: Function that gets a candidate with the memory of each rank of its pipeline, and returns it, or why
+                it cannot run. The best three are verified, and others take the place of refused ones.
+
         Raises:
-            DloError: No layout is possible, or none fits in memory; the message says what is nearest.
+            DloError: No layout is possible, none fits in memory, or none can run; the message says what is nearest.
         """
+        refused: list[Rejection] = []
+        for _ in range(_SEARCHES):
+            result = self._search(refused)
+            if verify is None:
+                return result
+            found = [verify(candidate, self._rank_memory(candidate)) for candidate in result.candidates[:_VERIFIED]]
+            refused += [item for item in found if isinstance(item, Rejection)]
+            verified = [item for item in found if isinstance(item, Candidate)]
+            if len(verified) == len(found):
+                return replace(result, candidates=verified + result.candidates[_VERIFIED:])
+        if not verified:
+            raise DloError(refused[0].why or str(refused[0]))
+        return replace(result, candidates=verified, rejections=result.rejections + refused[-len(found) :])
+
+    def _rank_memory(self, candidate: Candidate) -> list[RankMemory]:
+        plan = self.rotor.plan(candidate.layout) if candidate.layout.recompute == "rotor" else None
+        return self.memory.ranks(candidate.layout, plan.activations if plan else None)
+
+    def _search(self, refused: Sequence[Rejection]) -> SearchResult:
+        """Returns the fastest plans, without those on meshes that a simulated rank has refused."""
         layouts = list(self._layouts())
         if not layouts:
             raise self._no_layout()
@@ -132,7 +163,7 @@ class PlanSearch:
             if bound > limit:
                 rejections += [Rejection(layouts[n], "time", least, limit) for least, n in order[at:]]
                 break
-            found = self._cheapest(layouts[number], limit)
+            found = self._refusal(layouts[number], refused) or self._cheapest(layouts[number], limit)
             if isinstance(found, Candidate) and found.time.total <= limit:
                 found = self._simulated(found)
             if isinstance(found, Rejection):
@@ -141,10 +172,26 @@ class PlanSearch:
                 rejections.append(Rejection(found.layout, "time", found.time.total, limit))
             else:
                 rejections += self._insert(kept, found)
+        if not kept and refused:
+            raise DloError(refused[0].why or str(refused[0]))
         if not kept:
             raise self._nothing_fits(rejections)
         best = sorted(kept.values(), key=lambda candidate: (round(candidate.time.total, 9), _axes(candidate.layout)))
         return SearchResult([replace(c, reason=explain(c, best[0])) for c in best], rejections, len(layouts))
+
+    def _refusal(self, layout: Layout, refused: Sequence[Rejection]) -> Rejection | None:
+        """Returns the rejection of a layout whose mesh a simulated rank has refused, or which its shards do not fit.
+
+        A schedule other than 1F1B that a rank cannot run is refused on all meshes.
+        """
+        for found in refused:
+            other = found.layout
+            is_same = layout.schedule == other.schedule and (layout.schedule != "1F1B" or layout.mesh == other.mesh)
+            if found.kind != "refused":
+                is_same = replace(layout, recompute=other.recompute, every=other.every, budget=other.budget) == other
+            if is_same:
+                return replace(found, layout=layout)
+        return None
 
     def _insert(self, kept: dict[tuple[object, ...], Candidate], found: Candidate) -> list[Rejection]:
         """Adds a plan to those that are kept, and returns those that leave.
@@ -374,5 +421,5 @@ def summarise_rejections(rejections: list[Rejection], shown: int = 8) -> list[Re
         if key not in best or rejection.value / rejection.limit < best[key].value / best[key].limit:
             best[key] = rejection
     ordered = sorted(best.values(), key=lambda r: r.value / r.limit)
-    by_kind = [[r for r in ordered if r.kind == kind] for kind in ("memory", "time")]
+    by_kind = [[r for r in ordered if r.kind == kind] for kind in ("refused", "memory", "time")]
     return list(itertools.chain.from_iterable(rs[: shown // 2] for rs in by_kind))

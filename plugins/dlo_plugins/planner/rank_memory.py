@@ -219,7 +219,7 @@ class MemoryModel:
             tied = self._times.profile.tied
             if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
                 total, trained = (count + tied.inside / mesh.tp + tied.outside for count in (total, trained))
-            several = len(parts) > 1 or parts[0][2] > 1
+            several = sum(times for *_, times in parts) != 1
             self._counts[key] = total, trained, sum(units[:2]) if several else total
         return self._counts[key]
 

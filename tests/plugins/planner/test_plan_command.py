@@ -42,6 +42,7 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
     for plan in found["plans"]:
         assert sum(plan["seconds"].values()) == pytest.approx(plan["step_seconds"])
         assert plan["interval_seconds"][0] < plan["step_seconds"] < plan["interval_seconds"][1]
+        assert plan["verified"]
         parts = [size for name, size in plan["memory_bytes"].items() if name != "total"]
         assert sum(parts) == pytest.approx(plan["memory_bytes"]["total"])
         assert plan["reason"]
@@ -95,6 +96,41 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert plan("--fix", "zero=1")["strategy"] == {"class_path": "ZeroStrategy", "init_args": {"stage": 1}}
     strategy = plan("--fix", "zero=1", "--fix", "reduce=bfloat16", *mixed)["strategy"]
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+
+
+def test_a_pipelines_plan_under_mixed_precision_runs_on_simulated_ranks(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--json", "--top", "1"]
+    words += ["--fix", "pp=2", "--fix", "dp_shard=2", "--trainer.precision", "bf16-mixed"]
+    assert main(words) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["verified"]
+
+
+def test_the_interval_is_that_of_checked_runs_on_the_machine(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "--config", config, "--gpus", "2", "--machine", "cpu", "--top", "1"]
+
+    def check(number: int, ratio: float, machine: str = "cpu") -> None:
+        folder = tmp_path / "runs" / "mine" / f"version_{number}"
+        folder.mkdir(parents=True)
+        residuals = {"step_seconds": {"predicted": 2.0, "measured": 2.0 * ratio}}
+        (folder / "plan_check.json").write_text(json.dumps({"machine": machine, "residuals": residuals}))
+
+    check(0, 1.1)
+    check(1, 0.9)
+    check(2, 3.0, machine="h100")
+    assert main(words) == 0
+    assert "as in runs of small models on a CPU" in capsys.readouterr().out
+    check(3, 1.25)
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["interval"] == {"low": 0.9, "high": 1.25, "source": "3 checked runs in runs on cpu"}
+    (plan,) = found["plans"]
+    assert plan["interval_seconds"] == pytest.approx([0.9 * plan["step_seconds"], 1.25 * plan["step_seconds"]])
 
 
 PLAIN = """

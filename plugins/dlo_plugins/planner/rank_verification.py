@@ -1,0 +1,111 @@
+"""Verifies plans on simulated ranks: their strategy is built, each kind of rank runs a step, and state is counted.
+
+A step runs the code of a run on fake tensors (:mod:`dlo_plugins.mesh.mesh_rehearsal`), with fewer equal blocks. State
+is counted from the shapes of each rank's shards, which a layout's even shares leave out: rows that ranks do not divide.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.strategies import Strategy
+
+from dlo_framework.cli.lightning_cli import DloParser
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import Coordinates
+from dlo_framework.task import Task
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
+from dlo_plugins.planner.candidate import Candidate, Rejection
+from dlo_plugins.planner.layout import StateFormat
+from dlo_plugins.planner.plan_config import mesh_strategy
+from dlo_plugins.planner.rank_memory import RankMemory
+from dlo_plugins.strategies.mesh import MeshStrategy
+
+#: Classes that a plan names; the parser finds those that have been imported, as a config's own have been.
+PLANNED = (MeshStrategy, FullyShard, ActivationCheckpoint)
+
+
+class RankVerification:
+    """Verifies candidates of one run on simulated ranks.
+
+    Args:
+        task: Task with its model on the meta device.
+        datamodule: Datamodule of the config.
+        config: Config of the user.
+        nodes: Number of nodes.
+        state: Bytes of the run's tensors.
+        memory: Bytes of a rank.
+    """
+
+    def __init__(
+        self, task: Task, datamodule: Any, config: dict[str, Any], nodes: int, state: StateFormat, memory: float
+    ) -> None:
+        self._task, self._datamodule, self._nodes, self._state = task, datamodule, nodes, state
+        trainer = config.get("trainer") or {}
+        self._before, self._precision = trainer.get("strategy"), str(trainer.get("precision") or "32-true")
+        self._memory = memory
+
+    def __call__(self, candidate: Candidate, ranks: list[RankMemory]) -> Candidate | Rejection:
+        """Returns the candidate with the memory that its shards take, or why it cannot run.
+
+        ZeroStrategy's plans have no mesh, and come back unverified.
+
+        Args:
+            candidate: Candidate.
+            ranks: Predicted memory of each rank of its pipeline.
+        """
+        layout = candidate.layout
+        if layout.zero == 1:
+            return candidate
+        try:
+            strategy = self._strategy(candidate)
+            # Without its split, equal blocks can be left out: those that remain are the same.
+            # A run prints torch's warnings; torch prints some failures, which are refused here with their message.
+            printed = io.StringIO()
+            with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
+                warnings.simplefilter("ignore")
+                rehearse_step(self._strategy(candidate, with_split=False), self._task, layout.mesh, self._datamodule)
+                excess = self._excess(strategy, candidate, ranks)
+        except DloError as error:
+            return Rejection(layout, "refused", 1.0, 1.0, str(error))
+        memory = candidate.memory
+        if excess > 0:
+            memory = replace(memory, parameters=memory.parameters + excess)
+        if memory.total > self._memory:
+            return Rejection(layout, "memory", memory.total, self._memory)
+        return replace(candidate, memory=memory, is_verified=True)
+
+    def _strategy(self, candidate: Candidate, *, with_split: bool = True) -> MeshStrategy:
+        """Returns the strategy that the candidate's config has."""
+        found = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)
+        if not with_split:
+            found["init_args"].pop("split", None)
+        parser = DloParser()
+        parser.add_argument("--strategy", type=Strategy)
+        strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
+        if self._precision.endswith("-true") and not self._precision.startswith("32"):
+            strategy.precision_plugin = HalfPrecision(self._precision)  # type: ignore[arg-type]
+        elif not self._precision.startswith("32"):  # Lightning takes float16 on accelerators only; bytes are the same.
+            strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+        strategy.num_nodes = self._nodes
+        strategy.parallel_devices = [torch.device("cpu")] * (candidate.layout.mesh.world_size // self._nodes)
+        return strategy
+
+    def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:
+        """Returns the bytes by which counted parameters and Adam's state raise the largest rank's prediction."""
+        spec, described = candidate.layout.mesh, strategy.describe(self._task, self._datamodule)
+        totals = []
+        for stage, predicted in enumerate(ranks):
+            counted = described.ranks[spec.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
+            more = max(0.0, counted.parameters + counted.optimizer - predicted.parameters - predicted.optimizer)
+            totals.append(predicted.total + more)
+        return max(totals) - candidate.memory.total
