@@ -324,6 +324,10 @@ class Task(LightningModule, ABC):
         """
         return False
 
+    def full_precision_buffers(self) -> Sequence[str]:
+        """Returns the names of buffers that keep their dtype under `precision: bf16-true` and `16-true`; none."""
+        return ()
+
     def flops_per_sample(self) -> int | None:
         """Returns the FLOPs of training on one sample, forward and backward; None lets the monitor count them.
 

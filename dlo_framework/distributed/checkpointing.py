@@ -32,7 +32,7 @@ from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
-from dlo_framework.distributed.precision import metrics_keep_dtypes
+from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract
@@ -97,10 +97,10 @@ class CanonicalStrategy(Strategy, StrategyContract):
         super().connect(model)
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepares the module on its device; the states of its metrics keep their dtypes."""
+        """Prepares the module on its device; some of its buffers keep their dtypes."""
         module = self.lightning_module
         assert module is not None
-        with metrics_keep_dtypes(module):
+        with keep_dtypes(module):
             super().setup(trainer)
 
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:

@@ -13,6 +13,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from dlo_framework.task import Task
+
 
 def wide_dtype() -> torch.dtype:
     """Returns torch's default dtype, or float32 if that is wider.
@@ -23,18 +25,24 @@ def wide_dtype() -> torch.dtype:
 
 
 @contextlib.contextmanager
-def metrics_keep_dtypes(module: nn.Module) -> Iterator[None]:
-    """Restores the dtypes and values of metrics' states after the module in the block is converted to another dtype.
+def keep_dtypes(module: nn.Module) -> Iterator[None]:
+    """Restores what must not be in half precision after the module in the block is converted to another dtype.
 
-    Sums in bf16 lose summands: from 256 on, adding 1 changes nothing. torchmetrics (1.0 to 1.9) keeps states in
-    `module.half()` and the like, but not in `module.to(dtype)`, which Lightning (2.6) calls.
+    These are the states of metrics and a task's :meth:`~dlo_framework.task.Task.full_precision_buffers`. Sums in bf16
+    lose summands: from 256 on, adding 1 changes nothing. torchmetrics (1.0 to 1.9) keeps states in `module.half()` and
+    the like, but not in `module.to(dtype)`, which Lightning (2.6) calls.
 
     Args:
-        module: Module whose metrics, at any depth, are restored; the block may move them to another device.
+        module: Module that the block converts and may move to another device.
     """
     metrics = [found for found in module.modules() if isinstance(found, Metric)]
     before = [(found, found.dtype, _tensor_states(found)) for found in metrics]
+    names = module.full_precision_buffers() if isinstance(module, Task) else ()
+    buffers = {name: module.get_buffer(name) for name in names}
     yield
+    for name, buffer in buffers.items():
+        parent, _, own = name.rpartition(".")
+        module.get_submodule(parent)._buffers[own] = buffer.to(module.get_buffer(name).device)
     for metric, dtype, states in before:
         metric._dtype = dtype  # Some metrics convert what they are given to it.
         for name, (default, value) in states.items():

@@ -29,7 +29,7 @@ from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
-from dlo_framework.distributed.precision import metrics_keep_dtypes, with_sharded_clipping
+from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.distributed.unused_parameters import unused_message, unused_numbers
 from dlo_framework.errors import DloError, shown_names
@@ -200,7 +200,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.accelerator.setup(trainer)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
-        with metrics_keep_dtypes(self.model):
+        with keep_dtypes(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
         self.shard(trainer)
         self.move_metrics()

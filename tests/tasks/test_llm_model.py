@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.compile import Compile
 from dlo_tasks.llm import language_models
@@ -143,6 +144,17 @@ def test_measures_are_means_over_tokens_and_over_bytes(tmp_path: Path) -> None:
     assert found["val_accuracy"] == pytest.approx(int(sum(hits)) / tokens, rel=1e-5)
     assert found["val_bits_per_byte"] == pytest.approx(total / number / math.log(2), rel=0.02)  # characters cut in two
     assert found["val_perplexity_per_byte"] == pytest.approx(2 ** found["val_bits_per_byte"], rel=1e-5)
+
+
+def test_positions_are_exact_in_half_precision(tmp_path: Path) -> None:
+    task, single = CausalLM(config=LLAMA), CausalLM(config=LLAMA)
+    trainer = quiet_trainer(tmp_path, precision="bf16-true", strategy=SingleProcessStrategy())
+    trainer.validate(task, datamodule=Text(), verbose=False)
+    quiet_trainer(tmp_path).validate(single, datamodule=Text(), verbose=False)
+    names = task.full_precision_buffers()
+    assert "model.model.rotary_emb.inv_freq" in names
+    for name in names:
+        assert torch.equal(task.get_buffer(name), single.get_buffer(name))
 
 
 def test_the_bytes_of_a_texts_tokens_add_up_to_its_bytes() -> None:

@@ -20,7 +20,7 @@ from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
-from dlo_framework.distributed.precision import metrics_keep_dtypes, wide_dtype
+from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
@@ -243,7 +243,7 @@ class MeshStrategy(ShardedStrategy):
         self.accelerator.setup(trainer)
         if self._layer_sync and ParallelState.of(module) is None:
             self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
-        with metrics_keep_dtypes(module):
+        with keep_dtypes(module):
             self.model = self.precision_plugin.convert_module(module)
         self.shard(trainer)
         self.setup_precision_plugin()

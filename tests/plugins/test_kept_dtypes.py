@@ -1,21 +1,23 @@
-"""Metrics are summed in their own dtype under each strategy, whatever the precision of the model."""
+"""Sums of metrics and buffers that a task names keep their dtype under each strategy, whatever the precision."""
 
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
+from dlo_framework.task import Task
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 
+FREQUENCY = 0.31415926
 STRATEGIES: dict[str, Any] = {
     "auto": SingleProcessStrategy,
     "ddp": DataParallelStrategy,
@@ -28,18 +30,36 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Counting(LightningModule):
+class Turned(nn.Linear):
+    """A layer with a frequency that bf16 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("frequency", torch.tensor([FREQUENCY], dtype=torch.float32), persistent=False)
+        self.register_buffer("other", torch.tensor([1.0]), persistent=False)
+
+
+class Counting(Task):
     """Adds 1 for each of 1,000 batches: in bf16 the sum stays at 256."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 1)
         self.total, self.mean = SumMetric(), MeanMetric()
         self.inside = nn.ModuleDict({"mean": MeanMetric()})
         self.inside["mean"].update(3.0)  # before the run
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = Turned()
+
+    def full_precision_buffers(self) -> list[str]:
+        return ["model.frequency"]
+
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch[0],), {}
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -53,7 +73,7 @@ class Counting(LightningModule):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_metrics_sums_keep_their_dtype_under_bf16_true(name: str) -> None:
+def test_metrics_and_the_buffers_that_a_task_names_keep_their_dtype_under_bf16_true(name: str) -> None:
     strategy: Strategy = STRATEGIES[name]()
     data = DataLoader(TensorDataset(torch.randn(1000, 4)), batch_size=1)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -67,4 +87,6 @@ def test_a_metrics_sums_keep_their_dtype_under_bf16_true(name: str) -> None:
     trainer.fit(module, data, data)
     assert trainer.callback_metrics["total"].item() == 1000
     assert trainer.callback_metrics["mean"].item() == pytest.approx(sum(i % 128 for i in range(1000)) / 1000, rel=1e-6)
+    assert module.model.get_buffer("frequency").tolist() == torch.tensor([FREQUENCY]).tolist()
+    assert module.model.get_buffer("other").dtype == torch.bfloat16
     assert module.total.sum_value.dtype == module.inside["mean"].mean_value.dtype == torch.float32
