@@ -147,19 +147,12 @@ class Quantise(Callback):
     # --- before training -----------------------------------------------------------------------------------
 
     def check_run(self, trainer: Trainer, module: LightningModule) -> None:
-        """Checks the run's device, callbacks and model, before processes start.
+        """Checks the run's device and model, before processes start.
 
         Raises:
             DloError: If the device has no kernels, a pattern matches nothing, or a layer has the wrong shape.
         """
         check_device(self.options.scheme, trainer.strategy.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        later = callbacks[callbacks.index(self) + 1 :]
-        if self.reports and any(isinstance(callback, WeightEMA) for callback in later):
-            raise DloError(
-                "Quantise: WeightEMA must come before Quantise in callbacks, so that the average is quantised, got it"
-                " after; change their order"
-            )
         if self.reports and not is_overridden("validation_step", module):
             raise DloError(
                 f"Quantise: {type(module).__name__} must have a validation_step for the report, got none; add one, or"
@@ -308,6 +301,9 @@ class Quantise(Callback):
             return
         folder = Path(trainer.strategy.broadcast(str(trainer.default_root_dir))) / FOLDER
         self._saved = folder / "weights.ckpt"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightEMA):
+                callback.on_train_end(trainer, pl_module)  # The average is converted; a second call changes nothing.
         trainer.save_checkpoint(self._saved, weights_only=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
