@@ -124,7 +124,9 @@ def reports_of_seed(model: str, seed: int, options: argparse.Namespace) -> dict[
 
 def compare(record: Record, model: str, options: argparse.Namespace) -> None:
     """Adds the tables of accuracy, of training with rounding, and of bytes."""
-    reports = [reports_of_seed(model, seed, options) for seed in range(options.seeds)]
+    reports = [
+        reports_of_seed(model, seed, options) for seed in range(options.first_seed, options.first_seed + options.seeds)
+    ]
     accuracy = Table(f"{model}: accuracy after conversion", "the float model's", "none", better="higher")
     for scheme in POST:
         rows = [found[scheme] for found in reports]
@@ -203,8 +205,9 @@ def measure(record: Record, model: str, batch_size: int, options: argparse.Names
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=11, help="of the latencies; 0 leaves them out")
     parser.add_argument("--calls", type=int, default=5)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["quick start", "wide"])
@@ -215,7 +218,7 @@ def main() -> None:
     record = Record.of(__file__, __doc__, options)
     for model in options.models:
         compare(record, model, options)
-        for batch_size in (1, 32):
+        for batch_size in (1, 32) if options.rounds else ():
             measure(record, model, batch_size, options, compiled=False)
     if options.compiled:
         measure(record, options.models[0], 32, options, compiled=True)

@@ -17,12 +17,14 @@ from composition import matrix
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import merge_records
 from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     **matrix.STRATEGIES,
     "sequence parallel": lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True),
+    "tp, compiled": lambda: MeshStrategy(tp=2, dp_shard=1, appliers=[CompileBlocks(backend="aot_eager")]),
     "zero bubble": lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=2, schedule="ZBH1"),
 }
 
@@ -55,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ORDINARY = [("ImageClassifier", "mesh tp", "int8", 0), ("CausalLM", "fsdp", "int4_weights", 8)]
 SLOW = [
     *(("ImageClassifier", name, "int8", 0) for name in ("ddp", "zero3", "fsdp", "mesh pp", "zero bubble")),
-    *(("ImageClassifier", name, "int8", 0) for name in ("sequence parallel", "mesh, compiled")),
+    *(("ImageClassifier", name, "int8", 0) for name in ("sequence parallel", "mesh, compiled", "tp, compiled")),
     *(("CausalLM", name, "int8", 0) for name in ("mesh tp", "mesh cp", "mesh pp", "sequence parallel")),
     ("ImageClassifier", "deepspeed_3", "int4_weights", 8),
     ("ImageClassifier", "zero3", "int4_weights", 8),

@@ -37,6 +37,7 @@ from dlo_plugins.quantisation.post_training import (
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
 from dlo_plugins.quantisation.schemes import check_device, check_group_size, check_torchao, find_scheme
+from dlo_plugins.strategies.mesh import MeshStrategy
 
 WHEN = ("post", "aware")
 #: Folder of reports and exports in a run's folder.
@@ -148,19 +149,12 @@ class Quantise(Callback):
     def check_run(
         self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
     ) -> None:
-        """Checks the run's device, callbacks and model, before processes start.
+        """Checks the run's device and model, before processes start.
 
         Raises:
             DloError: If the device has no kernels, a pattern matches nothing, or a layer has the wrong shape.
         """
         check_device(self.options.scheme, trainer.strategy.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        later = callbacks[callbacks.index(self) + 1 :]
-        if self.reports and any(isinstance(callback, WeightEMA) for callback in later):
-            raise DloError(
-                "Quantise: WeightEMA must come before Quantise in callbacks, so that the average is quantised, got it"
-                " after; change their order"
-            )
         if self.reports and not is_overridden("validation_step", module):
             raise DloError(
                 f"Quantise: {type(module).__name__} must have a validation_step for the report, got none; add one, or"
@@ -175,8 +169,8 @@ class Quantise(Callback):
 
     def _slices(self, trainer: Trainer) -> int:
         """Returns the number of slices that tensor parallelism cuts a row into, in training with rounding."""
-        spec = getattr(trainer.strategy, "mesh_spec", None)
-        return int(spec().tp) if self.when == "aware" and callable(spec) else 1
+        strategy = trainer.strategy
+        return strategy.mesh_spec().tp if self.when == "aware" and isinstance(strategy, MeshStrategy) else 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the run, and copies the module before its model is built and cut."""
@@ -309,6 +303,9 @@ class Quantise(Callback):
             return
         folder = Path(trainer.strategy.broadcast(str(trainer.default_root_dir))) / FOLDER
         self._saved = folder / "weights.ckpt"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightEMA):
+                callback.on_train_end(trainer, pl_module)  # The average is converted; a second call changes nothing.
         trainer.save_checkpoint(self._saved, weights_only=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

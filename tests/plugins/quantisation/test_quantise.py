@@ -234,15 +234,26 @@ def test_runs_that_are_refused(tmp_path: Path, options: dict, message: str) -> N
         trainer_of(tmp_path, Quantise(**options)).fit(classifier(), datamodule=DigitsData(image_size=16))
 
 
-def test_the_average_must_come_before(tmp_path: Path) -> None:
-    with pytest.raises(DloError, match="WeightEMA must come before Quantise"):
-        trainer_of(tmp_path, Quantise(), WeightEMA(0.9)).fit(classifier(), datamodule=DigitsData(image_size=16))
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_average_is_converted(tmp_path: Path, order: int) -> None:
     callback = Quantise()
-    trainer = trainer_of(tmp_path, WeightEMA(0.5), callback)
+    trainer = trainer_of(tmp_path, *[WeightEMA(0.5), callback][::order])
     trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
     report = callback.last_report
     assert report is not None
     assert report.before["val_loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
+
+
+def test_a_run_without_validation_reports_bytes_and_latency(tmp_path: Path) -> None:
+    callback = Quantise()
+    trainer_of(tmp_path, callback, limit_val_batches=0).fit(
+        classifier(), datamodule=DigitsData(image_size=16, batch_size=16)
+    )
+    report = callback.last_report
+    assert report is not None
+    assert report.before == report.after == {}
+    assert report.bytes_after[0] < report.bytes_before[0]
+    assert report.latency
 
 
 def test_a_device_without_kernels_gets_the_nearest_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
