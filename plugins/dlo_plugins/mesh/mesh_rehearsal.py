@@ -72,6 +72,7 @@ def rehearse_step(
     *,
     trains: bool = True,
     callbacks: Sequence[Callback] = (),
+    shortened_only: bool = False,
 ) -> None:
     """Checks that each distinct rank of a mesh can run a training step.
 
@@ -85,6 +86,8 @@ def rehearse_step(
         datamodule: Datamodule that may know the shapes of a batch.
         trains: Whether the run trains, so that each trainable parameter must get a gradient.
         callbacks: Callbacks of the run; a user's callback may freeze parameters before the first step.
+        shortened_only: Whether a failure with fewer blocks counts, where a single process can run those; by default the
+            full model decides, which takes much longer.
 
     Raises:
         DloError: A rank's step fails that a single process can run; the message has the layer, its rules, and a mesh
@@ -98,9 +101,9 @@ def rehearse_step(
         return
     trains = trains and _trains_by_loss(task, strategy) and not any(_may_freeze(callback) for callback in callbacks)
     failure: Failure | None = None
-    for tried in (_shortened(task, strategy, spec), task):
-        if tried is None:
-            continue
+    models = [tried for tried in (_shortened(task, strategy, spec), task) if tried is not None]
+    models = models[:1] if shortened_only else models
+    for tried in models:
         # A loss that needs values or a trainer cannot run: then the substitute loss decides.
         for own_loss in (True, False):
             rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
@@ -112,7 +115,7 @@ def rehearse_step(
                     _log_unchecked(failure)
                     return
             elif failure.is_certain or rehearsal.run(MeshSpec(dp_shard=1)) is None:
-                if tried is task:
+                if tried is models[-1]:
                     raise _refusal(failure, rehearsal, spec) from failure.error
                 break  # Blocks that others need may have been removed.
     if failure is not None:

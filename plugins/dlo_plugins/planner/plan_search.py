@@ -119,6 +119,7 @@ class PlanSearch:
         self.memory = MemoryModel(self.times)
         self.rotor = RotorModel(self.times, self.memory)
         self._least: dict[tuple[int, ...], float] = {}
+        self._tried = {"1F1B"}
 
     def run(self, verify: Verify | None = None) -> SearchResult:
         """Returns the fastest plans.
@@ -132,7 +133,7 @@ class PlanSearch:
         """
         refused: list[Rejection] = []
         for _ in range(_SEARCHES):
-            result = self._search(refused)
+            result = self._search(refused, verify)
             if verify is None:
                 return result
             found = [verify(candidate, self._rank_memory(candidate)) for candidate in result.candidates[:_VERIFIED]]
@@ -148,8 +149,11 @@ class PlanSearch:
         plan = self.rotor.plan(candidate.layout) if candidate.layout.recompute == "rotor" else None
         return self.memory.ranks(candidate.layout, plan.activations if plan else None)
 
-    def _search(self, refused: Sequence[Rejection]) -> SearchResult:
-        """Returns the fastest plans, without those on meshes that a simulated rank has refused."""
+    def _search(self, refused: list[Rejection], verify: Verify | None) -> SearchResult:
+        """Returns the fastest plans, without those on meshes that a simulated rank has refused.
+
+        The first plan of each schedule but 1F1B is verified at once: a refusal concerns all meshes.
+        """
         layouts = list(self._layouts())
         if not layouts:
             raise self._no_layout()
@@ -166,6 +170,12 @@ class PlanSearch:
             found = self._refusal(layouts[number], refused) or self._cheapest(layouts[number], limit)
             if isinstance(found, Candidate) and found.time.total <= limit:
                 found = self._simulated(found)
+                schedule = found.layout.schedule
+                if verify and schedule not in self._tried and found.time.total <= limit:
+                    self._tried.add(schedule)
+                    verified = verify(found, self._rank_memory(found))
+                    refused += [verified] if isinstance(verified, Rejection) else []
+                    found = verified if isinstance(verified, Rejection) else found
             if isinstance(found, Rejection):
                 rejections.append(found)
             elif found.time.total > limit:

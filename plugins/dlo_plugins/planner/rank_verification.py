@@ -1,13 +1,15 @@
 """Verifies plans on simulated ranks: their strategy is built, each kind of rank runs a step, and state is counted.
 
-A step runs the code of a run on fake tensors (:mod:`dlo_plugins.mesh.mesh_rehearsal`), with fewer equal blocks. State
-is counted from the shapes of each rank's shards, which a layout's even shares leave out: rows that ranks do not divide.
+A step runs the code of a run on fake tensors (:mod:`dlo_plugins.mesh.mesh_rehearsal`), with fewer equal blocks. Its
+mesh has the same axes, of their smallest factors but for `tp`: all sizes of the others run the same code. State is
+counted from the shapes of each rank's shards. A layout's even shares leave out rows that ranks do not divide.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -19,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.cli.lightning_cli import DloParser
 from dlo_framework.errors import DloError
-from dlo_framework.mesh import Coordinates
+from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -32,6 +34,15 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 
 #: Classes that a plan names; the parser finds those that have been imported, as a config's own have been.
 PLANNED = (MeshStrategy, FullyShard, ActivationCheckpoint)
+
+
+def shorten_axes(mesh: MeshSpec) -> MeshSpec:
+    """Returns a mesh with the same axes, each but `tp` of its smallest factor above 1."""
+
+    def smallest(size: int) -> int:
+        return next((factor for factor in range(2, math.isqrt(size) + 1) if size % factor == 0), size)
+
+    return MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
 
 
 class RankVerification:
@@ -67,14 +78,14 @@ class RankVerification:
         if layout.zero == 1:
             return candidate
         try:
-            strategy = self._strategy(candidate)
-            # Without its split, equal blocks can be left out: those that remain are the same.
+            small = shorten_axes(layout.mesh)
             # A run prints torch's warnings; torch prints some failures, which are refused here with their message.
             printed = io.StringIO()
             with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
                 warnings.simplefilter("ignore")
-                rehearse_step(self._strategy(candidate, with_split=False), self._task, layout.mesh, self._datamodule)
-                excess = self._excess(strategy, candidate, ranks)
+                tried = self._strategy(candidate, small)
+                rehearse_step(tried, self._task, small, self._datamodule, shortened_only=True)
+                excess = self._excess(self._strategy(candidate), candidate, ranks)
         except DloError as error:
             return Rejection(layout, "refused", 1.0, 1.0, str(error))
         memory = candidate.memory
@@ -84,11 +95,14 @@ class RankVerification:
             return Rejection(layout, "memory", memory.total, self._memory)
         return replace(candidate, memory=memory, is_verified=True)
 
-    def _strategy(self, candidate: Candidate, *, with_split: bool = True) -> MeshStrategy:
-        """Returns the strategy that the candidate's config has."""
+    def _strategy(self, candidate: Candidate, mesh: MeshSpec | None = None) -> MeshStrategy:
+        """Returns the strategy that the candidate's config has, or that strategy with other sizes of its axes.
+
+        Those have no split, so that equal blocks can be left out.
+        """
         found = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)
-        if not with_split:
-            found["init_args"].pop("split", None)
+        if mesh is not None:
+            found["init_args"] = {**found["init_args"], **mesh.sizes, "split": None}
         parser = DloParser()
         parser.add_argument("--strategy", type=Strategy)
         strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
@@ -96,8 +110,9 @@ class RankVerification:
             strategy.precision_plugin = HalfPrecision(self._precision)  # type: ignore[arg-type]
         elif not self._precision.startswith("32"):  # Lightning takes float16 on accelerators only; bytes are the same.
             strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
-        strategy.num_nodes = self._nodes
-        strategy.parallel_devices = [torch.device("cpu")] * (candidate.layout.mesh.world_size // self._nodes)
+        ranks = (mesh or candidate.layout.mesh).world_size
+        strategy.num_nodes = 1 if mesh is not None else self._nodes
+        strategy.parallel_devices = [torch.device("cpu")] * (ranks // strategy.num_nodes)
         return strategy
 
     def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:

@@ -13,7 +13,7 @@ from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.plan_search import PlanSearch, Request
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.rank_verification import RankVerification
+from dlo_plugins.planner.rank_verification import RankVerification, shorten_axes
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.planner_models import llama
@@ -94,6 +94,12 @@ def test_others_take_the_place_of_refused_plans() -> None:
     assert all(candidate.is_verified and candidate.layout.mesh != first for candidate in found.candidates)
     assert any(rejection.kind == "refused" for rejection in found.rejections)
     assert len(found.rejections) + 3 == found.count == plain.count
+
+
+def test_a_short_mesh_has_the_same_axes() -> None:
+    mesh = MeshSpec(pp=16, dp_replicate=9, dp_shard=64, cp=1, tp=8)
+    assert shorten_axes(mesh).sizes == {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 1, "tp": 8}
+    assert shorten_axes(MeshSpec(dp_shard=7)) == MeshSpec(dp_shard=7)
 
 
 def test_if_no_plan_can_run_the_error_is_that_of_the_first() -> None:
