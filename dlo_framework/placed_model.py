@@ -51,6 +51,21 @@ class PlacedModel:
         """Whether this rank gets the outputs; under a pipeline only the last stage's ranks do."""
         return True
 
+    @property
+    def part(self) -> str:
+        """Description of this rank's part of a sample's outputs; empty where it is the full outputs."""
+        return ""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether :meth:`outputs` needs all ranks."""
+        return False
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether no earlier rank has the same outputs of the same samples."""
+        return True
+
     @torch.no_grad()
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch on the device, without a graph; None where :attr:`has_outputs` is not.
@@ -70,6 +85,11 @@ class PlacedModel:
         """Makes the parameters outside of blocks, such as the head's, full tensors on the device inside the block."""
         with contextlib.nullcontext() if self._host is None else self._host.root_on_device():
             yield
+
+    @property
+    def head(self) -> Any:
+        """Head of the task, whose weights can be used inside :meth:`gathered`."""
+        return self.task.head
 
     # --- state ---------------------------------------------------------------------------------------------
 

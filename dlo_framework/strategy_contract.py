@@ -199,6 +199,12 @@ class StrategyContract:
         context = strategy.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
         return PlacedModel(task, strategy.root_device, context=context, offload=offload)
 
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps, such as those of an average of its weights."""
+        strategy = _strategy_of(self)
+        context = strategy.precision_plugin.forward_context
+        return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
+
     # --- steps ---------------------------------------------------------------------------------------------
 
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:

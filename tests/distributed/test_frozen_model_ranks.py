@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -16,6 +17,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from tests.support import frozen_runs as runs
+from tests.support.fsdp_nets import Batches
 
 #: DeepSpeed keeps no parameter in full because it is small.
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -124,3 +126,137 @@ def test_a_rank_holds_its_share_alone(ranks: Any, name: str, kind: str) -> None:
             assert found["bytes"] <= 0.75 * full
         else:
             assert found["bytes"] <= 1.01 * full
+
+
+# --- an average of the student ---------------------------------------------------------------------------------
+
+AVERAGED = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp", "tp", "pp", "cp", "deepspeed_2", "deepspeed_3")
+SAVED_AT, AVERAGED_STEPS = 2, 4
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == 2 * SAVED_AT:
+            trainer.save_checkpoint(self.path)
+
+
+def _fit_average(strategy: Any, world: int, share: tuple[int, int], path: Path, resumes: bool, **options: Any) -> Any:
+    torch.manual_seed(1)
+    callback = runs.Teacher(FrozenModel(average=0.5))
+    callback.look = _gather_sequences
+    callbacks = [callback] if resumes else [SaveAt(path), callback]
+    # Two micro-batches a step, of the same batch in each step.
+    trainer = runs.make_trainer(strategy, world, callbacks, accumulate_grad_batches=2, **options)
+    batch = runs.slice_rows(runs.batches("text")[0], *share)
+    trainer.fit(
+        runs.text_task(optimizer="sgd", lr=0.5),
+        Batches([batch] * 2 * AVERAGED_STEPS),
+        ckpt_path=str(path) if resumes else None,
+    )
+    return callback.found
+
+
+def _gather_sequences(own: runs.Teacher, trainer: Any) -> None:
+    inner = getattr(own.frozen.placed, "_inner", None)
+    state = getattr(inner, "_state", None)
+    if state is not None and state.context is not None and state.context.sequence is not None:
+        own.found[-1] = state.context.gather(own.found[-1])
+
+
+def _averages(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    found = {}
+    for name in AVERAGED:
+        make, shares = STRATEGIES[name]
+        share = (rank * shares // world, shares)
+        try:
+            found[name] = _fit_average(make(), world, share, folder / name, resumes=False)
+            if name in ("zero3", "fsdp", "deepspeed_3"):
+                found[f"{name} resumed"] = _fit_average(make(), world, share, folder / name, resumes=True)
+        except Exception as error:
+            raise RuntimeError(name) from error
+    found["fsdp from pp"] = _fit_average(FSDPStrategy(), world, (rank, world), folder / "pp", resumes=True)
+    half = {"precision": "bf16-mixed"}
+    for resumes in (False, True):
+        strategy = ZeroStrategy(2, param_dtype="bfloat16")
+        path = folder / "half"
+        found[f"half {resumes}"] = _fit_average(strategy, world, (rank, world), path, resumes, **half)
+    return found
+
+
+def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path) -> None:
+    alone = _fit_average(SingleProcessStrategy(device=torch.device("cpu")), 1, (0, 1), tmp_path / "alone", False)
+    ranks = run_distributed(_averages, 2, tmp_path, timeout=900)
+    assert not torch.allclose(alone[0], alone[-1], atol=1e-2)
+    left = 2 * (AVERAGED_STEPS - SAVED_AT)
+    for rank, found in enumerate(ranks):
+        for name in AVERAGED:
+            shares = STRATEGIES[name][1]
+            if name == "pp" and rank == 0:
+                assert found[name] == [None] * 2 * AVERAGED_STEPS
+                continue
+            for one, whole in zip(found[name], alone, strict=True):
+                expected = whole.chunk(shares)[rank * shares // 2]
+                torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        for name in ("zero3", "fsdp", "deepspeed_3"):
+            for one, other in zip(found[f"{name} resumed"], found[name][-left:], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+        for one, other in zip(found["half True"], found["half False"][-left:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        for one, whole in zip(found["fsdp from pp"], alone[-left:], strict=True):
+            torch.testing.assert_close(one, whole.chunk(2)[rank], rtol=1e-5, atol=1e-5)
+    strategy = SingleProcessStrategy(device=torch.device("cpu"))
+    back = _fit_average(strategy, 1, (0, 1), tmp_path / "zero3", resumes=True)
+    for one, whole in zip(back, alone[-left:], strict=True):
+        torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------
+
+CACHED = ("ddp", "zero3", "tp", "pp", "cp")
+
+
+def _cached(rank: int, world: int, folder: str, caches: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in CACHED:
+        make, shares = STRATEGIES[name]
+        for run in range(2):
+            torch.manual_seed(1)
+            callback = runs.Teacher(FrozenModel(folder, cache=str(caches / name)))
+            calls: list[int] = []
+            callback.look = lambda own, _, calls=calls: calls or _count(own, calls)
+            trainer = runs.make_trainer(make(), world, [callback])
+            try:
+                trainer.fit(runs.text_task(), runs.loader("text", rank * shares // world, shares))
+            except Exception as error:
+                raise RuntimeError(name) from error
+            found[f"{name} {run}"] = callback.found, len(calls)
+    return found
+
+
+def _count(own: runs.Teacher, calls: list[int]) -> None:
+    """Counts the forwards that follow; the first entry is not one."""
+    placed, calls[:] = own.frozen.placed, [0]
+    forward = placed._forward
+
+    def counted(batch: Any) -> Any:
+        calls.append(1)
+        return forward(batch)
+
+    placed._forward = counted  # type: ignore[method-assign]
+
+
+def test_ranks_share_a_cache_and_need_no_forward_for_its_samples(folders: dict[str, str], tmp_path: Path) -> None:
+    ranks = run_distributed(_cached, 2, folders["text"], tmp_path, timeout=600)
+    for name in CACHED:
+        records = list((tmp_path / name).glob("*.records"))
+        assert len(records) == (1 if name in ("tp", "pp") else 2)  # The ranks that have outputs of their own.
+        for found in ranks:
+            (first, computed), (second, hits) = found[f"{name} 0"], found[f"{name} 1"]
+            assert (computed, hits) == (runs.STEPS, 1)
+            for one, other in zip(first, second, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)

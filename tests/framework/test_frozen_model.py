@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_cache import OutputCache
 from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from tests.support import frozen_runs as runs
+from tests.support.fsdp_nets import Batches
 
 
 @pytest.fixture(scope="module", params=["images", "text"])
@@ -25,6 +29,17 @@ def teacher(request: Any, tmp_path_factory: Any) -> tuple[str, Path]:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: Any) -> Path:
     return runs.make_teacher("images", tmp_path_factory.mktemp("images") / "version_0")
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 def fit(kind: str, frozen: FrozenModel | None, **options: Any) -> tuple[Task, runs.Teacher | None, Any]:
@@ -115,13 +130,72 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(images: Path) -> None:
         assert find_checkpoint(str(text)) == last
 
 
+# --- an average of the student ---------------------------------------------------------------------------------
+
+
+class Track(Callback):
+    """Computes the average of the weights in plain torch, in the order of the steps."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({name: value.clone() for name, value in self.average.items()})
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in pl_module.named_parameters():
+            self.average[name].lerp_(value.detach(), 1 - 0.9)
+
+
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_an_average_computes_with_the_averaged_weights(kind: str) -> None:
+    torch.manual_seed(1)
+    callback, track = runs.Teacher(FrozenModel(average=0.9)), Track()
+    student = runs.TASKS[kind](lr=1e-2)
+    runs.make_trainer("auto", callbacks=[callback, track]).fit(student, runs.loader(kind))
+    twin = runs.TASKS[kind]()
+    twin.configure_model()
+    for found, weights, batch in zip(callback.found, track.seen, runs.batches(kind), strict=True):
+        twin.load_state_dict(weights, strict=False)
+        args, named = twin.eval().inputs(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(found, twin.forward(*args, **named), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(callback.found[0], callback.found[1])
+
+
+def test_an_average_does_not_change_training_and_resumes_exactly(tmp_path: Path) -> None:
+    students, found = [], []
+    for frozen, save in ((None, False), (FrozenModel(average=0.9), True), (FrozenModel(average=0.9), False)):
+        torch.manual_seed(1)
+        student = runs.image_task(lr=1e-2)
+        callback = None if frozen is None else runs.Teacher(frozen)
+        callbacks = [callback] if callback is not None else []
+        again = None if save or frozen is None else str(tmp_path / "at2")
+        trainer = runs.make_trainer("auto", callbacks=[*([SaveAt(tmp_path / "at2", 2)] if save else []), *callbacks])
+        # The same batch in each step: which one a resumed run begins with is not what is tested.
+        trainer.fit(student, Batches([runs.batches("images")[0]] * 4), ckpt_path=again)
+        students.append({name: value.detach() for name, value in student.named_parameters()})
+        found.append([] if callback is None else callback.found)
+        assert student.training
+    assert all(torch.equal(value, students[1][name]) for name, value in students[0].items())
+    assert len(found[2]) == 2
+    for one, other in zip(found[1][2:], found[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not torch.equal(found[1][0], found[1][2])
+
+
 # --- bad input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "must have checkpoint or task, got neither"),
+        ({}, "must have one of checkpoint, task and average, got none"),
+        ({"checkpoint": "x", "average": 0.9}, "must have one source, got checkpoint and average"),
+        ({"average": 1.0}, "must be in [0, 1), got 1.0; 0.999 is usual"),
+        ({"average": 0.9, "dtype": "bfloat16"}, "dtype of a second model must be unset with average"),
+        ({"average": 0.9, "offload": True}, "offload of a second model must be unset with average"),
         ({"checkpoint": "x", "dtype": "bfloat61"}, "got bfloat61; did you mean 'bfloat16'?"),
         ({"task": torch.nn.Linear(1, 1)}, "must be a dlo_framework.Task, got a Linear"),
     ],
@@ -164,3 +238,56 @@ def test_a_model_that_reads_values_while_it_is_built_is_refused() -> None:
 def test_owners_list_their_models() -> None:
     frozen = FrozenModel("somewhere")
     assert find_frozen_models([LightningModule(), runs.Teacher(frozen)]) == [frozen]
+
+
+# --- the cache -------------------------------------------------------------------------------------------------
+
+
+def count_forwards(callback: runs.Teacher) -> None:
+    """Notes the number of forwards of a second model after each batch."""
+
+    def look(own: runs.Teacher, trainer: Any) -> None:
+        model = own.frozen.placed.task.called()
+        if "hook" not in own.notes:
+            own.notes["forwards"] = 0
+            own.notes["hook"] = model.register_forward_hook(
+                lambda *_: own.notes.update(forwards=own.notes["forwards"] + 1)
+            )
+
+    callback.look = look
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_hit_needs_no_forward_and_gives_the_same_outputs(
+    teacher: tuple[str, Path], tmp_path: Path, dtype: str | None
+) -> None:
+    kind, folder = teacher
+    options: Any = {"checkpoint": str(folder), "dtype": dtype, "cache": str(tmp_path / "cache")}
+    found = []
+    for epoch in range(2):
+        callback = runs.Teacher(FrozenModel(**options))
+        count_forwards(callback)
+        torch.manual_seed(1)
+        runs.make_trainer("auto", callbacks=[callback]).fit(runs.TASKS[kind](), runs.loader(kind))
+        found.append(callback.found)
+        # The hook is there from the second batch on.
+        assert callback.notes["forwards"] == (0 if epoch else runs.STEPS - 1)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    cache = OutputCache(tmp_path / "cache", json.loads((tmp_path / "cache" / "cache.json").read_text()))
+    assert len(cache) == runs.STEPS * runs.ROWS
+
+
+def test_a_cache_of_another_model_or_dtype_is_refused_before_the_run(images: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    fit("images", FrozenModel(str(images), cache=cache))
+    student, trainer = runs.image_task(), runs.make_trainer("auto")
+    strategy = contract_of(trainer.strategy)
+    FrozenModel(str(images), cache=cache).check(student, None, strategy)
+    with pytest.raises(DloError, match=r"of another \(dtype trainer's 32-true instead of bfloat16\); choose"):
+        FrozenModel(str(images), cache=cache, dtype="bfloat16").check(student, None, strategy)
+    other = runs.make_teacher("images", tmp_path / "version_0", label_smoothing=0.5)
+    with pytest.raises(DloError, match=r"of another \(weights "):
+        FrozenModel(str(other), cache=cache).check(student, None, strategy)
+    with pytest.raises(DloError, match=r"of another \(weights "):
+        fit("images", FrozenModel(task=runs.image_task(width=48), cache=cache))

@@ -45,10 +45,13 @@ class FrozenDeepSpeed(PlacedModel):
         task: Task that the engine has partitioned.
         engine: Engine of stage 3, without an optimizer.
         context: Context of a forward; DeepSpeed switches off an autocast outside of its own forward.
+        owns: Whether :meth:`close` ends the engine.
     """
 
-    def __init__(self, task: Any, engine: DeepSpeedEngine, *, context: Context = contextlib.nullcontext) -> None:
-        self.engine, self._call = engine, ForwardInAutocast(context)
+    def __init__(
+        self, task: Any, engine: DeepSpeedEngine, *, context: Context = contextlib.nullcontext, owns: bool = True
+    ) -> None:
+        self.engine, self._call, self._owns = engine, ForwardInAutocast(context), owns
         super().__init__(task, engine.device, moved=True)
         blocks = tuple(f"{name}." for name in block_names(task))
         self._root = [
@@ -56,6 +59,11 @@ class FrozenDeepSpeed(PlacedModel):
             for name, parameter in task.named_parameters()
             if is_partitioned(parameter) and not name.startswith(blocks or ("",))
         ]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a forward gathers parameters."""
+        return True
 
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch, without a graph."""
@@ -92,5 +100,6 @@ class FrozenDeepSpeed(PlacedModel):
 
     def close(self) -> None:
         """Ends the engine, and frees the model."""
-        self.engine.deepspeed.destroy()
+        if self._owns:
+            self.engine.deepspeed.destroy()
         super().close()

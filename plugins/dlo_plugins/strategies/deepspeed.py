@@ -303,6 +303,12 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
         engine = DeepSpeedEngine(task, None, frozen_config(self.config, dtype, offload), self.root_device)
         return FrozenDeepSpeed(task, engine, context=context)
 
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps."""
+        if self.stage < 3:
+            return PlacedModel(self._module(), self.root_device, context=self._autocast, moved=True)
+        return FrozenDeepSpeed(self._module(), self._started(), context=self._autocast, owns=False)
+
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None

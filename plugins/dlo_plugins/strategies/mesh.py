@@ -221,6 +221,13 @@ class MeshStrategy(ShardedStrategy):
         context = self.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
         return FrozenMesh(task, self.root_device, state, context=context)
 
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps."""
+        module = self._module()
+        state = ParallelState.of(module)
+        assert state is not None, "setup comes first"
+        return FrozenMesh(module, self.root_device, state, context=self.precision_plugin.forward_context)
+
     # --- setting up ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:

@@ -228,6 +228,14 @@ class ZeroStrategy(ShardedStrategy):
         context = self.precision_plugin.forward_context if dtype is None else contextlib.nullcontext
         return FrozenZero(task, self.root_device, engine, context=context)
 
+    def place_own(self) -> PlacedModel:
+        """Returns the run's own model for forwards outside of steps."""
+        if self.stage < 3:
+            return super().place_own()
+        assert self.engine is not None
+        context = self.precision_plugin.forward_context
+        return FrozenZero(self._module(), self.root_device, self.engine, context=context)
+
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None

@@ -1,0 +1,102 @@
+"""A second model in a config: `dlo fit` builds it from a run folder, and refuses it before processes start."""
+
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.cli.main import main
+from tests.support import frozen_runs as runs
+
+PLUGIN = '''
+from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.frozen_model import FrozenModel
+
+
+class Imitate(BatchTransform):
+    """Prints the shape of a teacher's outputs.
+
+    Args:
+        teacher: Second model.
+    """
+
+    def __init__(self, teacher: FrozenModel) -> None:
+        self.teacher = teacher
+
+    @property
+    def frozen_models(self):
+        return [self.teacher]
+
+    def on_fit_start(self, trainer, pl_module):
+        self.teacher.start(trainer, pl_module)
+
+    def transform(self, trainer, pl_module, batch):
+        outputs = self.teacher.outputs(batch)
+        print("OUTPUTS", list(outputs.shape), outputs.dtype)
+        return batch
+
+    def teardown(self, trainer, pl_module, stage):
+        super().teardown(trainer, pl_module, stage)
+        self.teacher.stop()
+'''
+CONFIG = """
+plugins: [./imitate.py]
+trainer:
+  max_steps: 1
+  accelerator: cpu
+  devices: {devices}
+  strategy: {strategy}
+  limit_val_batches: 1
+  enable_checkpointing: false
+  callbacks: [{{class_path: Imitate, init_args: {{teacher: {teacher}}}}}]
+model:
+  class_path: ImageClassifier
+  init_args: {{model: vit_tiny_patch16_224, model_args: {{patch_size: 4, embed_dim: 48, depth: 2, num_heads: 4}}}}
+data: {{class_path: DigitsData, init_args: {{image_size: 16, batch_size: 16}}}}
+"""
+SMALL = "{patch_size: 4, embed_dim: 48, depth: 2, num_heads: 3}"
+OWN = f"{{task: {{class_path: ImageClassifier, init_args: {{model: vit_tiny_patch16_224, model_args: {SMALL}}}}}}}"
+
+
+def fit(folder: Path, teacher: str, devices: int = 1, strategy: str = "auto") -> int:
+    (folder / "imitate.py").write_text(PLUGIN)
+    (folder / "train.yaml").write_text(CONFIG.format(teacher=teacher, devices=devices, strategy=strategy))
+    return main(["fit", "--config", str(folder / "train.yaml")])
+
+
+def test_a_config_names_a_run_or_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fit(tmp_path, OWN) == 0
+    assert "OUTPUTS [16, 10] torch.float32" in capfd.readouterr().out  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "devices", "strategy", "message"),
+    [
+        ("{}", 1, "auto", "a second model must have one of checkpoint, task and average, got none; set one"),
+        ("{checkpoint: teachers/version_1}", 1, "auto", "got teachers/version_1; did you mean 'version_0'?"),
+        ("{checkpoint: teachers/version_0}", 1, "auto", "num_classes must be the data's 10, got 5"),
+        (f"{{dtype: bf16, {OWN[1:]}", 1, "auto", "dtype of a second model must be one of float32, bfloat16"),
+        (
+            OWN,
+            2,
+            "{class_path: MeshStrategy, init_args: {tp: 2, dp_shard: 1}}",
+            "second model: tp must divide the 3 heads of 'blocks.0.attn', got 2; set tp=1",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_before_processes_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: object,
+    teacher: str,
+    devices: int,
+    strategy: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "version" in teacher:
+        runs.make_teacher("images", tmp_path / "teachers" / "version_0")
+    assert fit(tmp_path, teacher, devices, strategy) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]  # type: ignore[attr-defined]
+    assert len(lines) == 1
+    assert message in lines[0]
