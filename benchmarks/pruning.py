@@ -20,7 +20,6 @@ import json
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
-from measuring.rounds import all_ratios, clock_of, take_turns
+from measuring.rounds import PROCESS, all_ratios, clock_of, take_turns
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -198,11 +197,11 @@ class Timed(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts the clock."""
         if trainer.global_step == trainer.max_steps // 10:
-            self.begin = time.process_time()
+            self.begin = PROCESS.mark()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Reads the clock."""
-        self.seconds = time.process_time() - getattr(self, "begin", 0.0)
+        self.seconds = PROCESS.mark() - getattr(self, "begin", 0.0)
 
 
 def costs(record: Record, rounds: int, steps: int) -> None:

@@ -387,6 +387,7 @@ def test_code_that_comes_with_a_model_is_not_run(saved: Path) -> None:
 
 def test_prompts_without_a_tokenizer_are_refused() -> None:
     task = CausalLM(config={**LLAMA, "vocab_size": 50}, prompts=["def "])
+    task.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(DloError, match="prompts must be unset where the datamodule has no attribute 'tokenizer'"):
         task.configure_model()
 

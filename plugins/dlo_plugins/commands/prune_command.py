@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
         raise DloError("prune: --heads, --hidden or --blocks must be set, got none; add --hidden 50%")
     if not any(word.partition("=")[0] == "--ckpt_path" for word in found.argv):
         raise DloError("prune: --ckpt_path must name a checkpoint to prune, got none; add --ckpt_path best")
+    amounts = _amounts(options)
     output = Path(options.output or Path("runs") / Path(list(found.configs)[-1]).stem / "pruned")
     if output.exists() and any(output.iterdir()):
         raise DloError(f"prune: --output must be a new or empty folder, got {output}; choose another")
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         from dlo_plugins.commands.pruned_run import PrunedRun
 
         run = PrunedRun(found)
-        print(run.write(_amounts(options), output))
+        print(run.write(amounts, output))
     return 0
 
 

@@ -48,7 +48,9 @@ class QuantiseCLI(DloCLI):
         self._check_parts({**self._get(self.config_init, "trainer"), "strategy": "auto"})
         kwargs |= {"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": [self._callback]}
         kwargs |= {"logger": False, "enable_checkpointing": False, "profiler": None, "precision": "32-true"}
-        return self._build_trainer(kwargs)
+        trainer = self._build_trainer(kwargs)
+        self._callback.check_run(trainer, self.model, self.datamodule)
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Converts the model, writes the report, and prints it."""
