@@ -16,8 +16,8 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from tests.support import frozen_runs as runs
-from tests.support.fsdp_nets import Batches
+from support import frozen_runs as runs
+from support.fsdp_nets import Batches
 
 #: DeepSpeed keeps no parameter in full because it is small.
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}

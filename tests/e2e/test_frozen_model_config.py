@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlo_framework.cli.main import main
-from tests.support import frozen_runs as runs
+from support import frozen_runs as runs
 
 PLUGIN = '''
 from dlo_framework.batch_transform import BatchTransform

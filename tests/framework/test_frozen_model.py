@@ -16,8 +16,8 @@ from dlo_framework.frozen_cache import OutputCache
 from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
-from tests.support import frozen_runs as runs
-from tests.support.fsdp_nets import Batches
+from support import frozen_runs as runs
+from support.fsdp_nets import Batches
 
 
 @pytest.fixture(scope="module", params=["images", "text"])

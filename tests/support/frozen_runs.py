@@ -16,7 +16,7 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
-from tests.support.fsdp_nets import Batches
+from support.fsdp_nets import Batches
 
 CLASSES, SIZE, ROWS, LENGTH, VOCABULARY, STEPS = 5, 16, 8, 16, 64, 3
 

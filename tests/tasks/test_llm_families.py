@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("family", "layers", "heads"), [("bloom", "n_layer", "n_head"), ("falcon", *NAMES)])
+@pytest.mark.parametrize(("family", "layers", "heads"), [("bloom", "n_layer", "n_head")])
 def test_a_family_that_ignores_positions_refuses_packed_documents(family: str, layers: str, heads: str) -> None:
     task = CausalLM(config={"model_type": family, "vocab_size": 96, "hidden_size": 32, layers: 2, heads: 4})
     task.configure_model()
