@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -45,6 +45,16 @@ class StrategyContract:
     groups: Any = None
     #: Causes in the strategy of a loss that is NaN, for an error message; empty if none are known.
     nan_hint = ""
+    #: Checkpoint that ``dlo`` has found for the run. Lightning's trainer knows it only once it is loaded, after setup
+    #: where state is sharded.
+    checkpoint_to_load: str | None = None
+
+    def loads_checkpoint(self, trainer: Trainer) -> bool:
+        """Returns whether the run loads a checkpoint, asked at setup or later.
+
+        In Python, where state is sharded, it is known at setup if ``trainer.ckpt_path`` was set before the fit.
+        """
+        return (trainer.ckpt_path or self.checkpoint_to_load) is not None
 
     @property
     def shard_size(self) -> int | None:

@@ -346,6 +346,7 @@ class DloCLI(LightningCLI):
             check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
             self._set_checkpoints(trainer)
             strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
+            strategy.checkpoint_to_load = self.config[self.command].ckpt_path
             strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
             if self.command == "fit":
                 self._check_run(trainer)

@@ -57,7 +57,8 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
     if lacking:
         raise DloError(
             f"tensors under meta_init must have a reset_parameters() that initialises them, got {shown_names(lacking)}"
-            " without; add one to their modules, start from a checkpoint (--ckpt_path), or remove meta_init"
+            " without; add one to their modules, start from a checkpoint (--ckpt_path,"
+            " or trainer.ckpt_path set before the fit), or remove meta_init"
         )
 
 

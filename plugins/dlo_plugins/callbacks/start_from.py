@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from dlo_framework.checkpoint import check, load
+from dlo_framework.strategy_contract import contract_of
 
 
 class StartFrom(Callback):
@@ -36,6 +37,6 @@ class StartFrom(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loads the weights, unless the run continues from a checkpoint of its own."""
-        if trainer.ckpt_path is None:
+        if not contract_of(trainer.strategy).loads_checkpoint(trainer):
             content = load(self.checkpoint, level="size")
             trainer.strategy.load_model_state_dict(content, strict=True)

@@ -268,7 +268,7 @@ class MeshStrategy(ShardedStrategy):
         if state is None:
             self._log_coverage(module)
             run = ParallelRun(module, options, self.groups, self.broadcast(torch.initial_seed()))
-            state = parallelize(run, loads_weights=trainer.ckpt_path is not None)
+            state = parallelize(run, loads_weights=self.loads_checkpoint(trainer))
         state.check_unchanged(options, trains=fitting)
         self._groups = state.sharded.groups
         state.sharded.collect_params()

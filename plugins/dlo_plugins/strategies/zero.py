@@ -182,7 +182,7 @@ class ZeroStrategy(ShardedStrategy):
         module = self._module()
         if not on_meta(module):
             return None
-        check_initialisable(module, loads_weights=trainer.ckpt_path is not None)
+        check_initialisable(module, loads_weights=self.loads_checkpoint(trainer))
         return Initialiser(self.root_device, self.broadcast(torch.initial_seed()))
 
     def _build(self, communicator: Communicator, initialise: Initialiser | None) -> ZeroEngine:

@@ -525,7 +525,8 @@ class CausalLM(Task):
 
     def on_fit_start(self) -> None:
         """Reads the weights of a model that was built on the meta device; each rank reads its own shards."""
-        sharded_weights.read_weights(self, resumes=self.trainer.ckpt_path is not None)
+        resumes = contract_of(self.trainer.strategy).loads_checkpoint(self.trainer)
+        sharded_weights.read_weights(self, resumes=resumes)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

@@ -329,7 +329,7 @@ class Distill(BatchTransform):
         self._check_classes(pl_module, self.teacher.placed.task)  # A vocabulary is known only now.
         if self.token:
             self._check_token(pl_module)
-        if self.every is not None and trainer.ckpt_path is None:
+        if self.every is not None and not contract_of(trainer.strategy).loads_checkpoint(trainer):
             self._copy_layers(trainer)
         self._replace_methods(pl_module)
         if self._pairs:
