@@ -23,12 +23,14 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing.record import Record, Recorder, merge_records
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.distill import Distill
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
@@ -115,13 +117,33 @@ def words(folder: Path, what: With) -> tuple[Any, Any]:
 TASKS: dict[str, Callable[[Path, With], tuple[Any, Any]]] = {"ImageClassifier": pictures, "CausalLM": words}
 
 
-IMAGES = ("ImageClassifier",)
+IMAGES, TEXTS = ("ImageClassifier",), ("CausalLM",)
+
+
+def taught(teacher: Any) -> list[Any]:
+    """Returns Distill with a teacher of random weights, the same in all runs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        teacher.configure_model()
+    return [Distill(FrozenModel(task=teacher), ce_weight=0.5)]
+
+
+def image_teacher() -> ImageClassifier:
+    return ImageClassifier("vit_tiny_patch16_224", model_args=VIT | {"depth": 2}, num_classes=10, **_OPTIMIZER)
+
+
+def text_teacher() -> CausalLM:
+    return CausalLM(config=LLAMA | {"num_hidden_layers": 2, "vocab_size": 320}, **_OPTIMIZER)
+
+
 BESIDE: dict[str, With] = {
     "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
     "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
     "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
     "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
     "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
+    "Distill": With(lambda: taught(image_teacher()), tasks=IMAGES),
+    "Distill, a vocabulary": With(lambda: taught(text_teacher()), tasks=TEXTS),
     "DynamicBatchSize": With(
         lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
     ),

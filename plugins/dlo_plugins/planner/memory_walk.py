@@ -85,15 +85,10 @@ class MemoryWalk:
         if layout.mesh.pp == 1:
             return [self._rank(layout, stages, [0], [])]
         where = self._times.placement(layout)
-        known: dict[object, Moment] = {}
-        found = []
-        for rank, actions in enumerate(self._replay(layout)):
-            own = where.stages_of(rank)
-            key = (tuple((id(stages[s]), s == 0, s == layout.stages - 1) for s in own), id(actions))
-            if key not in known:
-                known[key] = self._rank(layout, stages, own, actions)
-            found.append(known[key])
-        return found
+        return [
+            self._rank(layout, stages, where.stages_of(rank), actions)
+            for rank, actions in enumerate(self._replay(layout))
+        ]
 
     def _replay(self, layout: Layout) -> list[list[_Action]]:
         """Returns the distinct actions of each rank of the pipeline.

@@ -18,7 +18,8 @@ from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.plan_config import find_part
 from dlo_plugins.planner.plan_report import profile_run, state_format
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.run_layout import read_layout
+from dlo_plugins.planner.rotor_model import RotorModel
+from dlo_plugins.planner.run_layout import read_layout, rotor_budget
 from dlo_plugins.planner.step_time import StepTime, TimeModel
 
 
@@ -123,7 +124,7 @@ def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any,
     """
     summary = read_summary(folder)
     ranks = int(summary["world_size"])
-    layout = read_layout(config, ranks)
+    layout, budget = read_layout(config, ranks), rotor_budget(config)
     machine = load_machine(machine_name)
     device = "cpu" if str(summary.get("accelerator", "")).startswith("CPU") else "cuda"
     if machine.device != device:
@@ -137,11 +138,31 @@ def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any,
     state = state_format(str(summary.get("precision") or "32-true"), fused=fused)
     profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
     times = TimeModel(profile, machine, state)
-    return _compare(folder, summary, layout, machine, times)
+    memory, plan = MemoryModel(times), None
+    if budget is not None:
+        rotor = RotorModel(times, memory)
+        layout = replace(layout, budget=budget.bytes or int((budget.share or 0.0) * rotor.kept_bytes(layout)))
+        plan = rotor.plan(layout)
+        if plan is None:
+            raise DloError(
+                f"plan: --check must have a run whose Rotor is predicted to fit its budget, got {budget}, in which no"
+                " schedule fits by the predicted bytes of its blocks; check a run with a larger budget"
+            )
+    time = times.step(layout, repeated=plan.repeated if plan else ())
+    return _compare(
+        folder, summary, layout, machine, times, time, memory.largest(layout, plan.activations if plan else None)
+    )
 
 
-def _compare(folder: Path, summary: dict[str, Any], layout: Layout, machine: Machine, times: TimeModel) -> RunCheck:
-    time, memory = times.step(layout), MemoryModel(times).largest(layout)
+def _compare(
+    folder: Path,
+    summary: dict[str, Any],
+    layout: Layout,
+    machine: Machine,
+    times: TimeModel,
+    time: StepTime,
+    memory: RankMemory,
+) -> RunCheck:
     state = summary.get("state_bytes") or {}
     trained = sum(part.trained.total for part in times.profile.parts)
     gradients = trained / layout.mesh.tp / layout.mesh.pp * times.state.gradient

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
 from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.plan_config import read_batch
+from dlo_plugins.planner.plan_config import find_part, read_batch
+from dlo_plugins.remat.budget import Budget
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
 _STAGES = {
@@ -18,8 +20,27 @@ _STAGES = {
 _MICRO_BATCHES = 4
 
 
+def rotor_budget(config: dict[str, Any]) -> Budget | None:
+    """Returns the budget of a run's Rotor; None for a run without.
+
+    Raises:
+        DloError: The budget is what memory was left, or activations are offloaded: neither is predicted.
+    """
+    options = find_part(config, "Rotor")
+    if options is None:
+        return None
+    budget = Budget.parse(options.get("budget", "auto"))
+    if options.get("offload") or budget.is_auto:
+        given = "offload: true" if options.get("offload") else "budget: auto"
+        raise DloError(
+            "plan: --check must have a run without Rotor, or with a budget in bytes or per cent and offload: false,"
+            f" got {given}; check another run"
+        )
+    return budget
+
+
 def read_layout(config: dict[str, Any], ranks: int) -> Layout:
-    """Returns the layout of a run.
+    """Returns the layout of a run; that of a run with Rotor has recomputation by blocks, and a budget still of 0.
 
     Args:
         config: Merged config of the run.
@@ -32,12 +53,14 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     entry: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
     name = str(entry.get("class_path", "")).rpartition(".")[2]
     options: dict[str, Any] = entry.get("init_args") or {}
+    rotor = find_part(config, "Rotor") is not None
     batch = read_batch(config)
     if batch is None:
         raise DloError("plan: --check must have a run whose data has batch_size, got none in its config.yaml")
     accumulated = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
     if name in ("mesh", "MeshStrategy"):
-        return _mesh_layout(options, ranks, batch, accumulated)
+        layout = _mesh_layout(options, ranks, batch, accumulated)
+        return replace(layout, recompute="rotor", every=1) if rotor else layout
     if name not in _STAGES:
         raise DloError(
             f"plan: --check must have a run of MeshStrategy, {', '.join(_STAGES)}, got {name}; check another run"
@@ -47,7 +70,7 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     if stage == 3 and options.get("reshard_after_forward") is False:
         stage = 2
     spec = MeshSpec(dp_shard=ranks) if stage else MeshSpec(dp_replicate=ranks, dp_shard=1)
-    recompute = "full" if options.get("recompute") or _recomputes(config) else "none"
+    recompute = "rotor" if rotor else "full" if options.get("recompute") or _recomputes(config) else "none"
     return Layout(spec, batch // accumulated // ranks, accumulated, zero=stage if ranks > 1 else 0, recompute=recompute)
 
 

@@ -1,6 +1,7 @@
 """`dlo plan --check`: the prediction of a finished run beside its measurement; runs that cannot be compared."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_plugins.planner.run_layout import read_layout
+from dlo_plugins.planner.run_layout import read_layout, rotor_budget
 
 CONFIG = {
     "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 8, "enable_progress_bar": False},
@@ -38,9 +39,10 @@ class SyntheticText(LightningDataModule):
 """
 
 
-def _finished_run(folder: Path) -> Path:
+def _finished_run(folder: Path, callbacks: Sequence[object] = ()) -> Path:
     (folder / "synthetic_text.py").write_text(PLUGIN)
     content = CONFIG | {"plugins": [str(folder / "synthetic_text.py")], "run": {"dir": str(folder / "runs")}}
+    content["trainer"] = {**content["trainer"], "callbacks": list(callbacks)}
     content["data"] = {"class_path": "synthetic_text.SyntheticText", "init_args": {"batch_size": 4}}
     (folder / "mine.yaml").write_text(yaml.safe_dump(content))
     assert main(["fit", "--config", str(folder / "mine.yaml")]) == 0
@@ -73,6 +75,21 @@ def test_a_run_is_compared_and_residuals_are_stored(tmp_path: Path, capsys: pyte
     assert "must be a run that has finished" in capsys.readouterr().err
 
 
+def test_a_run_with_rotor_is_predicted_with_its_recomputation(tmp_path: Path) -> None:
+    run = _finished_run(tmp_path, callbacks=[{"class_path": "Rotor", "init_args": {"budget": "60%"}}])
+    assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 0
+    found = json.loads((run / "plan_check.json").read_text())
+    assert "Rotor with" in found["layout"]
+    assert found["predicted_seconds"]["recompute"] > 0
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["trainer"]["callbacks"] = []
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 0
+    plain = json.loads((run / "plan_check.json").read_text())
+    assert plain["predicted_seconds"]["recompute"] == 0
+    assert sum(plain["predicted_bytes"].values()) > sum(found["predicted_bytes"].values())
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--check", str(tmp_path / "version_3")]) == 2
     assert "--check must be the folder of a run, got" in capsys.readouterr().err
@@ -103,6 +120,14 @@ def test_the_layout_is_read_from_the_config(strategy: object, ranks: int, text: 
 def test_accumulation_counts_as_micro_batches() -> None:
     layout = read_layout(_config("zero3", 4), 2)
     assert (layout.micro_batch, layout.micro_batches, layout.global_batch) == (8, 4, 64)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "auto"}, {"budget": "60%", "offload": True}])
+def test_a_rotor_that_is_not_predicted_is_refused(options: dict[str, object]) -> None:
+    config = _config("auto")
+    config["trainer"] |= {"callbacks": [{"class_path": "Rotor", "init_args": options}]}  # type: ignore[operator]
+    with pytest.raises(DloError, match="with a budget in bytes or per cent and offload: false, got"):
+        rotor_budget(config)
 
 
 def test_other_strategies_are_refused() -> None:
