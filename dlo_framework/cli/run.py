@@ -205,10 +205,14 @@ def _silence_warnings() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for message in _SILENCED:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_relevant)
+    for name in ("lightning.pytorch.utilities.rank_zero", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_is_relevant)
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Returns False for Lightning's tips and for its lines on accelerators that were not asked for."""
+    """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates."""
     text = record.getMessage()
-    return not (text.startswith("💡 Tip") or text.startswith(("TPU available: False", "HPU available: False")))
+    return not (
+        text.startswith(("💡 Tip", "TPU available: False", "HPU available: False"))
+        or "register_constant() on Enum subclasses" in text
+    )
