@@ -207,6 +207,10 @@ class FrozenModel:
         assert self._placed is not None, "start comes first"
         return self._placed
 
+    def held_bytes(self) -> int:
+        """Returns the bytes of the model in this rank's memory; 0 before :meth:`start` and after :meth:`stop`."""
+        return 0 if self._placed is None else self._placed.held_bytes()
+
     @property
     def has_outputs(self) -> bool:
         """Whether this rank gets outputs; under a pipeline only the last stage's ranks do."""

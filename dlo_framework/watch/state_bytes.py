@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes, optimizer_states
+from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.flops import is_compiled
 
@@ -37,12 +38,14 @@ class StateBytes:
         optimizer: Bytes of optimizer state.
         activations: Bytes that a micro-batch's forward saved for its backward; None where they could not be measured,
             as in a compiled model.
+        second_models: Bytes of models that do not train, such as a teacher; None in a run without.
     """
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float | None = None
+    second_models: float | None = None
 
 
 def paper_bytes(
@@ -130,7 +133,14 @@ class StateReport(Callback):
         if self.found is not None or trainer.global_step < STEP:
             return
         held = _measure_state(trainer, pl_module)
-        own = StateBytes(float(held["parameters"]), self._gradients, float(held["optimizer"]), self._activations)
+        seconds = find_frozen_models([pl_module, *trainer.callbacks])  # type: ignore[attr-defined]
+        own = StateBytes(
+            float(held["parameters"]),
+            self._gradients,
+            float(held["optimizer"]),
+            self._activations,
+            float(sum(model.held_bytes() for model in seconds)) if seconds else None,
+        )
         self.found = _max_over_ranks(trainer, own)
         self.formula = _formula(trainer, pl_module)
         scalars = {
@@ -236,8 +246,8 @@ def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:
     if trainer.world_size > 1:
         held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
         values = trainer.strategy.reduce(held, reduce_op="max").tolist()
-    found = StateBytes(*values)
-    return found if own.activations is not None else StateBytes(found.parameters, found.gradients, found.optimizer)
+    absent = {name: None for name, value in asdict(own).items() if value is None}
+    return replace(StateBytes(*values), **absent)
 
 
 def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:

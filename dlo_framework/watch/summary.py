@@ -222,11 +222,11 @@ def _print_curves(folder: Path, loggers: Sequence[Logger]) -> None:
 def _state_rows(state: dict[str, Any]) -> dict[str, str]:
     """Returns table rows with the measured bytes of each kind of state, beside those of the ZeRO paper's formula."""
     rows = {}
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        if state[name] is not None:
+    for name in ("parameters", "gradients", "optimizer", "activations", "second_models"):
+        if state.get(name) is not None:
             expected = (state["formula"] or {}).get(name)
             beside = f" (formula: {format_bytes(expected)})" if expected is not None else ""
-            rows[f"  {name}"] = format_bytes(state[name]) + beside
+            rows[f"  {name.replace('_', ' ')}"] = format_bytes(state[name]) + beside
     return rows
 
 

@@ -1,5 +1,6 @@
 """A second model in a config: `dlo fit` builds it from a run folder, and refuses it before processes start."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ class Imitate(BatchTransform):
 CONFIG = """
 plugins: [./imitate.py]
 trainer:
-  max_steps: 1
+  max_steps: {steps}
   accelerator: cpu
   devices: {devices}
   strategy: {strategy}
@@ -57,9 +58,9 @@ SMALL = "{patch_size: 4, embed_dim: 48, depth: 2, num_heads: 3}"
 OWN = f"{{task: {{class_path: ImageClassifier, init_args: {{model: vit_tiny_patch16_224, model_args: {SMALL}}}}}}}"
 
 
-def fit(folder: Path, teacher: str, devices: int = 1, strategy: str = "auto") -> int:
+def fit(folder: Path, teacher: str, devices: int = 1, strategy: str = "auto", steps: int = 1) -> int:
     (folder / "imitate.py").write_text(PLUGIN)
-    (folder / "train.yaml").write_text(CONFIG.format(teacher=teacher, devices=devices, strategy=strategy))
+    (folder / "train.yaml").write_text(CONFIG.format(teacher=teacher, devices=devices, strategy=strategy, steps=steps))
     return main(["fit", "--config", str(folder / "train.yaml")])
 
 
@@ -67,6 +68,16 @@ def test_a_config_names_a_run_or_a_task(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert fit(tmp_path, OWN) == 0
     assert "OUTPUTS [16, 10] torch.float32" in capfd.readouterr().out  # type: ignore[attr-defined]
+
+
+def test_the_summary_has_the_second_model_s_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fit(tmp_path, OWN, steps=2) == 0
+    (path,) = tmp_path.rglob("summary.json")
+    state = json.loads(path.read_text())["state_bytes"]
+    # The same model without its optimizer.
+    assert state["second_models"] == pytest.approx(state["parameters"], rel=0.01)
+    assert state["optimizer"] == pytest.approx(2 * state["parameters"], rel=0.01)
 
 
 @pytest.mark.parametrize(
