@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -246,8 +246,8 @@ def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:
     if trainer.world_size > 1:
         held = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
         values = trainer.strategy.reduce(held, reduce_op="max").tolist()
-    absent = {name: None for name, value in asdict(own).items() if value is None}
-    return replace(StateBytes(*values), **absent)
+    known = zip(values, asdict(own).values(), strict=True)
+    return StateBytes(*(found if value is not None else None for found, value in known))  # type: ignore[arg-type]
 
 
 def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
