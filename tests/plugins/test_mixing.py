@@ -315,6 +315,14 @@ def test_mixup_takes_inputs_of_any_shape(how):
     assert torch.equal(how(videos, plan), frames)
 
 
+def test_soft_targets_are_in_single_precision_whatever_the_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert soft_targets(torch.tensor([1, 0]), 3, 0.1).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_soft_targets_are_smoothed_as_in_timm():
     targets = torch.tensor([0, 3, 1, 1])
     plan = mirrored([1.0] * 4, [False] * 4, [(0, 0, 0, 0)] * 4)

@@ -216,7 +216,7 @@ def soft_targets(targets: Tensor, num_classes: int, smoothing: float, multi_labe
     """
     if targets.ndim == 1:
         off = smoothing / num_classes
-        soft = torch.full((len(targets), num_classes), off, device=targets.device)
+        soft = torch.full((len(targets), num_classes), off, dtype=torch.float32, device=targets.device)
         return soft.scatter_(1, targets.long()[:, None], 1 - smoothing + off)
     return targets.float() * (1 - smoothing) + (0.5 * smoothing if multi_label else smoothing / num_classes)
 
