@@ -97,6 +97,8 @@ class FrozenModel:
         self.checkpoint, self.task, self.average, self.offload = checkpoint, task, average, offload
         self.dtype = None if dtype is None else DTYPES[dtype]
         self.cache = cache
+        #: Whether :meth:`check` has been called with the run's strategy.
+        self.checked = False
         self._cache: OutputCache | None = None
         self._made: Task | None = None  # task without a model, of the last check
         self._placed: PlacedModel | None = None
@@ -122,6 +124,7 @@ class FrozenModel:
         Raises:
             DloError: It does not; the message has the fix.
         """
+        self.checked = contract is not None
         if self.average is not None:
             if not isinstance(module, Task):
                 raise DloError(

@@ -364,13 +364,14 @@ class DloCLI(LightningCLI):
             raise DloError(f"trainer: {error}") from error
 
     def _check_run(self, trainer: Trainer) -> None:
-        """Checks the second models of a fit, and lets module and callbacks check it."""
+        """Lets module and callbacks check a fit, and checks the second models that they have not."""
         owners = [self.model, *trainer.callbacks]  # type: ignore[attr-defined]
-        for frozen in find_frozen_models(owners):
-            frozen.check(self.model, self.datamodule, contract_of(trainer.strategy))
         for owner in owners:
             if isinstance(owner, RunChecker):
                 owner.check_run(trainer, self.model, self.datamodule)
+        for frozen in find_frozen_models(owners):
+            if not frozen.checked:  # by its owner's check_run
+                frozen.check(self.model, self.datamodule, contract_of(trainer.strategy))
 
     def _check_shares(self, trainer: Trainer) -> None:
         """Checks that a batch can be divided among the ranks."""

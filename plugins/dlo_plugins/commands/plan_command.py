@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,13 @@ def main(argv: list[str]) -> int:
         planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs)
     if options.out is not None:
         planned.write(options.out)
+    if run.second_parameters:
+        counts = ", ".join(f"{count:,}" for count in run.second_parameters)
+        print(
+            f"not in the figures: memory and forward of the run's second model, of {counts} parameters; lower --memory"
+            " by what it takes",
+            file=sys.stderr,
+        )
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
     return 0
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch import Trainer
 
+from dlo_framework.frozen_model import find_frozen_models
 from dlo_plugins.commands.simulated_run import SimulatedRun
 
 
@@ -15,14 +17,29 @@ class UnplannedRun(SimulatedRun):
 
     Attributes:
         user_config: Config as the user means it: all files and overrides, without Lightning's defaults.
+        second_parameters: Number of parameters of each second model, such as a teacher, of the task and callbacks.
     """
 
     user_config: dict[str, Any]
+    second_parameters: list[int]
 
     @property
     def runs(self) -> Path:
         """Folder that holds all runs."""
         return self._runs().parent
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Counts the second models, and builds a trainer without callbacks.
+
+        Raises:
+            DloError: A second model cannot be built, or the trainer cannot.
+        """
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
+        owners = [self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])]
+        twins = [frozen.check(self.model, self.datamodule) for frozen in find_frozen_models(owners)]
+        self.second_parameters = [sum(parameter.numel() for parameter in twin.parameters()) for twin in twins]
+        return trainer
 
     def before_instantiate_classes(self) -> None:
         """Keeps the config, and removes from it what a plan chooses."""

@@ -322,6 +322,11 @@ class Distill(BatchTransform):
         ours, theirs = self._widths[name]
         return ours != theirs or self.hidden.project
 
+    @property
+    def frozen_models(self) -> list[FrozenModel]:
+        """The teacher."""
+        return [self.teacher]
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Places the teacher, replaces the student's loss, and copies initial weights."""
         assert isinstance(pl_module, Task)
