@@ -396,6 +396,7 @@ class DloCLI(LightningCLI):
             trainer.strategy.async_checkpoints = run.async_checkpoints
             trainer.strategy.checkpoint_format = run.checkpoint_format
             trainer.strategy.check_checkpoints()
+            trainer.strategy.check_loggers(trainer.loggers)
         elif run.async_checkpoints:
             raise DloError(
                 f"run.async_checkpoints must be false under {type(trainer.strategy).__name__}, which writes its own"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -100,6 +101,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """Prepares the module on its device; some of its buffers keep their dtypes."""
         module = self.lightning_module
         assert module is not None
+        self.check_loggers(trainer.loggers)
         with keep_dtypes(module):
             super().setup(trainer)
 
@@ -356,6 +358,22 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """Checks the Trainer's checkpoint plug-ins, then starts the run."""
         self.check_checkpoints()
         super().setup_environment()
+
+    def check_loggers(self, loggers: Iterable[Logger]) -> None:
+        """Checks that no logger is to upload checkpoints, which Lightning's loggers do with single files only.
+
+        Raises:
+            DloError: on a logger with `log_model`.
+        """
+        for logger in loggers:
+            # Lightning's names (2.6); Neptune's logger has the second.
+            chosen = getattr(logger, "_log_model", None) or getattr(logger, "_log_model_checkpoints", None)
+            if chosen and self.checkpoint_format == "canonical":
+                raise DloError(
+                    f"log_model of {type(logger).__name__} must be false with canonical checkpoints, which are folders"
+                    f" while it uploads files, got {chosen}; set it to false and upload the run's folder, or set"
+                    " run.checkpoint_format to lightning (strategy auto or ddp)"
+                )
 
     def check_checkpoints(self) -> None:
         """Checks that this strategy can write checkpoints of the chosen format.

@@ -209,11 +209,13 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.barrier("sharded")
 
     def check_callbacks(self, trainer: Trainer) -> None:
-        """Checks that no callback needs full parameters that a rank does not have.
+        """Checks that no callback needs full parameters that a rank does not have, and that loggers take checkpoints.
 
         Raises:
-            DloError: if a callback unfreezes parameters during the run, or averages or prunes those that are sharded.
+            DloError: if a callback unfreezes parameters during the run, or averages or prunes those that are sharded;
+                if a logger is to upload checkpoints that are folders.
         """
+        self.check_loggers(trainer.loggers)
         _refuse_finetuning(trainer)
         if not self.keeps_plain_parameters(self._module()):
             _refuse_averages(trainer)

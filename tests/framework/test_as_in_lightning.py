@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
@@ -251,6 +252,25 @@ def test_stochastic_weight_averaging_goes_on(tmp_path, model, strategy):
             torch.distributed.destroy_process_group()
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6), name
+
+
+class Uploads(CSVLogger):
+    """Logger with the attribute of WandbLogger, MLFlowLogger and LitLogger."""
+
+    _log_model = "all"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero1"])
+def test_a_logger_that_would_upload_nothing_is_refused(tmp_path, strategy):
+    chosen = ZeroStrategy(stage=1) if strategy == "zero1" else strategy
+    run = trainer(tmp_path, [], max_epochs=1, strategy=chosen, logger=Uploads(tmp_path))
+    with pytest.raises(DloError, match="log_model of Uploads must be false with canonical checkpoints"):
+        run.fit(Net(), loader())
+    if strategy == "zero1":
+        torch.distributed.destroy_process_group()
+    else:
+        run.strategy.checkpoint_format = "lightning"
+        run.fit(Net(), loader())
 
 
 # --- load_from_checkpoint ------------------------------------------------------------------------------------------
