@@ -366,8 +366,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
             DloError: on a logger with `log_model`.
         """
         for logger in loggers:
-            # Lightning's names (2.6); Neptune's logger has the second.
-            chosen = getattr(logger, "_log_model", None) or getattr(logger, "_log_model_checkpoints", None)
+            # Lightning's names (2.6); Neptune's logger has the second. Not by `getattr`: its DummyLogger has any name.
+            own = vars(logger)
+            chosen = own.get("_log_model") or own.get("_log_model_checkpoints")
             if chosen and self.checkpoint_format == "canonical":
                 raise DloError(
                     f"log_model of {type(logger).__name__} must be false with canonical checkpoints, which are folders"

@@ -257,7 +257,9 @@ def test_stochastic_weight_averaging_goes_on(tmp_path, model, strategy):
 class Uploads(CSVLogger):
     """Logger with the attribute of WandbLogger, MLFlowLogger and LitLogger."""
 
-    _log_model = "all"
+    def __init__(self, folder):
+        super().__init__(folder)
+        self._log_model = "all"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "zero1"])
@@ -271,6 +273,10 @@ def test_a_logger_that_would_upload_nothing_is_refused(tmp_path, strategy):
     else:
         run.strategy.checkpoint_format = "lightning"
         run.fit(Net(), loader())
+
+
+def test_the_logger_of_a_fast_dev_run_has_any_attribute(tmp_path):
+    trainer(tmp_path, [], strategy="auto", logger=CSVLogger(tmp_path), fast_dev_run=True).fit(Net(), loader())
 
 
 # --- load_from_checkpoint ------------------------------------------------------------------------------------------
