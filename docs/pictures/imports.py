@@ -80,6 +80,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("distillation", ("distillation/",)),
         ("callbacks", ("callbacks/",)),
         ("planner", ("planner/",)),
+        ("profiling", ("profiling/",)),
         ("commands", ("commands/",)),
     ),
     "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
