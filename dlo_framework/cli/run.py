@@ -203,7 +203,6 @@ _SILENCED = (
 def _silence_warnings() -> None:
     """Silences warnings and log lines that a user cannot act on."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler prints its own progress otherwise.
     for message in _SILENCED:
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_relevant)

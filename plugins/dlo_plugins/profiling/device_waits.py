@@ -38,7 +38,7 @@ class DeviceWait:
         place: File and line.
         function: Function of the line.
         source: Text of the line.
-        operation: What waits: `item`, `nonzero`, `copy to the host`.
+        operation: Name of what waits: `item`, `nonzero`, `copy to the host`.
         count: Number of times in the step.
         seconds: Time that the host spent in it.
     """

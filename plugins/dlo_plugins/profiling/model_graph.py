@@ -16,8 +16,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.planner.plan_report import first_batch
 
-#: Levels of modules that are drawn.
-_DEPTH = 3
+#: Levels of modules that are drawn, the preferred number first.
+_DEPTHS = (4, 5, 6, 8, 12, 20)
 
 
 def check_torchview() -> None:
@@ -46,22 +46,42 @@ def draw_model(task: Any, datamodule: Any, folder: Path) -> Path:
             f"profile: --graph must have a Task, whose inputs() say what the model takes, got {type(task).__name__};"
             " leave --graph out"
         )
-    torchview = importlib.import_module("torchview")
     twin = task.on_meta()
     batch = twin.example_batch(datamodule)
     args, kwargs = twin.inputs(tree_map(_on_meta, first_batch(datamodule) if batch is None else batch))
     names = list(kwargs)
-    drawn = torchview.draw_graph(
-        _Positional(twin.model, names), input_data=[*args, *kwargs.values()], device="meta", depth=_DEPTH + 1,
-        graph_name=type(twin.model).__name__, expand_nested=True,
-    )  # fmt: skip
+    drawn = _draw(_Positional(twin.model, names), [*args, *kwargs.values()], type(twin.model).__name__)
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "model_graph.gv"
-    source.write_text(drawn.visual_graph.source)
+    source.write_text(drawn.source)
     if shutil.which("dot") is None:
         return source
-    drawn.visual_graph.render(outfile=str(folder / "model_graph.svg"), cleanup=True)
+    drawn.render(outfile=str(folder / "model_graph.svg"), cleanup=True)
     return folder / "model_graph.svg"
+
+
+def _draw(model: torch.nn.Module, inputs: list[Any], name: str) -> Any:
+    """Returns the drawn graph.
+
+    torchview (0.2.7) fails with a KeyError at depths that cut through some models' functions, so others are tried.
+
+    Raises:
+        DloError: The model cannot be drawn.
+    """
+    torchview = importlib.import_module("torchview")
+    for depth in _DEPTHS:
+        try:
+            return torchview.draw_graph(
+                model, input_data=inputs, device="meta", depth=depth, graph_name=name, expand_nested=True
+            ).visual_graph
+        except KeyError:
+            continue
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise DloError(
+                f"profile: --graph must have a model that torchview can trace, got: {first}; leave it out"
+            ) from error
+    raise DloError(f"profile: --graph must have a model that torchview can draw, got {name}; leave --graph out")
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -411,6 +412,7 @@ class _Window:
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Kineto prints its progress otherwise.
             self._profiler = profile(
                 activities=activities, record_shapes=True, profile_memory=self._memory,
                 schedule=schedule(wait=0, warmup=self._warmup, active=self._active, repeat=1),

@@ -271,7 +271,10 @@ class ProfileReport:
         left, right = figure.subplots(1, 2, width_ratios=[2, 1])
         start = memory.points[0][0]
         left.plot(
-            [(at - start) * 1e3 for at, _ in memory.points], [size / 1e6 for _, size in memory.points], linewidth=0.8
+            [(at - start) * 1e3 for at, _ in memory.points],
+            [size / 1e6 for _, size in memory.points],
+            linewidth=0.8,
+            drawstyle="steps-post",
         )
         left.set(xlabel="ms", ylabel="MB beyond the start")
         groups = list(_grouped_bytes(memory.at_peak).items())[:10]

@@ -30,7 +30,7 @@ class RankProfile:
         rank: Global rank.
         host: Name of its machine.
         device: Name of its device.
-        breakdown: Where the time went.
+        breakdown: Division of the time.
         memory: Memory over the steps; None if it was not recorded.
         walls: Seconds of each step by the host's own clock.
         waits: Lines that wait for the device; None if they were not looked for.

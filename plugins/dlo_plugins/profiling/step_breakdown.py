@@ -253,8 +253,8 @@ def break_down(trace: Trace, phases: Phases, frames: HostFrames) -> Breakdown:
 
     Args:
         trace: Trace.
-        phases: Its phases.
-        frames: Its operators.
+        phases: Phases of the trace.
+        frames: Operators of the trace.
     """
     on_device = bool(trace.device)
     found = Breakdown([], {}, {}, on_device)

@@ -17,6 +17,8 @@ from dlo_plugins.profiling.step_breakdown import Breakdown
 
 #: Fraction of a step by which a rank's own time must exceed the others' median, to be called slow.
 SLOW = 0.1
+#: Fraction of the steps in which a slow rank must have the most time of its own.
+LEADS = 2 / 3
 #: Fraction of a step that every rank waits, from which the links are named.
 LINKS = 0.25
 _CAUSES = ("compute", "data", "host")
@@ -81,7 +83,7 @@ class StragglerReport:
         slowest: Rank that the others wait for; None if they are alike.
         cause: Reason: `compute`, `data`, `host`; `links` where all wait; empty if nothing stands out.
         excess: Seconds by which the slowest rank's own time exceeds the others' median.
-        by_cause: That excess by cause.
+        by_cause: Seconds of the excess by cause.
         transfer: Seconds of a step that even the rank with the shortest wait waits for collectives.
         steps: Number of steps in which the slowest rank had the most time of its own, of all steps.
         text: Conclusion in words.
@@ -123,7 +125,7 @@ def find_straggler(ranks: Mapping[int, Sequence[RankStep]]) -> StragglerReport:
         max((ranks[each.rank][step].own, each.rank) for each in summaries)[1] == slowest.rank for step in range(count)
     )
     found: int | None = slowest.rank
-    if excess > SLOW * wall:
+    if excess > SLOW * wall and leads >= LEADS * count:
         cause = max(by_cause, key=lambda name: by_cause[name])
         text = (
             f"rank {slowest.rank} is slow, by {_ms(excess)} of a step of {_ms(wall)}: {_WORDS[cause]}"

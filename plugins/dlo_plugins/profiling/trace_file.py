@@ -132,7 +132,7 @@ def parse_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
     complete = [event for event in events if "ts" in event and event.get("ph") in ("X", "i")]
     origin = min((float(event["ts"]) for event in complete), default=0.0)
     trace = Trace()
-    operators: dict[int, int] = {}  # external id by correlation, for kernels without one
+    operators = _launches(complete)
     for event in complete:
         _add(trace, event, (float(event["ts"]) - origin) * 1e-6, operators)
     for spans in trace.threads.values():
@@ -144,7 +144,15 @@ def parse_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
     return trace
 
 
-def _add(trace: Trace, event: Mapping[str, Any], start: float, operators: dict[int, int]) -> None:
+def _launches(events: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Returns the external id of the operator of each launch, by correlation, for kernels without one."""
+    launches = (event.get("args") or {} for event in events if event.get("cat") in _HOST)
+    return {
+        args["correlation"]: args["External id"] for args in launches if {"correlation", "External id"} <= args.keys()
+    }
+
+
+def _add(trace: Trace, event: Mapping[str, Any], start: float, operators: Mapping[int, int]) -> None:
     """Adds one event."""
     category, name, args = event.get("cat", ""), str(event.get("name", "")), event.get("args") or {}
     end, thread = start + float(event.get("dur", 0.0)) * 1e-6, event.get("tid")
@@ -163,5 +171,3 @@ def _add(trace: Trace, event: Mapping[str, Any], start: float, operators: dict[i
             trace.in_flight.append(HostSpan(name, start, end, category, args))
         else:
             trace.threads.setdefault(thread, []).append(HostSpan(name, start, end, category, args))
-            if "correlation" in args and "External id" in args:
-                operators[args["correlation"]] = args["External id"]

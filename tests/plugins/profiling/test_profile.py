@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,6 +86,10 @@ def test_the_parts_add_up_to_the_step_and_the_files_are_there(tmp_path, capsys) 
     assert summary["profile"]["steps"] == [4, 7]
     assert sum(summary["profile"]["kinds"].values()) == pytest.approx(summary["profile"]["step_seconds"], rel=0.02)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert {"profile/time", "profile/memory"} <= set(board.Tags()["images"])
+    assert "profile/report/text_summary" in board.Tags()["tensors"]
     assert profile.memory is not None
     assert profile.memory.peak > 256 * 256 * 4
 
