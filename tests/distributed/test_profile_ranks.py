@@ -150,6 +150,10 @@ def planted(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         train(folder / fault, "ddp", Net(fault), data, [own])
         if rank == 0:
             found[fault] = json.loads((folder / fault / "profile" / "report.0.json").read_text())["stragglers"]
+    one = Profile(wait=2, warmup=1, active=2, machine="cpu", formats=["chrome"], ranks=[1])
+    train(folder / "one", "ddp", Net(""), DataLoader(Rows(False), batch_size=4), [one])
+    if rank == 0:
+        found["one"] = [each.rank for each in one.report.ranks], [p.name for p in (folder / "one").rglob("*.trace.*")]
     leave_group()
     return found
 
@@ -158,6 +162,7 @@ def test_planted_faults_are_named_with_their_rank_and_cause(tmp_path) -> None:
     found = run_distributed(planted, 2, tmp_path, backend=None)[0]
     for fault in ("compute", "host", "data"):
         assert (found[fault]["slowest"], found[fault]["cause"]) == (1, fault), found[fault]["text"]
+    assert found["one"] == ([1], ["rank_1.0.pt.trace.json.gz"])
     # 60 products, 200 ms of sleep, four rows of 50 ms: most of it is that cause's.
     assert found["host"]["by_cause"]["host"] > 0.15
     assert found["data"]["by_cause"]["data"] > 0.15

@@ -26,7 +26,7 @@ class Energy(Callback):
 
     Args:
         grams_per_kwh: Grams of CO2 equivalent for a kWh of the machine's grid; None to give none. National grid
-            operators publish it: about 50 in France, 350 in Germany, 370 in the USA, 560 in China (Ember, 2023).
+            operators publish it: roughly 55 in France, 370 in Germany and the USA, 580 in China (Ember, 2023).
 
     Raises:
         DloError: If the grams are negative.

@@ -52,6 +52,7 @@ class RaplCounter:
     def __init__(self, folder: Path = POWERCAP) -> None:
         # A package's zone includes its cores; memory (dram) is a zone inside it that it does not include.
         zones = [path for path in sorted(folder.glob("*rapl*:*")) if (path / "energy_uj").exists()]
+        zones = [path for path in zones if "mmio" not in path.name]  # The same counters, by another way.
         self._zones = [path for path in zones if path.name.count(":") == 1 or _name(path) == "dram"]
         own = {_name(path) for path in self._zones}
         if "psys" in own and any(name.startswith("package") for name in own):  # The platform includes the packages.

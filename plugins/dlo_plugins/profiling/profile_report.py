@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROWS = 14
+#: Most ranks in the plot: those with the most time of their own.
+_MOST_RANKS = 16
 #: Colour of each kind in plots.
 COLOURS = dict(
     zip(
@@ -198,7 +200,9 @@ class ProfileReport:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        shown = self.ranks[:16]
+        own = {each.rank: each.own for each in self.stragglers.ranks}
+        busiest = sorted(self.ranks, key=lambda profile: -own.get(profile.rank, 0.0))[:_MOST_RANKS]
+        shown = sorted(busiest, key=lambda profile: profile.rank)
         figure = Figure(figsize=(11, 5.2 + 0.22 * len(shown)), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(2, 2, height_ratios=[1 + 0.25 * len(shown), 5], width_ratios=[1.3, 1])

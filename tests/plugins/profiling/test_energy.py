@@ -28,6 +28,7 @@ def test_rapl_adds_packages_and_their_memory_and_survives_a_counter_that_wraps(t
     zone(tmp_path, "intel-rapl:0:0", "core", 1)  # inside the package: not counted twice
     memory = zone(tmp_path, "intel-rapl:0:1", "dram", 10)
     zone(tmp_path, "intel-rapl:1", "psys", 5)  # includes the package
+    zone(tmp_path, "intel-rapl-mmio:0", "package-0", 7)  # the package again
     counter = RaplCounter(tmp_path)
     assert counter.covers == "package-0, dram"
     (package / "energy_uj").write_text("100000\n")  # 1,000,000 is where it wraps

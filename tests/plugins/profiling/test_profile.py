@@ -1,5 +1,6 @@
 """Profile on one process: the parts add up, planted waits are named, and nothing is left behind."""
 
+import dataclasses
 import gzip
 import json
 import warnings
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_plugins.profiling.operation_kinds import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
 from dlo_plugins.profiling.profile_callback import Profile
-from dlo_plugins.profiling.stragglers import rank_steps
+from dlo_plugins.profiling.stragglers import find_straggler, rank_steps
 from support.monitored import Net, fit
 
 
@@ -157,6 +158,36 @@ def test_a_run_that_ends_inside_the_window_reports_what_it_has(tmp_path) -> None
     assert len(own.report.own.breakdown.steps) == 4
     with pytest.warns(UserWarning, match="training ended before wait=50 steps"):
         fit(tmp_path / "short", Wide(), callbacks=[Profile(wait=50)], max_epochs=1)
+
+
+def test_a_compiled_model_is_profiled_without_hooks_inside(tmp_path) -> None:
+    module = Wide()
+    module.net.compile(backend="eager")
+    own, _ = profiled(tmp_path, module)
+    assert "operators of a compiled model cannot be seen" in own.report.text()
+    assert own.report.own.waits is None
+    assert own.report.own.explained == pytest.approx(1, abs=0.02)
+    assert own.report.own.breakdown.kind(MATRIX) > 0
+    assert not any(name.startswith("net") for name in own.report.own.breakdown.modules)
+
+
+def test_a_plot_of_many_ranks_shows_the_busiest(tmp_path) -> None:
+    own, _ = profiled(tmp_path)
+    (one,) = own.report.ranks
+    many = [dataclasses.replace(one, rank=rank) for rank in range(40)]
+    steps = rank_steps(one.breakdown)
+    slow = [dataclasses.replace(step, wall=2 * step.wall, host=step.host + step.wall) for step in steps]
+    report = dataclasses.replace(
+        own.report,
+        ranks=many,
+        world_size=40,
+        stragglers=find_straggler({r: slow if r == 33 else steps for r in range(40)}),
+    )
+    assert report.stragglers.slowest == 33
+    labels = [label.get_text() for label in report.figure().axes[0].get_yticklabels()]
+    assert len(labels) == 16
+    assert "rank 33" in labels
+    assert "rank 33 is slow" in report.text()
 
 
 class Validates(Wide):
