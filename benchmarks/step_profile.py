@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import tempfile
-import time
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
-from measuring.rounds import PROCESS, all_ratios, take_turns
+from measuring.rounds import ELAPSED, PROCESS, all_ratios, take_turns
 from measuring.stopwatch import Stopwatch
 from overhead import Batches, Module, mlp, silence
 from torch import nn
@@ -215,11 +215,11 @@ class Planted(LightningModule):
         if self.fault == "wait":
             loss.item()  # the planted wait
         if self.trainer.global_rank == 1 and self.fault == "compute":
-            until = time.perf_counter() + self.size
-            while time.perf_counter() < until:
+            until = ELAPSED.now() + self.size
+            while ELAPSED.now() < until:
                 torch.mm(torch.ones(512, 512), torch.ones(512, 512))
         if self.trainer.global_rank == 1 and self.fault == "host":
-            time.sleep(self.size)
+            threading.Event().wait(self.size)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -238,7 +238,7 @@ class Rows(TensorDataset):
         self.seconds = seconds
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
+        threading.Event().wait(self.seconds)
         return super().__getitem__(index)
 
 

@@ -18,7 +18,7 @@ from dlo_plugins.profiling.operation_kinds import KINDS
 from dlo_plugins.profiling.profile_report import COLOURS
 
 FILE = Path(__file__).parents[1] / "images" / "profile.svg"
-REPORTS = Path(__file__).parents[2] / "benchmarks" / "results" / "step_profile_2026-11-24.json"
+REPORTS = Path(__file__).parents[2] / "benchmarks" / "results" / "step_profile_2026-11-24" / "reports.json"
 
 
 def main() -> None:
