@@ -66,6 +66,7 @@ ENTRIES = (
     _entry("remat_planning", 2, "", "--rounds 1 --blocks 12 --slots 50 --states 50 --percents 50 80"),
     _entry("remat_execution", 6, "", "--rounds 1 --budgets 1 --models resnet --rows 1"),
     _entry("planner_measured", 15, "", "--rounds 1 --seconds 2 --ranks 1 2 --cases 2"),
+    _entry("step_profile", 10, "", "--rounds 1 --steps 20 --sums 1 --trials 1 --models ViT"),
     _entry("pruning", 6, "", "--seeds 1 --epochs 1 --rounds 1 --steps 4"),
     _entry("parity_verdicts", 60, "--seeds 10", "--seeds 1 --faults 7 --models gpt2 qwen2_moe vit"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),

@@ -24,6 +24,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
+from dlo_framework.watch.run_facts import RunFacts
 from dlo_framework.watch.state_bytes import StateReport
 
 
@@ -32,7 +33,8 @@ class RunRecord(Callback):
 
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
     ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
-    world size, versions and the best checkpoint's path. It is also written for an interrupted run, with that status.
+    world size, versions and the best checkpoint's path, and what callbacks add
+    (:class:`~dlo_framework.watch.run_facts.RunFacts`). It is also written for an interrupted run, with that status.
 
     Args:
         folder: Folder of the run.
@@ -147,7 +149,11 @@ class RunRecord(Callback):
         samples, seconds, train_loss = self.monitor.totals()
         # With those of the resumed run: one that was complete when it was killed logs nothing more.
         metrics = {**self._metrics, **trainer.callback_metrics}
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        facts = [callback.summary_facts(trainer) for callback in callbacks if isinstance(callback, RunFacts)]
+        added = {name: value for each in facts for name, value in each.items()}
         return {
+            **added,
             "status": status,
             "metrics": {name: float(value) for name, value in sorted(metrics.items())},
             "train_loss": train_loss,

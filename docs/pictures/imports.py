@@ -80,6 +80,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("distillation", ("distillation/",)),
         ("callbacks", ("callbacks/",)),
         ("planner", ("planner/",)),
+        ("profiling", ("profiling/",)),
         ("commands", ("commands/",)),
     ),
     "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
@@ -213,7 +214,11 @@ def goes_up(edge: Edge) -> bool:
 
 COLOURS = {"dlo_framework": "#3f6ad8", "dlo_plugins": "#d9822b", "dlo_tasks": "#2e8b57"}
 #: Position of a package: centre of its boxes in x (pixels), its top row, and x of its name (pixels).
-PLACES = {"dlo_framework": (240.0, 0, 110.0), "dlo_plugins": (790.0, 0, 520.0), "dlo_tasks": (790.0, 7, 520.0)}
+PLACES = {
+    "dlo_framework": (240.0, 0, 110.0),
+    "dlo_plugins": (790.0, 0, 520.0),
+    "dlo_tasks": (790.0, len(LAYERS["dlo_plugins"]) + 1, 520.0),
+}
 TITLES = {"dlo_framework": 84.0, "dlo_plugins": 500.0, "dlo_tasks": 500.0}  # right edge of the layers' titles, pixels
 TOP, BAND, HIGH, GAP, LETTER = 10, 62, 34, 18, 5.3  # pixels: top margin, layer, box, gap between boxes, letter
 WIDTH = 1060

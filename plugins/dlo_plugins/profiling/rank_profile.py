@@ -1,0 +1,206 @@
+"""Profile of the steps of one rank: its trace, read and divided."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlo_plugins.profiling.device_waits import DeviceWait
+from dlo_plugins.profiling.operation_kinds import KINDS
+from dlo_plugins.profiling.roofline import MachinePeaks, RooflinePoint, roofline_point
+from dlo_plugins.profiling.step_breakdown import Breakdown, HostFrames, ModuleTime, Phases, break_down
+from dlo_plugins.profiling.trace_file import Trace, parse_trace
+from dlo_plugins.profiling.trace_memory import MemoryTimeline, memory_timeline
+
+#: Points of a memory timeline that are kept.
+_POINTS = 2000
+#: Thread number, in a trace, of the backward's ranges by module.
+_BACKWARD_THREAD = 999_999
+
+
+@dataclass
+class RankProfile:
+    """Profile of the steps of one rank.
+
+    Attributes:
+        rank: Global rank.
+        host: Name of its machine.
+        device: Name of its device.
+        breakdown: Division of the time.
+        memory: Memory over the steps; None if it was not recorded.
+        walls: Seconds of each step by the host's own clock.
+        waits: Lines that wait for the device; None if they were not looked for.
+        synchronisations: Seconds of a step in calls of the device's runtime that wait for it, by call and module.
+        state: Bytes of parameters, gradients and optimizer state, by name.
+        trace: Path of the trace; None if it was not kept.
+        note: Reason for what is missing.
+    """
+
+    rank: int
+    host: str
+    device: str
+    breakdown: Breakdown
+    memory: MemoryTimeline | None
+    walls: list[float]
+    waits: list[DeviceWait] | None = None
+    synchronisations: dict[str, tuple[int, float]] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)
+    trace: str | None = None
+    note: str = ""
+
+    @property
+    def measured(self) -> float:
+        """Mean seconds of a step by the host's own clock."""
+        return sum(self.walls) / len(self.walls) if self.walls else 0.0
+
+    @property
+    def explained(self) -> float:
+        """Sum of all kinds, over the step by the host's own clock."""
+        total = sum(self.breakdown.kind(kind) for kind in KINDS)
+        return total / self.measured if self.measured else 0.0
+
+    def kind_points(self, peaks: MachinePeaks | None) -> dict[str, RooflinePoint]:
+        """Returns the roofline of each kind.
+
+        Args:
+            peaks: Peaks of the machine; None if unknown.
+        """
+        count = len(self.breakdown.steps) or 1
+        return {
+            kind: roofline_point(
+                kind, self.breakdown.kind(kind), work.flops / count, work.bytes / count, work.dtype, peaks
+            )
+            for kind, work in self.breakdown.work.items()
+        }
+
+    def module_points(self, peaks: MachinePeaks | None, depth: int = 4) -> dict[str, RooflinePoint]:
+        """Returns the roofline of each group of modules.
+
+        Args:
+            peaks: Peaks of the machine; None if unknown.
+            depth: Number of components of a group's name.
+        """
+        count = len(self.breakdown.steps) or 1
+        return {
+            name: roofline_point(name, own.seconds / count, own.flops / count, own.bytes / count, own.dtype, peaks)
+            for name, own in group_modules(self.breakdown.modules, depth).items()
+        }
+
+
+def group_name(module: str, depth: int = 4) -> str:
+    """Returns the group of a module: blocks by number are one group, and deep modules belong to the one around them.
+
+    Args:
+        module: Name of the module.
+        depth: Number of components of a group's name.
+    """
+    words = ["*" if word.isdigit() else word for word in module.split(".")]
+    return module if module.startswith("(") else ".".join(words[:depth])
+
+
+def group_modules(modules: dict[str, ModuleTime], depth: int = 4) -> dict[str, ModuleTime]:
+    """Returns the time of each group of modules, the longest first.
+
+    Args:
+        modules: Times by module.
+        depth: Number of components of a group's name.
+    """
+    found: dict[str, ModuleTime] = {}
+    for name, own in modules.items():
+        group = found.setdefault(group_name(name, depth), ModuleTime())
+        group.forward += own.forward
+        group.backward += own.backward
+        group.flops += own.flops
+        group.bytes += own.bytes
+        group.dtype = group.dtype or own.dtype
+        for kind, seconds in own.kinds.items():
+            group.kinds[kind] = group.kinds.get(kind, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def analyse(events: list[dict[str, Any]], rank: int, host: str, device: str, walls: list[float]) -> RankProfile:
+    """Returns the profile of a trace's steps, and adds the backward's ranges by module to the events.
+
+    Args:
+        events: Events of the trace.
+        rank: Global rank.
+        host: Name of the machine.
+        device: Name of the device.
+        walls: Seconds of each step by the host's own clock.
+    """
+    trace = parse_trace(events)
+    phases = Phases(trace)
+    frames = HostFrames(trace, phases)
+    profile = RankProfile(rank, host, device, break_down(trace, phases, frames), None, walls)
+    memory = memory_timeline(trace, phases, frames)
+    if memory is not None:
+        memory.points = _thin(memory.points, memory.time)
+        profile.memory = memory
+    profile.synchronisations = _synchronisations(trace, frames, max(1, len(profile.breakdown.steps)))
+    events += _backward_events(trace, frames, events)
+    return profile
+
+
+def _thin(points: list[tuple[float, int]], peak: float) -> list[tuple[float, int]]:
+    """Returns at most a number of points, the peak among them."""
+    every = -(-len(points) // _POINTS) if points else 1
+    return [point for number, point in enumerate(points) if number % every == 0 or point[0] == peak]
+
+
+_WAITING = re.compile(r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cuda|hip)Memcpy(?!.*Async)")
+
+
+def _synchronisations(trace: Trace, frames: HostFrames, steps: int) -> dict[str, tuple[int, float]]:
+    """Returns calls and seconds of a step in the runtime's waits, by call and by the module or phase that made it."""
+    found: dict[str, tuple[int, float]] = {}
+    for thread, spans in trace.threads.items():
+        for span in spans:
+            if not _WAITING.match(span.name):
+                continue
+            frame = frames.at(thread, span.start)
+            name = f"{span.name} in {frame.module if frame is not None and frame.module else 'the step'}"
+            count, seconds = found.get(name, (0, 0.0))
+            found[name] = count + 1, seconds + (span.end - span.start) / steps
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _backward_events(trace: Trace, frames: HostFrames, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns ranges of the modules' backwards, for a thread of their own in the trace."""
+    origin = min(
+        (float(event["ts"]) for event in events if "ts" in event and event.get("ph") in ("X", "i")), default=0.0
+    )
+    process = next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
+    found: list[dict[str, Any]] = []
+    for segments in frames.segments.values():
+        last: dict[str, Any] | None = None
+        for start, end, frame in segments:
+            module = frame.module if frame is not None and frame.backward else ""
+            begin = origin + start * 1e6
+            if last is not None and module == last["name"] and begin - last["ts"] - last["dur"] < 1:
+                last["dur"] += (end - start) * 1e6
+                continue
+            last = None
+            if module:
+                last = {"ph": "X", "cat": "module_backward", "name": module, "pid": process, "tid": _BACKWARD_THREAD,
+                        "ts": begin, "dur": (end - start) * 1e6}  # fmt: skip
+                found.append(last)
+    if found:
+        found.append({"ph": "M", "name": "thread_name", "pid": process, "tid": _BACKWARD_THREAD, "ts": 0,
+                      "args": {"name": "backward, by module"}})  # fmt: skip
+    return found
+
+
+def rewrite_trace(path: Path, events: list[dict[str, Any]]) -> None:
+    """Writes events into a compressed trace, in place of its own.
+
+    Args:
+        path: Path of the trace.
+        events: All events.
+    """
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    content["traceEvents"] = events
+    path.write_bytes(gzip.compress(json.dumps(content).encode(), 3))

@@ -1,0 +1,150 @@
+"""Joules of counters that are files and fakes, and a run's energy in its summary; none is null, and says why."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlo_framework.errors import DloError
+from dlo_plugins.profiling import energy_callback
+from dlo_plugins.profiling.energy_callback import Energy
+from dlo_plugins.profiling.energy_counters import CodecarbonCounter, NvmlCounter, RaplCounter, find_counters
+from support.monitored import fit
+
+
+def zone(folder: Path, path: str, name: str, energy: int, most: int = 1_000_000) -> Path:
+    made = folder / path
+    made.mkdir(parents=True)
+    for file, text in (("name", name), ("energy_uj", energy), ("max_energy_range_uj", most)):
+        (made / file).write_text(f"{text}\n")
+    return made
+
+
+def test_rapl_adds_packages_and_their_memory_and_survives_a_counter_that_wraps(tmp_path) -> None:
+    package = zone(tmp_path, "intel-rapl:0", "package-0", 900_000)
+    zone(tmp_path, "intel-rapl:0:0", "core", 1)  # inside the package: not counted twice
+    memory = zone(tmp_path, "intel-rapl:0:1", "dram", 10)
+    zone(tmp_path, "intel-rapl:1", "psys", 5)  # includes the package
+    zone(tmp_path, "intel-rapl-mmio:0", "package-0", 7)  # the package again
+    counter = RaplCounter(tmp_path)
+    assert counter.covers == "package-0, dram"
+    (package / "energy_uj").write_text("100000\n")  # 1,000,000 is where it wraps
+    (memory / "energy_uj").write_text("500010\n")
+    assert counter.read() == pytest.approx(0.2 + 0.5)
+    (package / "energy_uj").write_text("150000\n")
+    assert counter.read() == pytest.approx(0.75)
+
+
+class Nvml:
+    """As much of pynvml as is used."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, fails: bool = False) -> None:
+        self.millijoules, self.fails, self.open = 5_000, fails, False
+
+    def nvmlInit(self) -> None:
+        if self.fails:
+            raise self.NVMLError("Driver Not Loaded")
+        self.open = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == "GPU-ab"
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return self.millijoules
+
+    def nvmlShutdown(self) -> None:
+        self.open = False
+
+
+def test_nvml_counts_millijoules_since_the_start() -> None:
+    nvml = Nvml()
+    counter = NvmlCounter("ab", nvml)
+    nvml.millijoules += 2_500
+    assert counter.read() == 2.5
+    counter.close()
+    assert not nvml.open
+    with pytest.raises(OSError, match="Driver Not Loaded"):
+        NvmlCounter("ab", Nvml(fails=True))
+
+
+def test_nvml_without_a_driver_is_a_reason() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a driver")
+    with pytest.raises(OSError, match="NVML"):
+        NvmlCounter("ab", pynvml)
+
+
+def test_codecarbons_estimate_grows() -> None:
+    pytest.importorskip("codecarbon")
+    counter = CodecarbonCounter()
+    first = counter.read()
+    sum(range(3_000_000))
+    assert counter.read() > first >= 0
+    counter.close()
+
+
+def test_nothing_that_can_be_read_is_null_with_the_reasons(tmp_path, monkeypatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "codecarbon" else find_spec(name))
+    found, reasons = find_counters(torch.device("cpu"), True, tmp_path / "none")
+    assert found == []
+    assert [reason.partition(":")[0] for reason in reasons] == ["RAPL", "codecarbon"]
+    monkeypatch.setattr(energy_callback, "find_counters", lambda *_: ([], reasons))
+    fit(tmp_path / "run", callbacks=[Energy(grams_per_kwh=100)], max_epochs=1)
+    energy = json.loads((tmp_path / "run" / "summary.json").read_text())["energy"]
+    assert energy == {"joules": None, "why": "; ".join(reasons)}
+
+
+class Steady:
+    """Counter of ten joules a read."""
+
+    source, covers, is_estimate = "made up", "test", False
+
+    def __init__(self) -> None:
+        self.joules, self.closed = 0.0, False
+
+    def read(self) -> float:
+        self.joules += 10.0
+        return self.joules
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_runs_energy_is_in_its_summary(tmp_path, monkeypatch) -> None:
+    counter = Steady()
+    monkeypatch.setattr(energy_callback, "find_counters", lambda *_: ([counter], ["RAPL: none"]))
+    fit(tmp_path, callbacks=[Energy(grams_per_kwh=360)], max_epochs=1, batches=20)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    energy = summary["energy"]
+    assert energy["joules"] >= 10
+    assert energy["joules_per_sample"] == pytest.approx(energy["joules"] / summary["samples"])
+    assert energy["kwh"] == pytest.approx(energy["joules"] / 3.6e6)
+    assert energy["co2_grams"] == pytest.approx(energy["kwh"] * 360)
+    assert (energy["sources"], energy["estimated"], energy["not_read"]) == (["made up"], False, ["RAPL: none"])
+    assert counter.closed
+
+
+def test_a_resumed_run_adds_to_the_joules_before() -> None:
+    energy = Energy()
+    energy._counters = [Steady()]
+    state = energy.state_dict()
+    resumed = Energy()
+    resumed.load_state_dict(state)
+    resumed._counters = [Steady()]
+    trainer = SimpleNamespace(callbacks=[])
+    assert resumed.summary_facts(trainer)["energy"]["joules"] == 20.0
+    assert resumed.summary_facts(trainer)["energy"]["co2_grams"] is None
+
+
+def test_grams_must_not_be_negative() -> None:
+    with pytest.raises(DloError, match="grams_per_kwh must be at least 0, got -1"):
+        Energy(-1)

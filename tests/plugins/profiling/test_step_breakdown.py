@@ -1,0 +1,234 @@
+"""Where the time of made-up traces goes: each moment once, on a CPU and on an accelerator."""
+
+from typing import Any
+
+import pytest
+
+from dlo_plugins.profiling.operation_kinds import (
+    ATTENTION,
+    COPIES,
+    DATA,
+    ELEMENTWISE,
+    EXPOSED,
+    HOST,
+    KINDS,
+    MATRIX,
+    NORMALISATION,
+    OPTIMIZER,
+    kind_of_kernel,
+    kind_of_operator,
+)  # fmt: skip
+from dlo_plugins.profiling.rank_profile import group_modules
+from dlo_plugins.profiling.step_breakdown import Breakdown, HostFrames, Phases, break_down
+from dlo_plugins.profiling.trace_file import MARK, MODULE, parse_trace
+from dlo_plugins.profiling.trace_memory import memory_timeline
+
+
+def op(name: str, start: float, end: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> dict[str, Any]:
+    given = {key.replace("_", " "): value for key, value in args.items()}
+    return {"ph": "X", "cat": category, "name": name, "tid": thread, "pid": 1, "ts": start, "dur": end - start,
+            "args": given}  # fmt: skip
+
+
+def mark(label: str, at: float) -> dict[str, Any]:
+    return op(MARK + label, at - 0.001, at, "user_annotation")
+
+
+def broken(events: list[dict[str, Any]]) -> Breakdown:
+    trace = parse_trace(events)
+    phases = Phases(trace)
+    return break_down(trace, phases, HostFrames(trace, phases))
+
+
+def micros(found: Breakdown) -> dict[str, float]:
+    return {kind: round(found.kind(kind) * 1e6, 1) for kind in KINDS if found.kind(kind) > 5e-8}
+
+
+def steps_of_a_cpu() -> list[dict[str, Any]]:
+    """One step of 1,000 us: 100 fetch, forward of a module, backward, optimizer, and a wait for a collective."""
+    return [
+        mark("step 7", 0),
+        mark("data", 10),
+        mark("between", 110),
+        mark("forward", 120),
+        op(MODULE + "net.0", 130, 300, "user_annotation"),
+        op("aten::linear", 140, 240, Sequence_number=5),
+        op("aten::addmm", 150, 230, Sequence_number=5),
+        op("aten::layer_norm", 250, 290, Sequence_number=6),
+        op("aten::native_layer_norm", 255, 285, Sequence_number=6),
+        op("aten::mul", 310, 330, Sequence_number=7),
+        mark("backward", 400),
+        op("autograd::engine::evaluate_function: NativeLayerNormBackward0", 410, 450, Sequence_number=6),
+        op("aten::sum", 415, 445),
+        op("autograd::engine::evaluate_function: AddmmBackward0", 460, 560, Sequence_number=5),
+        op("AddmmBackward0", 465, 555, Sequence_number=5),
+        op("aten::mm", 470, 550),
+        mark("between", 600),
+        # In flight since 520, it ends at 700: the host computes until 560, and waits from 600 on, when nothing runs.
+        op("gloo:all_reduce", 520, 700, "user_annotation", thread=2),
+        op("aten::copy_", 700, 720),
+        mark("optimizer", 800),
+        op("aten::add_", 810, 890),
+        mark("between", 900),
+        mark("end 7", 1000),
+    ]
+
+
+def test_each_moment_of_a_step_counts_once() -> None:
+    found = broken(steps_of_a_cpu())
+    (step,) = found.steps
+    assert step.number == 7
+    assert step.wall == pytest.approx(1e-3, rel=1e-6)
+    assert sum(step.kinds.values()) == pytest.approx(step.wall, rel=1e-9)
+    assert micros(found) == {
+        MATRIX: 180.0,  # 100 of linear, 80 of mm
+        NORMALISATION: 40.0 + 40.0,  # the node's operators too, by the kind of its forward
+        ELEMENTWISE: 20.0,
+        COPIES: 20.0,
+        EXPOSED: 140.0,  # 560 to 700
+        OPTIMIZER: 100.0,
+        DATA: 100.0,
+        HOST: 1000 - 180 - 80 - 20 - 20 - 140 - 100 - 100,
+    }
+    assert found.hidden == pytest.approx(40e-6)
+    assert not found.on_device
+
+
+def test_a_backward_belongs_to_the_module_of_its_forward() -> None:
+    found = broken(steps_of_a_cpu())
+    net = found.modules["net.0"]
+    assert net.forward == pytest.approx(170e-6)
+    assert net.backward == pytest.approx(140e-6)  # both nodes
+    assert found.modules["(data loader)"].seconds == pytest.approx(100e-6)
+    assert sum(module.seconds for module in found.modules.values()) == pytest.approx(found.wall, rel=1e-9)
+
+
+def test_a_collective_that_ends_later_is_not_waited_for() -> None:
+    events = [
+        mark("step 1", 0),
+        op("aten::mm", 10, 100),
+        op("gloo:all_reduce", 20, 400, "user_annotation", thread=2),  # It runs on while the host goes on.
+        op("aten::mm", 200, 500),
+        mark("end 1", 600),
+    ]
+    found = broken(events)
+    assert micros(found) == {MATRIX: 390.0, HOST: 210.0}
+    assert found.hidden == pytest.approx(380e-6)
+
+
+def test_a_validation_inside_a_step_is_left_out() -> None:
+    events = [mark("step 1", 0), op("aten::mm", 10, 110), mark("pause", 200), op("aten::mm", 210, 900),
+              mark("resume", 1000), op("aten::mm", 1010, 1020), mark("end 1", 1100)]  # fmt: skip
+    found = broken(events)
+    assert found.wall == pytest.approx(300e-6)
+    assert micros(found) == {MATRIX: 110.0, HOST: 190.0}
+
+
+def kernel(name: str, start: float, end: float, operator: int, category: str = "kernel") -> dict[str, Any]:
+    return op(name, start, end, category, thread=7, External_id=operator)
+
+
+def step_of_a_gpu() -> list[dict[str, Any]]:
+    """The host runs ahead; kernels follow, in the form of the trace of an NVIDIA GPU."""
+    return [
+        mark("step 3", 0),
+        mark("data", 5),
+        mark("between", 25),
+        mark("forward", 30),
+        op(MODULE + "block.attn", 30, 60, "user_annotation"),
+        op("aten::scaled_dot_product_attention", 32, 50, Sequence_number=3, External_id=11),
+        op("cudaLaunchKernel", 40, 45, "cuda_runtime", External_id=11, correlation=1),
+        op("aten::mm", 52, 58, Sequence_number=4, External_id=12),
+        mark("backward", 70),
+        op("autograd::engine::evaluate_function: MmBackward0", 72, 90, thread=3, Sequence_number=4, External_id=13),
+        op("aten::mm", 74, 88, thread=3, External_id=14),
+        op("c10d::allreduce_", 91, 93, thread=3, External_id=15),
+        mark("between", 95),
+        mark("optimizer", 96),
+        op("aten::_foreach_add_", 97, 99, External_id=16),
+        mark("between", 99),
+        mark("end 3", 100),
+        kernel("pytorch_flash::flash_fwd_kernel", 50, 150, 11),
+        kernel("sm90_xmma_gemm_bf16", 150, 250, 12),
+        kernel("sm90_xmma_gemm_bf16", 250, 400, 14),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 300, 500, 15),  # 100 hidden, 100 exposed
+        kernel("Memcpy DtoH (Device -> Pageable)", 500, 510, 17, "gpu_memcpy"),
+        kernel("multi_tensor_apply_kernel", 520, 600, 16),
+    ]
+
+
+def test_an_accelerators_time_is_that_of_its_kernels() -> None:
+    found = broken(step_of_a_gpu())
+    assert found.on_device
+    assert found.wall == pytest.approx(600e-6)  # to the end of the last kernel
+    assert micros(found) == {
+        ATTENTION: 100.0, MATRIX: 250.0, EXPOSED: 100.0, COPIES: 10.0, OPTIMIZER: 80.0, DATA: 20.0, HOST: 40.0,
+    }  # fmt: skip
+    assert found.hidden == pytest.approx(100e-6)
+    assert found.modules["block.attn"].forward == pytest.approx(200e-6)
+    assert found.modules["block.attn"].backward == pytest.approx(150e-6)  # of the mm in forward, on autograd's thread
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", MATRIX), ("aten::conv2d", MATRIX), ("aten::_softmax", ELEMENTWISE), ("aten::gelu", ELEMENTWISE),
+        ("aten::native_batch_norm", NORMALISATION), ("aten::cat", COPIES), ("aten::view", HOST), ("AddBackward0", None),
+        ("c10d::allgather_", EXPOSED), ("_c10d_functional::wait_tensor", EXPOSED), ("FSDP::all_gather", None),
+        ("flash_attn::_flash_attn_forward", ATTENTION), ("torch::autograd::AccumulateGrad", None),
+    ],
+)  # fmt: skip
+def test_kinds_of_operators(name: str, kind: str | None) -> None:
+    assert kind_of_operator(name) == kind
+
+
+def test_softmax_and_batched_products_of_attention_modules_are_attention() -> None:
+    assert kind_of_operator("aten::bmm", module="model.layers.3.self_attn") == ATTENTION
+    assert kind_of_operator("aten::bmm", module="model.layers.3.mlp") == MATRIX
+    assert kind_of_operator("aten::_softmax", module="encoder.attention.self") == ATTENTION
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cutlass::Kernel<gemm>", MATRIX), ("triton_poi_fused_add_gelu_0", "compiled"),
+        ("void at::native::vectorized_layer_norm_kernel", NORMALISATION), ("elementwise_kernel", ELEMENTWISE),
+    ],
+)  # fmt: skip
+def test_kinds_of_kernels_without_an_operator(name: str, kind: str) -> None:
+    assert kind_of_kernel(name, "kernel", None) == kind
+
+
+def test_blocks_by_number_are_one_group() -> None:
+    found = broken(
+        [
+            mark("step 0", 0),
+            *(
+                op(MODULE + f"model.blocks.{n}.mlp.fc1.inner", 10 + 20 * n, 20 + 20 * n, "user_annotation")
+                for n in range(3)
+            ),
+            mark("end 0", 100),
+        ]
+    )
+    groups = group_modules(found.modules)
+    assert groups["model.blocks.*.mlp"].forward == pytest.approx(30e-6)
+    assert "(callbacks and loop)" in groups
+
+
+def test_memory_at_the_peak_is_named_by_module_and_phase() -> None:
+    def memory(at: float, size: int, address: int) -> dict[str, Any]:
+        return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "tid": 1, "pid": 1, "ts": at,
+                "args": {"Bytes": size, "Addr": address, "Device Type": 0, "Total Allocated": 0}}  # fmt: skip
+
+    events = [
+        mark("step 0", 0), mark("forward", 10), op(MODULE + "a", 20, 50, "user_annotation"), memory(30, 100, 1),
+        op(MODULE + "b", 60, 90, "user_annotation"), memory(70, 300, 2), memory(80, -100, 1), memory(85, 150, 3),
+        mark("backward", 100), memory(110, -300, 2), memory(120, 200, 4), mark("end 0", 200), memory(250, 9999, 9),
+    ]  # fmt: skip
+    trace = parse_trace(events)
+    phases = Phases(trace)
+    found = memory_timeline(trace, phases, HostFrames(trace, phases))
+    assert found is not None
+    assert (found.peak, found.phase) == (450, "forward")
+    assert found.at_peak == {"b": 450}
+    assert len(found.points) == 6  # not that after the step
