@@ -10,18 +10,30 @@ import pytest
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.layer_drop import LayerDrop
 from support.curricula_runs import apart, fit, images, prepare_texts, saved_state, seeded, texts
 
 #: Callbacks by name, and options of the trainer.
 IMAGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"accumulate_grad_batches": 2, "batches": 8}),
+    "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
+    "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {"accumulate_grad_batches": 2}),
 }
 TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"gradient_clip_val": 0.3}),
+    "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
+    "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {}),
 }
 #: Cells that a strategy refuses: `dlo fit` says so before processes start.
-REFUSED: dict[tuple[str, str], str] = {("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3"}
+REFUSED: dict[tuple[str, str], str] = {
+    ("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3",
+    **{
+        (name, f"deepspeed_{stage}"): "as one flat tensor"
+        for name in ("Freeze", "Freeze, unfreeze")
+        for stage in (1, 2, 3)
+    },
+}
 ORDINARY = ["ddp", "zero1", "zero3", "fsdp", "pp"]
 
 
@@ -67,7 +79,11 @@ def compare(folder: Path, alone: dict[str, Any], strategy: str, kind: str) -> No
             assert rank[f"{name} {strategy}"] == pytest.approx(expected, rel=2e-5), (name, strategy)
         assert expected[-1] != expected[0]
         one, two = (saved_state(folder / f"{kind} {name} {way}" / "last.ckpt") for way in ("auto", strategy))
-        wrong = {key: value for key, value in apart(one, two).items() if value > 2e-4}
+        wrong = {
+            key: value
+            for key, value in apart(one, two).items()
+            if value > (1e-3 if key.startswith("optimizer") else 2e-4)
+        }
         assert not wrong, (name, strategy)
 
 
