@@ -76,13 +76,16 @@ class ResumableDataModule(LightningDataModule):
         seed: Seed of the order of the data and of the augmentation; each sample's random choices follow from it, the
             epoch and the sample's index.
 
-    A callback may set two attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans
-    optimizer steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's
-    images (ProgressiveResizing); see :class:`ResumableBatchSampler`.
+    A callback may set attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans optimizer
+    steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's images
+    (ProgressiveResizing); see :class:`ResumableBatchSampler`. ``shape_batch`` changes the shape of each training batch
+    before its transfer to the device, if :attr:`shapes_batches` (SequenceLength).
     """
 
     #: Whether the datasets make images of the size that a draw requests.
     sizes_images = False
+    #: Whether ``shape_batch`` is applied.
+    shapes_batches = False
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class ResumableDataModule(LightningDataModule):
         self.seed = seed
         self.window_at: Callable[[Position], Window] | None = None
         self.image_size_at: Callable[[Position], int] | None = None
+        self.shape_batch: Callable[[Any], Any] | None = None
         self._loaders: dict[str, ResumableLoader] = {}
         # The training loaders in the order of creation; the trainer keeps those that it uses.
         self._made: list[weakref.ref[ResumableLoader]] = []

@@ -12,6 +12,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.layer_drop import LayerDrop
+from dlo_plugins.callbacks.sequence_length import SequenceLength
 from support.curricula_runs import apart, fit, images, prepare_texts, saved_state, seeded, texts
 
 #: Callbacks by name, and options of the trainer.
@@ -24,6 +25,11 @@ TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"gradient_clip_val": 0.3}),
     "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
     "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {}),
+    "SequenceLength": (
+        lambda: [SequenceLength(lengths={0: [8, 16], "60%": 32})],
+        {"accumulate_grad_batches": 2, "batches": 8},
+    ),
+    "SequenceLength, truncate": (lambda: [SequenceLength(8, "80%", method="truncate")], {}),
 }
 #: Cells that a strategy refuses: `dlo fit` says so before processes start.
 REFUSED: dict[tuple[str, str], str] = {

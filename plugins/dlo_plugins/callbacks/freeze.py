@@ -177,8 +177,10 @@ class Freeze(Callback):
         self._factors = {id(optimizer): GroupFactors(optimizer) for optimizer in trainer.optimizers}
 
     def _remove(self) -> None:
-        for handle in (*self._handles, *self._factors.values()):
+        for handle in self._handles:
             handle.remove()
+        for factors in self._factors.values():
+            factors.remove()
         self._handles, self._factors = [], {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

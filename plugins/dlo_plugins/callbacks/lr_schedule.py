@@ -72,9 +72,11 @@ class LearningRateSchedule(Callback, ABC):
                 f" got {others}; remove one of them (ImageClassifier: schedule: constant)"
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [type(one).__name__ for one in callbacks if isinstance(one, LearningRateSchedule) and one is not self]
-        if others:
-            raise DloError(f"{name}: one callback must set the learning rate, got {others[0]} too; remove one of them")
+        for one in callbacks:
+            if isinstance(one, LearningRateSchedule) and one is not self:
+                raise DloError(
+                    f"{name}: one callback must set the learning rate, got {type(one).__name__} too; remove one of them"
+                )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not self._peaks:
             self._peaks = group_peaks([float(group["lr"]) for group in groups], self.max_lr)

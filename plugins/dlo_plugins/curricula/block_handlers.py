@@ -9,7 +9,7 @@ strategy misses one, and the optimizer does the same on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,6 @@ class _Link:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.handler(self.inner, args, kwargs)
-
-
-class Removable(Protocol):
-    """Object that is removed."""
-
-    def remove(self) -> None:
-        """Removes it."""
 
 
 class BlockHandle:
