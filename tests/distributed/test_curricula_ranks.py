@@ -13,11 +13,14 @@ from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.sequence_length import SequenceLength
-from support.curricula_runs import apart, fit, images, prepare_texts, saved_state, seeded, texts
+from dlo_plugins.callbacks.token_drop import TokenDrop
+from support.curricula_runs import apart, fit, images, prepare_texts, refusal, saved_state, seeded, texts
 
 #: Callbacks by name, and options of the trainer.
 IMAGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"accumulate_grad_batches": 2, "batches": 8}),
+    "TokenDrop": (lambda: [TokenDrop(0.3, multiple=1)], {"accumulate_grad_batches": 2, "batches": 8}),
+    "all": (lambda: [LayerDrop(rate=5), TokenDrop(0.3, multiple=1), Freeze("unfreeze", every="10%")], {}),
     "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
     "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {"accumulate_grad_batches": 2}),
 }
@@ -25,6 +28,7 @@ TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"gradient_clip_val": 0.3}),
     "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
     "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {}),
+    "TokenDrop": (lambda: [TokenDrop(0.3)], {"gradient_clip_val": 0.5}),
     "SequenceLength": (
         lambda: [SequenceLength(lengths={0: [8, 16], "60%": 32})],
         {"accumulate_grad_batches": 2, "batches": 8},
@@ -34,13 +38,39 @@ TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 #: Cells that a strategy refuses: `dlo fit` says so before processes start.
 REFUSED: dict[tuple[str, str], str] = {
     ("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3",
+    ("TokenDrop", "cp"): "each rank must have full sequences, got cp=2",
+    ("TokenDrop", "sp"): "each rank must have full sequences, got sequence_parallel: true",
     **{
         (name, f"deepspeed_{stage}"): "as one flat tensor"
-        for name in ("Freeze", "Freeze, unfreeze")
+        for name in ("Freeze", "Freeze, unfreeze", "all")
         for stage in (1, 2, 3)
     },
 }
 ORDINARY = ["ddp", "zero1", "zero3", "fsdp", "pp"]
+
+
+def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str) -> dict[str, str]:
+    silence_lightning()
+    found = {}
+    for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
+        if (name, strategy) in REFUSED:
+            made = images() if kind == "images" else texts(folder)
+            found[name] = refusal(
+                lambda made=made, callbacks=callbacks, options=options: fit(
+                    folder, made, strategy, world_size, callbacks(), check=False, **options
+                )
+            )
+    leave_group()
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("strategy", "kind"), [("deepspeed_3", "images"), ("cp", "texts"), ("sp", "texts")])
+def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
+    for found in run_distributed(_refused, 2, folder, strategy, kind, timeout=200):
+        assert found
+        for name, message in found.items():
+            assert REFUSED[name, strategy] in message, name
 
 
 def _runs(rank: int, world_size: int, folder: Path, strategies: list[str], kind: str) -> dict[str, Any]:
