@@ -258,7 +258,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--text-seeds", type=int, default=5)
     parser.add_argument("--text-steps", type=int, default=420)
-    parser.add_argument("--contestants", nargs="+", default=None, help="names; by default all")
+    parser.add_argument(
+        "--contestants", nargs="+", default=None, help="names such as 'images/layer drop'; by default all"
+    )
     parser.add_argument("--plot", type=Path, default=None, help="file of the curves")
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)
@@ -269,7 +271,9 @@ def main() -> None:
             ("images", options.seeds, options.epochs),
             ("text", options.text_seeds, options.text_steps),
         ):
-            names = [key for key in CONTESTANTS[kind] if options.contestants is None or key in options.contestants]
+            names = [
+                key for key in CONTESTANTS[kind] if not options.contestants or f"{kind}/{key}" in options.contestants
+            ]
             if not seeds:
                 continue
             found[kind] = contend(kind, seeds, length, names, Path(name))

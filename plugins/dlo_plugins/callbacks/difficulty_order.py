@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.errors import DloError, mark_agreed
-from dlo_plugins.callbacks.run_position import check_max_epochs, parse_position
+from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 from dlo_plugins.curricula.paced_order import competence, paced_order
 
 METRICS = ("rarity", "targets")
@@ -69,6 +69,7 @@ class DifficultyOrder(Callback):
         self.until = parse_position(until, "DifficultyOrder: until")
         if not self.until.value:
             raise DloError(f"DifficultyOrder: until must be above 0, got {until!r}; the default is '50%'")
+        self.needs_max_epochs = any_percentage([self.until])
         self._max_epochs = float("inf")
         self._known: np.ndarray | None = None
         self._trainer: Trainer | None = None

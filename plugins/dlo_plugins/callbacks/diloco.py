@@ -1,7 +1,7 @@
 """Callback that trains each rank by itself, and joins the ranks by an outer optimizer: DiLoCo.
 
 DiLoCo: Distributed Low-Communication Training of Language Models. Douillard et al., 2023, arXiv 2311.08105. Departure:
-there is no phase of plain data parallelism before; the paper starts from a pretrained model in some experiments.
+a run has no phase of plain data parallelism before; the paper starts from a pretrained model in some experiments.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -63,6 +64,9 @@ class DiLoCo(Callback):
         DloError: If a value is out of range, the strategy is not `ddp`, the precision is `16-mixed`, optimization is
             manual, or another callback needs the same weights on all ranks.
     """
+
+    #: Why `dlo parity` trains without it.
+    left_out_of_parity = "its ranks train by themselves between outer steps, unlike one process"
 
     def __init__(self, period: int = 500, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> None:
         if period < 1:
@@ -170,7 +174,7 @@ class DiLoCo(Callback):
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the shared weights into the module."""
-        if self.outer is None or trainer.state.fn != "fit":
+        if self.outer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         weights = [parameter.data for _, parameter in _trained(pl_module)]
         self._local = [weight.clone() for weight in weights]

@@ -106,6 +106,7 @@ class Freeze(Callback):
             raise DloError(
                 f"Freeze: every must be a number of epochs or a percentage above 0, got {every!r}; write '1 epochs'"
             )
+        self.needs_max_epochs = self.every is not None and self.every.unit == "epochs"
         self._clock = StepFraction()
         self._handles: list[BlockHandle] = []
         self._factors: dict[int, GroupFactors] = {}

@@ -20,6 +20,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.curricula.block_handlers import (
     BlockHandle,
     call_with_forward,
@@ -28,7 +29,6 @@ from dlo_plugins.curricula.block_handlers import (
     hidden_of,
     pass_gradient,
 )
-from dlo_plugins.curricula.layer_choice import draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.curricula.model_blocks import ModelBlocks
 from dlo_plugins.curricula.step_fraction import StepFraction
 

@@ -99,6 +99,8 @@ class SequenceLength(BatchTransform):
                 )
         if not all(self.steps.values()):
             raise DloError(f"SequenceLength: a list of lengths must not be empty, got {lengths}; add a length")
+        used = [self.until] if start is not None else [point for point in self.steps if point.value]
+        self.needs_max_epochs = any(point.unit == "epochs" for point in used)
         self._points: list[tuple[float, list[int]]] = []
         self._until = 1.0
         self._step, self._fraction = -1, 0.0

@@ -22,7 +22,7 @@ from dlo_plugins.callbacks.run_position import parse_position, run_fraction
 from dlo_plugins.curricula.block_handlers import BlockHandle, check_hidden, handle_calls, hidden_of, replace_hidden
 from dlo_plugins.curricula.model_blocks import ModelBlocks
 from dlo_plugins.curricula.step_fraction import StepFraction
-from dlo_plugins.curricula.token_choice import draw_tokens, kept_tokens, select_arguments
+from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -71,6 +71,7 @@ class TokenDrop(Callback):
         self.until = parse_position(until, "TokenDrop: until")
         if self.until.unit == "samples" or not self.until.value:
             raise DloError(f"TokenDrop: until must be in epochs or percent and above 0, got {until!r}; write '70%'")
+        self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
         self._clock = StepFraction()
         self._handles: list[BlockHandle] = []

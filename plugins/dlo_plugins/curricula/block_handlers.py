@@ -48,7 +48,7 @@ class BlockHandle:
 
     Args:
         block: Block.
-        handler: Its handler.
+        handler: Handler of its calls.
     """
 
     def __init__(self, block: nn.Module, handler: Handler) -> None:

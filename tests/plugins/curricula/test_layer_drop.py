@@ -16,8 +16,8 @@ from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.callbacks.stochastic_depth import StochasticDepthSchedule, depth_factor
+from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.curricula.block_handlers import handle_calls, pass_gradient
-from dlo_plugins.curricula.layer_choice import draw_kept, keep_probabilities, progressive_theta
 from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
 
 
