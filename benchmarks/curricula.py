@@ -126,7 +126,7 @@ def text(seed: int, steps: int, callbacks: list[Callback], factor: float, folder
     data = TextData(seq_len=256, batch_size=4, seed=seed)
     watch = Watch("val_loss", lambda batch: int(batch["input_ids"].numel()))
     total = round(steps * factor)
-    limits = {"max_steps": total, "val_check_interval": max(1, total // 20), "limit_val_batches": 32}
+    limits = {"max_steps": total, "val_check_interval": max(1, total // 12), "limit_val_batches": 16}
     return run(CausalLM(**init), data, callbacks, watch, {**limits, "gradient_clip_val": 1.0}, seed, folder)
 
 
