@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, Trainer
@@ -76,13 +77,17 @@ class ResumableDataModule(LightningDataModule):
         seed: Seed of the order of the data and of the augmentation; each sample's random choices follow from it, the
             epoch and the sample's index.
 
-    A callback may set two attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans
-    optimizer steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's
-    images (ProgressiveResizing); see :class:`ResumableBatchSampler`.
+    A callback may set attributes in its ``setup`` hook, before the loaders are made: ``window_at`` plans optimizer
+    steps whose batch size changes (DynamicBatchSize), ``image_size_at`` the size of each training batch's images
+    (ProgressiveResizing); see :class:`ResumableBatchSampler`. ``shape_batch`` changes the shape of each training batch
+    before its transfer to the device, if :attr:`shapes_batches` (SequenceLength). ``order_at`` reorders the samples of
+    an epoch (DifficultyOrder).
     """
 
     #: Whether the datasets make images of the size that a draw requests.
     sizes_images = False
+    #: Whether ``shape_batch`` is applied.
+    shapes_batches = False
 
     def __init__(
         self,
@@ -113,6 +118,8 @@ class ResumableDataModule(LightningDataModule):
         self.seed = seed
         self.window_at: Callable[[Position], Window] | None = None
         self.image_size_at: Callable[[Position], int] | None = None
+        self.shape_batch: Callable[[Any], Any] | None = None
+        self.order_at: Callable[[np.ndarray, int], np.ndarray] | None = None
         self._loaders: dict[str, ResumableLoader] = {}
         # The training loaders in the order of creation; the trainer keeps those that it uses.
         self._made: list[weakref.ref[ResumableLoader]] = []
@@ -162,6 +169,7 @@ class ResumableDataModule(LightningDataModule):
             collate_fn=collate_fn,
             **self._worker_options(),
         )
+        loader.sampler.order_at = self.order_at
         if self._resume:
             self._restore(loader, self._resume.pop(0))
         self._made = [made for made in self._made if made() is not None] + [weakref.ref(loader)]

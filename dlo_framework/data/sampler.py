@@ -156,6 +156,8 @@ class ResumableBatchSampler:
         self.epoch = 0
         #: Whether a last batch of fewer samples than ranks takes some from the batch before.
         self.evens_out = not drop_last
+        #: Function that reorders an epoch: it gets the shuffled indices and the epoch, and returns a permutation.
+        self.order_at: Callable[[np.ndarray, int], np.ndarray] | None = None
         self._planned: tuple[int, list[Span]] | None = None
 
     @property
@@ -226,6 +228,8 @@ class ResumableBatchSampler:
         indices = np.arange(self.size)
         if self.shuffle:
             indices = np.argsort(hash64(indices, self.seed, self.epoch, _ORDER), kind="stable")
+            if self.order_at is not None:
+                indices = self.order_at(indices, self.epoch)
         copy = np.zeros_like(indices)
         if self.repeats > 1:
             copy = np.arange(self.size) % self.repeats

@@ -347,8 +347,8 @@ def _refuse_finetuning(trainer: Trainer) -> None:
         if isinstance(callback, BaseFinetuning):
             raise DloError(
                 f"the optimizer's parameters must stay the same during a run under {type(trainer.strategy).__name__},"
-                f" which shards them first, got {type(callback).__name__}; use strategy ddp, or train all parameters"
-                " from the start, some with a lower lr"
+                f" which shards them first, got {type(callback).__name__}; use dlo's own freezing callback (dlo"
+                " plugins), strategy ddp, or train all parameters from the start, some with a lower lr"
             )
 
 

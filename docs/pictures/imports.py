@@ -73,7 +73,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
             "techniques",
             ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
         ),
-        ("pruning", ("pruning/",)),
+        ("pruning", ("pruning/", "curricula/")),
         ("appliers", ("appliers/", "quantisation/")),
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),

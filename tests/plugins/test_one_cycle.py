@@ -8,7 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.one_cycle import OneCycle, group_peaks, phase_ends, piecewise
+from dlo_plugins.callbacks.lr_schedule import group_peaks
+from dlo_plugins.callbacks.one_cycle import OneCycle, phase_ends, piecewise
 
 
 class Regression(LightningModule):

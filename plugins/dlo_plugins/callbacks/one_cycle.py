@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from dlo_framework.errors import DloError
-from dlo_framework.progress import fraction_seen, optimizer_steps
+from dlo_framework.progress import optimizer_steps
+from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
 
 Anneal = Literal["cos", "linear"]
 
@@ -81,7 +82,7 @@ def phase_ends(pct_start: float, three_phase: bool, step: float) -> tuple[float,
     return (rise, 2 * rise, 1 - step) if three_phase else (rise, 1 - step)
 
 
-class OneCycle(Callback):
+class OneCycle(LearningRateSchedule):
     """Raises the learning rate to its maximum and lowers it to almost 0, once over all of training.
 
     The lr is set before each optimizer step from the fraction of samples seen, so accumulation, a changing batch size
@@ -119,8 +120,8 @@ class OneCycle(Callback):
     ) -> None:
         if preset not in PRESETS:
             raise DloError(f"OneCycle: preset must be one of {', '.join(PRESETS)}, got {preset!r}; leave it out")
+        super().__init__(max_lr)
         chosen = PRESETS[preset]
-        self.max_lr = max_lr
         self.pct_start = chosen.pct_start if pct_start is None else pct_start
         self.div_factor = chosen.div_factor if div_factor is None else div_factor
         self.final_div_factor = chosen.final_div_factor if final_div_factor is None else final_div_factor
@@ -129,7 +130,6 @@ class OneCycle(Callback):
         self.three_phase = three_phase
         self.cycle_momentum = cycle_momentum
         self.momentum = momentum
-        self._peaks: list[float] = []
         self._ends: tuple[float, ...] = ()
         limit = 0.5 if three_phase else 1.0
         if not 0 < self.pct_start <= limit:
@@ -143,62 +143,11 @@ class OneCycle(Callback):
                 "OneCycle: div_factor and final_div_factor must be at least 1, as the lr starts and ends below its"
                 f" maximum, got {self.div_factor} and {self.final_div_factor}; leave them out for the preset's"
             )
-        if any(lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])):
-            raise DloError(f"OneCycle: max_lr must be above 0, got {max_lr}; leave it out for the optimizer's lr")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the groups' highest lr, as a restored optimizer has only the current one."""
-        return {"peaks": self._peaks}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the highest lr of the resumed run."""
-        self._peaks = list(state_dict["peaks"])
-
-    def set_max_lr(self, lr: float) -> None:
-        """Sets the highest lr that LRFinder has found; scales a list of them, and those of the groups."""
-        self.max_lr = group_peaks(self.max_lr, lr) if isinstance(self.max_lr, list) else lr
-        self._peaks = group_peaks(self._peaks, lr) if self._peaks else []
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Resets the highest lr of an earlier fit, of another optimizer. A resumed state is loaded after this."""
-        if stage == "fit":
-            self._peaks = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that nothing else sets the lr, and finds each group's highest lr."""
-        if trainer.lr_scheduler_configs:
-            others = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
-            raise DloError(
-                f"OneCycle: {type(pl_module).__name__} must configure no scheduler, as OneCycle sets the learning rate,"
-                f" got {others}; remove one of them (ImageClassifier: schedule: constant)"
-            )
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        if not self._peaks:
-            self._peaks = group_peaks([float(group["lr"]) for group in groups], self.max_lr)
-        if len(self._peaks) != len(groups):
-            raise DloError(
-                f"OneCycle: max_lr must have one value for each of the {len(groups)} parameter groups, got"
-                f" {len(self._peaks)}; set a single value to scale them all"
-            )
-        fraction_seen(trainer)  # Raises if training has no end.
+    def prepare(self, trainer: Trainer) -> None:
+        """Sets the ends of the phases."""
         step = 1 / optimizer_steps(trainer) if self.last_step_is_the_end else 0.0
         self._ends = phase_ends(self.pct_start, self.three_phase, step)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Sets the lr of the next optimizer step."""
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
-        fraction = fraction_seen(trainer)
-        factor = self.lr_factor(fraction)
-        momentum = self.momentum_at(fraction) if self.cycle_momentum else None
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        for group, peak in zip(groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-            if momentum is not None:
-                if "betas" in group:
-                    group["betas"] = (momentum, *group["betas"][1:])
-                elif "momentum" in group:
-                    group["momentum"] = momentum
 
     def lr_factor(self, fraction: float) -> float:
         """Returns the ratio of the lr to its maximum after ``fraction`` of training."""
@@ -206,23 +155,10 @@ class OneCycle(Callback):
         values = (initial, 1.0, initial, final) if self.three_phase else (initial, 1.0, final)
         return piecewise(fraction, self._ends, values, self.anneal)
 
-    def momentum_at(self, fraction: float) -> float:
-        """Returns the momentum after ``fraction`` of training."""
+    def momentum_at(self, fraction: float) -> float | None:
+        """Returns the momentum after ``fraction`` of training; None if it is not cycled."""
+        if not self.cycle_momentum:
+            return None
         high, low = self.momentum
         values = (high, low, high, high) if self.three_phase else (high, low, high)
         return piecewise(fraction, self._ends, values, self.anneal)
-
-
-def group_peaks(current: list[float], max_lr: float | list[float] | None) -> list[float]:
-    """Returns the highest lr of each parameter group.
-
-    Args:
-        current: Groups' lr when the optimizer was built.
-        max_lr: Highest lr as in :class:`OneCycle`.
-    """
-    if max_lr is None:
-        return current
-    if isinstance(max_lr, list):
-        return list(max_lr)
-    highest = max(current)
-    return [max_lr * lr / highest for lr in current] if highest > 0 else [max_lr] * len(current)

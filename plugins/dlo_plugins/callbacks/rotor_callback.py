@@ -35,6 +35,7 @@ from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_plugins.callbacks.sequence_length import SequenceLength
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
 from dlo_plugins.remat.budget import Budget, free_memory
@@ -180,7 +181,7 @@ class Rotor(Callback):
 
         The ranks vote in each batch if a callback may change their sizes: a survey on some of them would not end.
         """
-        is_larger, changing = size > self._measured_bytes, DynamicBatchSize | ProgressiveResizing
+        is_larger, changing = size > self._measured_bytes, DynamicBatchSize | ProgressiveResizing | SequenceLength
         grows = is_larger
         if trainer.world_size > 1:
             changes = any(isinstance(one, changing) for one in trainer.callbacks)  # type: ignore[attr-defined]

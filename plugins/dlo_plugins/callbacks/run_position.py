@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
+from dlo_framework.progress import epochs_of_run
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 Value = TypeVar("Value")
 
@@ -91,3 +95,24 @@ def value_at(steps: Mapping[RunPosition, Value], at: Position, max_epochs: float
     in_order = sorted(steps, key=lambda point: point.epochs(at.size, max_epochs))
     reached = [point for point in in_order if point.reached(at, max_epochs)]
     return steps[reached[-1]] if reached else None
+
+
+def run_fraction(trainer: Trainer, point: RunPosition, what: str, key: str) -> float:
+    """Returns a point in epochs or percent as a fraction of the run.
+
+    Args:
+        trainer: Trainer of the run.
+        point: Point; not in samples.
+        what: Name of the callback, for the message.
+        key: Name of the option.
+
+    Raises:
+        DloError: If the point is in epochs, and ``trainer.max_epochs`` is not set.
+    """
+    if point.unit == "runs":
+        return point.value
+    if epochs_of_run(trainer) in (0, float("inf")):
+        raise DloError(
+            f"{what}: trainer.max_epochs must be set for {key} in epochs, got none; set it, or use a percentage"
+        )
+    return point.value / epochs_of_run(trainer)

@@ -93,6 +93,8 @@ class TextData(ResumableDataModule):
 
     #: Batches own their memory, so callbacks may write to them.
     makes_new_batches = True
+    #: A callback's new shapes are applied before targets and documents are counted.
+    shapes_batches = True
     #: Columns of records, which `columns` may rename.
     column_names: tuple[str, ...] = ("messages", "tools", "prompt", "completion", "text")
 
@@ -346,7 +348,9 @@ class TextData(ResumableDataModule):
         return self.eval_loader(self._datasets["predict"], name="predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Counts targets and documents while the batch is on the CPU; see :mod:`dlo_tasks.llm.batch_counts`."""
+        """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.llm.batch_counts`."""
+        if self.shape_batch is not None and self.trainer is not None and self.trainer.training:
+            batch = self.shape_batch(batch)
         self._counts = batch_counts.count_rows(batch)
         return batch
 

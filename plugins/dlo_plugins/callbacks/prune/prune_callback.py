@@ -36,7 +36,7 @@ from dlo_framework.shards import Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.media import log_figure
 from dlo_plugins.callbacks.gradients import last_linear
-from dlo_plugins.callbacks.run_position import RunPosition, parse_position
+from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.mesh.mesh_description import prepare_model
 from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
 from dlo_plugins.pruning.nm_pattern import NMPattern
@@ -188,7 +188,10 @@ class Prune(Callback):
 
     def _check_schedule(self, trainer: Trainer) -> None:
         check_end(trainer)
-        begin, end = self._fraction(trainer, self.begin, "begin"), self._fraction(trainer, self.end, "end")
+        begin, end = (
+            run_fraction(trainer, self.begin, "Prune", "begin"),
+            run_fraction(trainer, self.end, "Prune", "end"),
+        )
         if begin >= 1:
             raise DloError(
                 f"Prune: begin must be before the end of training, got {_show(self.begin)} of"
@@ -199,16 +202,6 @@ class Prune(Callback):
                 f"Prune: end must be after begin and within the run, got {_show(self.end)} with begin"
                 f" {_show(self.begin)} in {epochs_of_run(trainer):g} epochs; set '75%'"
             )
-
-    def _fraction(self, trainer: Trainer, point: RunPosition, key: str) -> float:
-        """Returns a point of the run as a fraction of it."""
-        if point.unit == "runs":
-            return point.value
-        if epochs_of_run(trainer) in (0, float("inf")):
-            raise DloError(
-                f"Prune: trainer.max_epochs must be set for {key} in epochs, got none; set it, or use a percentage"
-            )
-        return point.value / epochs_of_run(trainer)
 
     def _select(self, module: nn.Module, shapes: dict[str, Sequence[int]] | None = None) -> list[PrunableLayer]:
         last = last_linear(module) if isinstance(module, LightningModule) else None
@@ -349,7 +342,10 @@ class Prune(Callback):
         if self._done:
             return None
         now = fraction_at(trainer, epochs_seen(trainer, with_this_batch=True), step)
-        begin, end = self._fraction(trainer, self.begin, "begin"), self._fraction(trainer, self.end, "end")
+        begin, end = (
+            run_fraction(trainer, self.begin, "Prune", "begin"),
+            run_fraction(trainer, self.end, "Prune", "end"),
+        )
         if now < begin:
             return None
         final = self.pattern.sparsity if self.pattern is not None else self.amount

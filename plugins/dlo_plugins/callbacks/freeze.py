@@ -1,0 +1,271 @@
+"""Callback that trains a part of the model at a time: freezing from below (FreezeOut), gradual unfreezing (ULMFiT).
+
+FreezeOut: Accelerate Training by Progressively Freezing Layers. Brock, Lim, Ritchie & Weston, 2017, arXiv 1706.04983.
+Universal Language Model Fine-tuning for Text Classification. Howard & Ruder, 2018, arXiv 1801.06146.
+
+All parameters are in the optimizer and in the strategy's shards from the start. Frozen blocks compute no graph; their
+parameters get gradients of zero, which the strategy reduces as it always does; and their tensors have no gradient when
+the optimizer steps, so that it leaves weights and state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.progress import check_end
+from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.task import Task
+from dlo_plugins.callbacks.gradient_compression import GradientCompression
+from dlo_plugins.callbacks.layer_drop import check_block_callbacks
+from dlo_plugins.callbacks.run_position import parse_position, run_fraction
+from dlo_plugins.curricula.block_handlers import BlockHandle, call_with_forward, handle_calls, hidden_of, pass_gradient
+from dlo_plugins.curricula.group_factors import GroupFactors
+from dlo_plugins.curricula.model_blocks import ModelBlocks
+from dlo_plugins.curricula.step_fraction import StepFraction
+from dlo_plugins.curricula.unit_schedules import FreezeOutSchedule, UnfreezeSchedule, UnitSchedule
+
+METHODS = ("freeze_out", "unfreeze")
+
+
+class Freeze(Callback):
+    """Trains a part of the model at a time, and saves the backward of the frozen part below it.
+
+    Units are the stem, each block of the parallel plan, and the head, from below. `freeze_out` anneals the learning
+    rate of each unit to 0 along half a cosine, the lowest units' first, and freezes it there. `unfreeze` trains the
+    head first, and one more unit from above after each interval.
+
+    A frozen parameter does not change: no update, no weight decay, no momentum. It works under every strategy that
+    leaves the optimizer one tensor for each parameter, sharded or not; weights and optimizer state are those of one
+    process. A parameter that is tied to one of a higher unit, such as an embedding to the output projection, is in that
+    unit. The factors of `freeze_out` and `lr_decay` multiply the parameter groups' learning rates: use a constant
+    schedule with `freeze_out`, which anneals by itself.
+
+    Logged every ``trainer.log_every_n_steps``: ``freeze/frozen_units``.
+
+    Args:
+        method: Schedule: `freeze_out` from below, or `unfreeze` from above.
+        t0: Fraction of training after which `freeze_out` freezes the stem, before the cube; by default 0.5.
+        cubic: Whether `freeze_out` cubes the units' fractions; by default true.
+        scale_lr: Whether `freeze_out` divides a unit's initial rate by its fraction; by default true.
+        every: Interval of `unfreeze`, such as `1 epochs` or `10%`; by default such that all units train from half of
+            training on.
+        lr_decay: Ratio of the learning rates of a unit and the one below it, for `unfreeze`; 2.6 in the paper, 1 by
+            default.
+
+    Attributes:
+        frozen: Number of units, from below, that are frozen in the current step.
+
+    Raises:
+        DloError: If a value is out of range or belongs to the other method, the strategy steps several parameters as
+            one tensor, or another callback needs all blocks to train.
+    """
+
+    #: Place of the handler among those of other callbacks: around all others.
+    order = 10
+
+    def __init__(
+        self,
+        method: Literal["freeze_out", "unfreeze"] = "freeze_out",
+        t0: float | None = None,
+        cubic: bool | None = None,
+        scale_lr: bool | None = None,
+        every: str | float | None = None,
+        lr_decay: float | None = None,
+    ) -> None:
+        if method not in METHODS:
+            raise DloError(
+                f"Freeze: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'} available:"
+                f" {', '.join(METHODS)}"
+            )
+        others = {"every": every, "lr_decay": lr_decay}
+        if method == "unfreeze":
+            others = {"t0": t0, "cubic": cubic, "scale_lr": scale_lr}
+        for key, value in others.items():
+            if value is not None:
+                raise DloError(f"Freeze: {key} must be left out with method {method}, got {value}; remove it")
+        self.method = method
+        self.t0 = 0.5 if t0 is None else t0
+        self.cubic, self.scale_lr = cubic is not False, scale_lr is not False
+        self.every = None if every is None else parse_position(every, "Freeze: every")
+        self.lr_decay = 1.0 if lr_decay is None else lr_decay
+        if not 0 < self.t0 < 1:
+            raise DloError(f"Freeze: t0 must be between 0 and 1, got {t0}; the paper has 0.5 to 0.8")
+        if self.lr_decay < 1:
+            raise DloError(f"Freeze: lr_decay must be at least 1, got {lr_decay}; the paper has 2.6")
+        if self.every is not None and (self.every.unit == "samples" or not self.every.value):
+            raise DloError(
+                f"Freeze: every must be a number of epochs or a percentage above 0, got {every!r}; write '1 epochs'"
+            )
+        self.needs_max_epochs = self.every is not None and self.every.unit == "epochs"
+        self._clock = StepFraction()
+        self._handles: list[BlockHandle] = []
+        self._factors: dict[int, GroupFactors] = {}
+        self._schedule: UnitSchedule | None = None
+        self._blocks: ModelBlocks | None = None
+        self.frozen = 0
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the strategy, the other callbacks and the model, before processes start.
+
+        Raises:
+            DloError: If they do not go with parameters that are frozen for a part of the run.
+        """
+        self._check_run(trainer)
+        if isinstance(module, Task) or next(module.parameters(), None) is not None:
+            ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "Freeze")
+
+    def _check_run(self, trainer: Trainer) -> None:
+        check_end(trainer)
+        check_block_callbacks(trainer, "Freeze")
+        strategy = trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            raise DloError(
+                "Freeze: strategy must step each parameter by itself, got DeepSpeed, which steps all parameters of a"
+                " group as one flat tensor, frozen ones too; use ddp, zero1 to zero3, fsdp or MeshStrategy"
+            )
+        if isinstance(contract_of(strategy), ForeignStrategy):
+            raise DloError(
+                f"Freeze: strategy must be one whose optimizer dlo knows, got {type(strategy).__name__} of Lightning;"
+                " use ddp, zero1 to zero3, fsdp or MeshStrategy"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientCompression) and callback.method == "one_bit":
+                raise DloError(
+                    "Freeze: GradientCompression must not have method one_bit, whose optimizer sends the momenta of all"
+                    " parameters, got both; set method: powersgd, or leave one of them out"
+                )
+        if self.every is not None:
+            run_fraction(trainer, self.every, "Freeze", "every")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets an earlier run, and checks this one."""
+        self._clock = StepFraction()
+        if stage == "fit":
+            try:
+                self._check_run(trainer)
+            except DloError as error:
+                raise mark_agreed(error) from None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to handle the blocks' calls and the optimizers' steps."""
+        self._remove()
+        self._blocks = blocks = ModelBlocks(pl_module, "Freeze")
+        units = blocks.unit_count
+        if self.method == "freeze_out":
+            self._schedule = FreezeOutSchedule(units, self.t0, self.cubic, self.scale_lr)
+        else:
+            interval = 0.5 / (units - 1) if self.every is None else run_fraction(trainer, self.every, "Freeze", "every")
+            self._schedule = UnfreezeSchedule(units, interval, self.lr_decay)
+        self.frozen = self._schedule.frozen(self._clock.fraction)
+        self._handles = [
+            handle_calls(blocks.block(name), self._handler(unit, name, blocks.block(name)), self.order)
+            for unit, name in enumerate(blocks.names, start=1)
+        ]
+        self._factors = {id(optimizer): GroupFactors(optimizer) for optimizer in trainer.optimizers}
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for factors in self._factors.values():
+            factors.remove()
+        self._handles, self._factors = [], {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes blocks and optimizers run as before."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Makes blocks and optimizers run as before."""
+        self._remove()
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Sets the frozen units of a new step, and logs their number."""
+        if not self._clock.update(trainer):
+            return
+        assert self._schedule is not None
+        self.frozen = self._schedule.frozen(self._clock.fraction)
+        step = trainer.global_step + 1
+        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics({"freeze/frozen_units": float(self.frozen)}, step=step)
+
+    def _handler(self, unit: int, name: str, block: nn.Module) -> Callable[..., Any]:
+        def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not (torch.is_grad_enabled() and block.training) or not self.frozen:
+                return inner(*args, **kwargs)
+            if unit < self.frozen:
+                return call_with_forward(block, _frozen_forward(block, name), *args, **kwargs)
+            if unit == 1:  # The stem alone is frozen: its backward has nothing to compute.
+                hidden = hidden_of(args, kwargs)
+                if isinstance(hidden, Tensor) and hidden.requires_grad:
+                    cut = pass_gradient(hidden.detach(), hidden)
+                    args, kwargs = ((cut, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): cut})
+            return inner(*args, **kwargs)
+
+        return call
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Drops the gradients of frozen tensors, and sets the units' learning rates for the step."""
+        assert self._schedule is not None
+        assert self._blocks is not None
+        stepped: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        tensors = contract_of(trainer.strategy).optimizer_tensors(stepped)
+        units = self._blocks.unit_of(tensors)
+        for name, tensor in tensors.items():
+            if units[name] < self.frozen:
+                tensor.grad = None
+        factors = self._schedule.factors(self._clock.fraction)
+        if any(factor != 1 for factor in factors):
+            of_tensor = {id(tensor): factors[units[name]] for name, tensor in tensors.items()}
+            self._factors[id(stepped)].divide(lambda tensor: of_tensor.get(id(tensor), 1.0))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Restores the parameter groups after a step that the loss scaler skipped."""
+        for factors in self._factors.values():
+            factors.restore()
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress at the last step."""
+        return self._clock.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the progress at the last step."""
+        self._clock.load_state_dict(state_dict)
+
+
+def _frozen_forward(block: nn.Module, name: str) -> Callable[..., Tensor]:
+    """Returns a block's forward without a graph; its inputs and parameters get gradients of zero."""
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            output = own(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise DloError(
+                f"Freeze: a block must return a tensor, got {type(output).__name__} from '{name}'; return the hidden"
+                " state alone"
+            )
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return pass_gradient(output, *inputs, *block.parameters())
+
+    return forward

@@ -1,0 +1,224 @@
+"""Callback that leaves blocks out of training steps: progressive layer drop.
+
+Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping. Zhang & He, 2020,
+arXiv 2010.13369.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.progress import check_end
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.task import Task
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
+from dlo_plugins.curricula.block_handlers import (
+    BlockHandle,
+    call_with_forward,
+    check_hidden,
+    handle_calls,
+    hidden_of,
+    pass_gradient,
+)
+from dlo_plugins.curricula.model_blocks import ModelBlocks
+from dlo_plugins.curricula.step_fraction import StepFraction
+
+
+class LayerDrop(Callback):
+    """Leaves blocks out of training steps, more of them as training goes on: progressive layer drop.
+
+    In a step, block `i` of `L` runs with probability `p = 1 - i / L * (1 - theta)`; otherwise its input is its output,
+    its parameters have gradients of zero, and neither its forward nor its backward is computed. `theta` falls from 1 to
+    its final value. The change that a running block makes to its input is divided by `p`, so that the mean output is
+    that of evaluation, where all blocks run.
+
+    The draws are a function of `seed`, step and block: all ranks and all micro-batches of a step leave out the same
+    blocks, as does a resumed run, so that losses and weights are those of one process under every strategy. Blocks are
+    those of the parallel plan.
+
+    Logged every ``trainer.log_every_n_steps``: ``layer_drop/theta`` and ``layer_drop/kept``, the fraction of the blocks
+    that run in the step.
+
+    Args:
+        theta: Final value of theta: the keep probability that the deepest block approaches. The paper's is 0.5.
+        rate: Rate of theta's fall over the run, the paper's gamma times the number of steps: with 100, it has fallen
+            by 63% of the way after 1% of training.
+        skip: Patterns of blocks that always run, relative to the model, such as those that change the shape.
+        scale: Whether a running block's change is divided by its keep probability.
+        seed: Seed of the draws.
+
+    Raises:
+        DloError: If a value is out of range, a block changes its input's shape, the loss uses outputs of all blocks, or
+            another option needs blocks that always run.
+    """
+
+    #: Place of the handler among those of other callbacks: inside Freeze, outside TokenDrop.
+    order = 20
+
+    def __init__(
+        self,
+        theta: float = 0.5,
+        rate: float = 100.0,
+        skip: list[str] | None = None,
+        scale: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < theta <= 1:
+            raise DloError(f"LayerDrop: theta must be above 0 and at most 1, got {theta}; the paper has 0.5")
+        if rate <= 0:
+            raise DloError(f"LayerDrop: rate must be above 0, got {rate}; the paper has 100")
+        self.theta, self.rate, self.skip, self.scale, self.seed = theta, rate, list(skip or []), scale, seed
+        self._clock = StepFraction()
+        self._handles: list[BlockHandle] = []
+        self._names: list[str] = []
+        self._probabilities: list[float] = []
+        self._kept: list[bool] = []
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the strategy, the other callbacks and the model, before processes start.
+
+        Raises:
+            DloError: If they do not go with blocks that are left out.
+        """
+        check_end(trainer)
+        check_block_callbacks(trainer, "LayerDrop")
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
+            raise DloError(
+                "LayerDrop: strategy must know which parameters a step uses, got DeepSpeed's stage 3, which records the"
+                " order of modules in the first step; use zero3, fsdp, or DeepSpeed's stage 2"
+            )
+        if getattr(module, "looks_inside", False):
+            raise DloError(
+                f"LayerDrop: the loss must not use outputs of all blocks, got {type(module).__name__} with router"
+                " logits; set output_router_logits: false"
+            )
+        if isinstance(module, Task) or next(module.parameters(), None) is not None:
+            blocks = ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "LayerDrop")
+            blocks.without(self.skip, "LayerDrop")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets an earlier run, and checks this one."""
+        self._clock = StepFraction()
+        if stage == "fit":
+            try:
+                check_end(trainer)
+                check_block_callbacks(trainer, "LayerDrop")
+            except DloError as error:
+                raise mark_agreed(error) from None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to handle the blocks' calls."""
+        self.check_run(trainer, pl_module)
+        self._remove()
+        blocks = ModelBlocks(pl_module, "LayerDrop")
+        self._names = blocks.without(self.skip, "LayerDrop")
+        self._draw()
+        self._handles = [
+            handle_calls(blocks.block(name), self._handler(number, name, blocks.block(name)), self.order)
+            for number, name in enumerate(self._names)
+        ]
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the blocks run as before."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Makes the blocks run as before."""
+        self._remove()
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def current_theta(self) -> float:
+        """Value of theta in the current step."""
+        return progressive_theta(self._clock.fraction, self.theta, self.rate)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Draws the blocks of a new step, and logs."""
+        if not self._clock.update(trainer):
+            return
+        self._draw()
+        step = trainer.global_step + 1
+        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            kept = sum(self._kept) / len(self._kept)
+            for logger in trainer.loggers:
+                logger.log_metrics({"layer_drop/theta": self.current_theta, "layer_drop/kept": kept}, step=step)
+
+    def _draw(self) -> None:
+        self._probabilities = keep_probabilities(self.current_theta, len(self._names))
+        self._kept = draw_kept(self._probabilities, max(0, self._clock.step), self.seed)
+
+    def _handler(self, number: int, name: str, block: nn.Module) -> Callable[..., Any]:
+        def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not (torch.is_grad_enabled() and block.training):
+                return inner(*args, **kwargs)
+            if not self._kept[number]:
+                return call_with_forward(block, _identity(block), *args, **kwargs)
+            output = inner(*args, **kwargs)
+            if number == 0:
+                return output  # It always runs.
+            hidden, changed = check_hidden(hidden_of(args, kwargs), output, name, "LayerDrop")
+            keep = self._probabilities[number]
+            return torch.lerp(hidden, changed, 1 / keep) if self.scale and keep < 1 else changed
+
+        return call
+
+    # --- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress at the last step."""
+        return self._clock.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the progress at the last step."""
+        self._clock.load_state_dict(state_dict)
+
+
+def _identity(block: nn.Module) -> Callable[..., Tensor]:
+    """Returns a forward that returns its first argument, and gives the block's parameters gradients of zero."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return pass_gradient(hidden_of(args, kwargs), *block.parameters())
+
+    return forward
+
+
+def check_block_callbacks(trainer: Trainer, what: str) -> None:
+    """Checks that no other callback needs the blocks' own calls.
+
+    Args:
+        trainer: Trainer of the run.
+        what: Name of the callback, for the message.
+
+    Raises:
+        DloError: If one does.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Rotor):
+            raise DloError(
+                f"{what}: Rotor must be left out, as it plans for blocks that always do the same, got both; use"
+                " ActivationCheckpoint, or recompute: true of the task"
+            )
+        if isinstance(callback, Compile) and callback.scope == "model":
+            raise DloError(
+                f"{what}: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope:"
+                " blocks"
+            )

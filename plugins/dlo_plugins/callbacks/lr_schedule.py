@@ -1,0 +1,119 @@
+"""Base of callbacks that set the learning rate from the fraction of training that is done."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dlo_framework.errors import DloError
+from dlo_framework.progress import fraction_seen
+
+
+class LearningRateSchedule(Callback, ABC):
+    """Sets the lr before each optimizer step to a factor of its highest value.
+
+    The factor is a function of the fraction of samples seen, so accumulation, a changing batch size and a resume do not
+    shift it. Another scheduler is an error.
+
+    Args:
+        max_lr: Highest lr of all parameter groups, or a list with one for each; None uses each group's own. A single
+            value keeps the groups' ratios, for example of layer-wise decay.
+
+    Raises:
+        DloError: If it is out of range; later, if there is another scheduler, or training has no end.
+    """
+
+    def __init__(self, max_lr: float | list[float] | None = None) -> None:
+        if any(lr <= 0 for lr in (max_lr if isinstance(max_lr, list) else [max_lr] if max_lr is not None else [])):
+            raise DloError(
+                f"{type(self).__name__}: max_lr must be above 0, got {max_lr}; leave it out for the optimizer's lr"
+            )
+        self.max_lr = max_lr
+        self._peaks: list[float] = []
+
+    @abstractmethod
+    def lr_factor(self, fraction: float) -> float:
+        """Returns the ratio of the lr to its maximum after ``fraction`` of training."""
+
+    def momentum_at(self, fraction: float) -> float | None:
+        """Returns the momentum, or Adam's first beta, after ``fraction`` of training; None to leave it alone."""
+        return None
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Prepares the curve, once its highest lr and the run's length are known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the groups' highest lr, as a restored optimizer has only the current one."""
+        return {"peaks": self._peaks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the highest lr of the resumed run."""
+        self._peaks = list(state_dict["peaks"])
+
+    def set_max_lr(self, lr: float) -> None:
+        """Sets the highest lr that LRFinder has found; scales a list of them, and those of the groups."""
+        self.max_lr = group_peaks(self.max_lr, lr) if isinstance(self.max_lr, list) else lr
+        self._peaks = group_peaks(self._peaks, lr) if self._peaks else []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Resets the highest lr of an earlier fit, of another optimizer. A resumed state is loaded after this."""
+        if stage == "fit":
+            self._peaks = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that nothing else sets the lr, and finds each group's highest lr."""
+        name = type(self).__name__
+        if trainer.lr_scheduler_configs:
+            others = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
+            raise DloError(
+                f"{name}: {type(pl_module).__name__} must configure no scheduler, as {name} sets the learning rate,"
+                f" got {others}; remove one of them (ImageClassifier: schedule: constant)"
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for one in callbacks:
+            if isinstance(one, LearningRateSchedule) and one is not self:
+                raise DloError(
+                    f"{name}: one callback must set the learning rate, got {type(one).__name__} too; remove one of them"
+                )
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if not self._peaks:
+            self._peaks = group_peaks([float(group["lr"]) for group in groups], self.max_lr)
+        if len(self._peaks) != len(groups):
+            raise DloError(
+                f"{name}: max_lr must have one value for each of the {len(groups)} parameter groups, got"
+                f" {len(self._peaks)}; set a single value to scale them all"
+            )
+        fraction_seen(trainer)  # Raises if training has no end.
+        self.prepare(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Sets the lr of the next optimizer step."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        fraction = fraction_seen(trainer)
+        factor, momentum = self.lr_factor(fraction), self.momentum_at(fraction)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+            if momentum is not None:
+                if "betas" in group:
+                    group["betas"] = (momentum, *group["betas"][1:])
+                elif "momentum" in group:
+                    group["momentum"] = momentum
+
+
+def group_peaks(current: list[float], max_lr: float | list[float] | None) -> list[float]:
+    """Returns the highest lr of each parameter group.
+
+    Args:
+        current: Groups' lr when the optimizer was built.
+        max_lr: Highest lr as in :class:`LearningRateSchedule`.
+    """
+    if max_lr is None:
+        return current
+    if isinstance(max_lr, list):
+        return list(max_lr)
+    highest = max(current)
+    return [max_lr * lr / highest for lr in current] if highest > 0 else [max_lr] * len(current)

@@ -1,0 +1,239 @@
+"""Callback that grows the length of a language model's sequences over the run.
+
+SkyLadder: Better and Faster Pretraining via Context Window Scheduling. Zhu et al., 2025, arXiv 2503.15450. The
+Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models. Li, Zhang & He, 2021, arXiv
+2108.06084. Departure: lengths follow the fraction of training, and not the number of steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from dlo_framework.batch_transform import BatchTransform
+from dlo_framework.data import ResumableDataModule
+from dlo_framework.data.hashing import uniform
+from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.progress import check_end, fraction_seen
+from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
+from dlo_plugins.curricula.token_rows import check_tokens, fitting_length, split_rows, truncate_rows
+from dlo_plugins.strategies.mesh import MeshStrategy
+
+_STREAM = 0x534C  # of the draws, among other hashes of the same seed
+METHODS = ("split", "truncate")
+Method = Literal["split", "truncate"]
+
+
+class SequenceLength(BatchTransform):
+    """Trains a language model on short sequences first, and on longer ones as training goes on.
+
+    `split` cuts each row of a batch into several rows of the current length: a step has the same tokens and the same
+    targets, and attention costs less. A document that is cut begins again at position 0 in its next row; documents that
+    are packed into one row stay apart. `truncate` trains on the first tokens of each row: a step has fewer tokens, and
+    the rest of the row is left out of the epoch.
+
+    Set either `start` or `lengths`. Lengths are rounded down to a divisor of the rows' length with `split`, and to
+    `multiple`. The length depends only on the position in the run: it is the same on every rank, for all micro-batches
+    of a step, and after a resume. Validation has the full length.
+
+    With `split`, the loss is the mean over all tokens of the step, as without it. With `truncate`, it is the mean over
+    the tokens of a micro-batch, over all ranks, and micro-batches of a step have equal weights.
+
+    Logged every ``trainer.log_every_n_steps``: ``data/sequence_length``.
+
+    Args:
+        start: First length, of one that grows linearly to that of the rows.
+        until: Point of the run at which the full length is reached; in SkyLadder's experiments 60% was best.
+        lengths: Points of the run, each with the length from there on, or a list of lengths, one of which is drawn for
+            each step: `{0: 64, "30%": [64, 128], "60%": 256}`.
+        method: Way to shorten rows: `split` or `truncate`.
+        multiple: Multiple to which lengths are rounded down.
+        seed: Seed of the draws from a list.
+
+    Raises:
+        DloError: If a value is out of range, batches are not those of a language model, or rows are shorter than a
+            length.
+    """
+
+    order = 5
+
+    def __init__(
+        self,
+        start: int | None = None,
+        until: str | float = "60%",
+        lengths: dict[str | float, int | list[int]] | None = None,
+        method: Method = "split",
+        multiple: int = 8,
+        seed: int = 0,
+    ) -> None:
+        if (start is None) == (lengths is None):
+            got = "neither" if start is None else "both"
+            raise DloError(
+                f"SequenceLength: exactly one of start and lengths must be set, got {got};"
+                f" {'set start: 64' if start is None else 'leave one out'}"
+            )
+        if method not in METHODS:
+            raise DloError(f"SequenceLength: method must be split or truncate, got {method!r}; leave it out for split")
+        if multiple < 1:
+            raise DloError(f"SequenceLength: multiple must be at least 1, got {multiple}; leave it out")
+        self.start, self.method, self.multiple, self.seed = start, method, multiple, seed
+        self.until = parse_position(until, "SequenceLength: until")
+        self.steps = {
+            parse_position(point, "SequenceLength: lengths"): [value] if isinstance(value, int) else list(value)
+            for point, value in (lengths or {}).items()
+        }
+        if lengths is not None and all(point.value for point in self.steps):
+            raise DloError(
+                f"SequenceLength: lengths must have the first length of the run under 0, got {lengths}; add 0: 64"
+            )
+        if any(point.unit == "samples" for point in (self.until, *self.steps)):
+            raise DloError("SequenceLength: points must be in epochs or percent, got samples; write '60%'")
+        if start is not None and not self.until.value:
+            raise DloError(f"SequenceLength: until must be above 0, got {until!r}; the default is '60%'")
+        for size in [start, *(size for sizes in self.steps.values() for size in sizes)]:
+            if size is not None and size < multiple:
+                raise DloError(
+                    f"SequenceLength: a length must be at least multiple={multiple}, got {size}; set {multiple} or more"
+                )
+        if not all(self.steps.values()):
+            raise DloError(f"SequenceLength: a list of lengths must not be empty, got {lengths}; add a length")
+        used = [self.until] if start is not None else [point for point in self.steps if point.value]
+        self.needs_max_epochs = any(point.unit == "epochs" for point in used)
+        self._points: list[tuple[float, list[int]]] = []
+        self._until = 1.0
+        self._step, self._fraction = -1, 0.0
+        self._shaped_by_data, self._logged_step, self._length = False, -1, 0
+
+    # --- the schedule --------------------------------------------------------------------------------------
+
+    def length_at(self, fraction: float, full: int, step: int) -> int:
+        """Returns the length after a fraction of training.
+
+        Args:
+            fraction: Fraction of training, 0 to 1.
+            full: Length of the rows.
+            step: Number of optimizer steps before this one, for draws from a list.
+        """
+        if self.start is not None:
+            wanted = int(self.start + (full - self.start) * min(1.0, fraction / self._until) + 1e-9)
+        else:
+            sizes = [sizes for point, sizes in self._points if point <= fraction + 1e-9][-1]
+            draw = float(uniform(np.zeros(1, dtype=np.int64), self.seed, step, _STREAM)[0])
+            wanted = sizes[int(draw * len(sizes))]
+        if wanted > full:
+            raise DloError(
+                f"SequenceLength: a length must be at most that of the rows, {full}, got {wanted}; set seq_len of the"
+                f" data to {wanted}"
+            )
+        if wanted == full:
+            return full
+        if self.method == "split":
+            return fitting_length(wanted, full, self.multiple)
+        return wanted // self.multiple * self.multiple
+
+    # --- before training -----------------------------------------------------------------------------------
+
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the points of the run, the data's rows and the strategy, before processes start.
+
+        Raises:
+            DloError: If a point or a length does not fit.
+        """
+        check_end(trainer)
+        self._set_points(trainer)
+        full = getattr(datamodule, "seq_len", None)
+        sizes = [self.start] if self.start is not None else [size for sizes in self.steps.values() for size in sizes]
+        if isinstance(full, int) and (largest := max(size for size in sizes if size is not None)) > full:
+            raise DloError(
+                f"SequenceLength: a length must be at most seq_len of the data, {full}, got {largest}; set seq_len to"
+                f" {largest}"
+            )
+        strategy = trainer.strategy
+        if isinstance(strategy, MeshStrategy):
+            spec = strategy.mesh_spec()
+            shards = spec.cp * 2 if spec.cp > 1 else 1
+            shards *= spec.tp if strategy.appliers.tensor.sequence_parallel and spec.tp > 1 else 1
+            if self.multiple % shards:
+                raise DloError(
+                    f"SequenceLength: multiple must be a multiple of {shards} on a mesh that shards sequences, got"
+                    f" {self.multiple}; set multiple: {-(-self.multiple // shards) * shards}"
+                )
+
+    def _set_points(self, trainer: Trainer) -> None:
+        def fraction(point: RunPosition, key: str) -> float:
+            return run_fraction(trainer, point, "SequenceLength", key) if point.value else 0.0
+
+        if self.start is not None:
+            self._until = fraction(self.until, "until")
+        self._points = sorted((fraction(point, "lengths"), sizes) for point, sizes in self.steps.items())
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Sets the function that shapes batches in the datamodule, if that can apply it before the transfer."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        self._step, self._logged_step = -1, -1
+        try:
+            check_end(trainer)
+            self._set_points(trainer)
+        except DloError as error:
+            raise mark_agreed(error) from None
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, ResumableDataModule) and datamodule.shapes_batches:
+            if datamodule.shape_batch is not None:
+                raise DloError("SequenceLength: one callback must shape the batches, got two; remove one of them")
+            datamodule.shape_batch, self._shaped_by_data = lambda batch: self._shape(trainer, batch), True
+
+    # --- training ------------------------------------------------------------------------------------------
+
+    def _shape(self, trainer: Trainer, batch: Any) -> Any:
+        """Returns the batch with rows of the current length."""
+        full = check_tokens(batch, "SequenceLength")
+        if trainer.global_step != self._step:
+            # Before the batch is counted: the batches so far are those before it.
+            self._step, self._fraction = trainer.global_step, fraction_seen(trainer, with_this_batch=True)
+        self._length = self.length_at(self._fraction, full, self._step)
+        if self._length == full:
+            return batch
+        return (split_rows if self.method == "split" else truncate_rows)(batch, self._length)
+
+    def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
+        """Returns the batch with rows of the current length, unless the datamodule has shaped it."""
+        return batch if self._shaped_by_data else self._shape(trainer, batch)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Logs the length."""
+        step = trainer.global_step
+        if (step + 1) % trainer.log_every_n_steps or step == self._logged_step:  # type: ignore[attr-defined]
+            return
+        self._logged_step = step
+        for logger in trainer.loggers:
+            logger.log_metrics({"data/sequence_length": float(self._length)}, step=step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress at the last step."""
+        return {"step": self._step, "fraction": self._fraction}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the progress at the last step."""
+        self._step, self._fraction = state_dict["step"], state_dict["fraction"]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Removes the function from the datamodule."""
+        super().teardown(trainer, pl_module, stage)
+        self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Removes the function from the datamodule, as Lightning calls no ``teardown`` after an exception."""
+        super().on_exception(trainer, pl_module, exception)
+        self._release(trainer)
+
+    def _release(self, trainer: Trainer) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if self._shaped_by_data and datamodule is not None:
+            datamodule.shape_batch = None
+        self._shaped_by_data = False

@@ -1,0 +1,158 @@
+"""Schedules of what is trained: two ranks have the losses, weights and optimizer state of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.callbacks.freeze import Freeze
+from dlo_plugins.callbacks.layer_drop import LayerDrop
+from dlo_plugins.callbacks.sequence_length import SequenceLength
+from dlo_plugins.callbacks.token_drop import TokenDrop
+from support.curricula_runs import apart, fit, images, prepare_texts, refusal, saved_state, seeded, texts
+
+#: Callbacks by name, and options of the trainer.
+IMAGES: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
+    "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"accumulate_grad_batches": 2, "batches": 8}),
+    "TokenDrop": (lambda: [TokenDrop(0.3, multiple=1)], {"accumulate_grad_batches": 2, "batches": 8}),
+    "all": (lambda: [LayerDrop(rate=5), TokenDrop(0.3, multiple=1), Freeze("unfreeze", every="10%")], {}),
+    "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
+    "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {"accumulate_grad_batches": 2}),
+}
+TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
+    "LayerDrop": (lambda: [LayerDrop(theta=0.3, rate=5, seed=1)], {"gradient_clip_val": 0.3}),
+    "Freeze": (lambda: [Freeze(t0=0.5)], {"gradient_clip_val": 0.5}),
+    "Freeze, unfreeze": (lambda: [Freeze("unfreeze", every="10%", lr_decay=1.5)], {}),
+    "TokenDrop": (lambda: [TokenDrop(0.3)], {"gradient_clip_val": 0.5}),
+    "SequenceLength": (
+        lambda: [SequenceLength(lengths={0: [8, 16], "60%": 32})],
+        {"accumulate_grad_batches": 2, "batches": 8},
+    ),
+    "SequenceLength, truncate": (lambda: [SequenceLength(8, "80%", method="truncate")], {}),
+}
+#: Cells that a strategy refuses: `dlo fit` says so before processes start.
+REFUSED: dict[tuple[str, str], str] = {
+    ("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3",
+    ("TokenDrop", "cp"): "each rank must have full sequences, got cp=2",
+    ("TokenDrop", "sp"): "each rank must have full sequences, got sequence_parallel: true",
+    **{
+        (name, f"deepspeed_{stage}"): "as one flat tensor"
+        for name in ("Freeze", "Freeze, unfreeze", "all")
+        for stage in (1, 2, 3)
+    },
+}
+ORDINARY = ["ddp", "zero1", "zero3", "fsdp", "pp"]
+
+
+def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str) -> dict[str, str]:
+    silence_lightning()
+    found = {}
+    for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
+        if (name, strategy) in REFUSED:
+            made = images() if kind == "images" else texts(folder)
+            found[name] = refusal(
+                lambda made=made, callbacks=callbacks, options=options: fit(
+                    folder, made, strategy, world_size, callbacks(), check=False, **options
+                )
+            )
+    leave_group()
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("strategy", "kind"), [("deepspeed_3", "images"), ("cp", "texts"), ("sp", "texts")])
+def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
+    for found in run_distributed(_refused, 2, folder, strategy, kind, timeout=200):
+        assert found
+        for name, message in found.items():
+            assert REFUSED[name, strategy] in message, name
+
+
+def _runs(rank: int, world_size: int, folder: Path, strategies: list[str], kind: str) -> dict[str, Any]:
+    silence_lightning()
+    found = {}
+    for strategy in strategies:
+        for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
+            if (name, strategy) in REFUSED:
+                continue
+            home = folder / f"{kind} {name} {strategy}"
+            home.mkdir(exist_ok=True)
+            seeded()
+            made = images() if kind == "images" else texts(folder)
+            losses, _ = fit(home, made, strategy, world_size, callbacks(), **options)
+            found[f"{name} {strategy}"] = losses
+    leave_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("curricula")
+    prepare_texts(home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, list[float]]]:
+    found = {}
+    for kind in ("images", "texts"):
+        (found[kind],) = run_distributed(_runs, 1, folder, ["auto"], kind, backend=None, timeout=300)
+    return found
+
+
+def compare(folder: Path, alone: dict[str, Any], strategy: str, kind: str) -> None:
+    ranks = run_distributed(_runs, 2, folder, [strategy], kind, timeout=600)
+    for name in IMAGES if kind == "images" else TEXTS:
+        if (name, strategy) in REFUSED:
+            continue
+        expected = alone[kind][f"{name} auto"]
+        for rank in ranks:
+            assert rank[f"{name} {strategy}"] == pytest.approx(expected, rel=2e-5), (name, strategy)
+        assert expected[-1] != expected[0]
+        one, two = (saved_state(folder / f"{kind} {name} {way}" / "last.ckpt") for way in ("auto", strategy))
+        wrong = {
+            key: value
+            for key, value in apart(one, two).items()
+            if value > (1e-3 if key.startswith("optimizer") else 2e-4)
+        }
+        assert not wrong, (name, strategy)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ORDINARY)
+def test_images_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
+    compare(folder, alone, strategy, "images")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["zero2", "tp", "cp"])
+def test_texts_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
+    compare(folder, alone, strategy, "texts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["images", "texts"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zero2",
+        "zero3_offload",
+        "tp",
+        "sp",
+        "zero bubble",
+        "recomputed",
+        "compiled",
+        "deepspeed_1",
+        "deepspeed_2",
+        "deepspeed_3",
+        *ORDINARY,
+    ],
+)
+def test_every_strategy(folder, alone, strategy, kind):
+    compare(folder, alone, strategy, kind)

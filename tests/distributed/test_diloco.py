@@ -1,0 +1,211 @@
+"""DiLoCo on two ranks: as two replicas that one process simulates by hand, and exact after a resume."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from dlo_framework.checkpoint import load
+from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.callbacks.diloco import DiLoCo
+from dlo_plugins.callbacks.gradient_compression import GradientCompression
+from dlo_plugins.callbacks.prune import Prune
+from dlo_plugins.curricula.outer_optimizer import OuterOptimizer
+from support.curricula_runs import apart, fit, images, refusal, same, saved_state, seeded
+
+PERIOD, LR, MOMENTUM = 3, 0.7, 0.9
+
+
+def test_the_outer_step_is_torchs_nesterov():
+    weights = [torch.randn(3, 2), torch.randn(4)]
+    outer = OuterOptimizer(weights, LR, MOMENTUM)
+    theirs = [nn.Parameter(weight.clone()) for weight in weights]
+    sgd = torch.optim.SGD(theirs, lr=LR, momentum=MOMENTUM, nesterov=True)
+    for _ in range(4):
+        means = [torch.randn_like(weight) for weight in weights]
+        for parameter, mean in zip(theirs, means, strict=True):
+            parameter.grad = parameter.detach() - mean
+        expected = torch.cat([parameter.grad.flatten() for parameter in theirs]).norm()
+        sgd.step()
+        torch.testing.assert_close(outer.step([mean.clone() for mean in means]), expected)
+        torch.testing.assert_close(outer.shared, [parameter.detach() for parameter in theirs])
+
+
+class Batches(Callback):
+    """Batches of this rank, the weights that validation saw, and those at the start."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.validated: list[Tensor] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.model = copy.deepcopy(pl_module.model)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append([value.clone() for value in batch])
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.validated.append(next(pl_module.model.head.parameters()).detach().clone())
+
+
+def simulate(model: nn.Module, ranks: list[list[Any]], accumulate: int) -> list[dict[str, Tensor]]:
+    """Returns the shared weights after each step of replicas that are trained by hand."""
+    replicas = [copy.deepcopy(model) for _ in ranks]
+    decays = {"pos_embed", "cls_token"}
+    optimizers = []
+    for replica in replicas:
+        named = dict(replica.named_parameters())
+        decayed = [p for name, p in named.items() if p.ndim > 1 and name not in decays]
+        plain = [p for name, p in named.items() if p.ndim <= 1 or name in decays]
+        groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
+        optimizers.append(torch.optim.AdamW(groups, lr=1e-2, eps=1e-4))
+    shared = {name: p.detach().clone() for name, p in model.named_parameters()}
+    momenta = {name: torch.zeros_like(value) for name, value in shared.items()}
+    history = []
+    steps = len(ranks[0]) // accumulate
+    for step in range(steps):
+        for replica, optimizer, batches in zip(replicas, optimizers, ranks, strict=True):
+            optimizer.zero_grad()
+            for pictures, labels in batches[step * accumulate : (step + 1) * accumulate]:
+                (nn.functional.cross_entropy(replica.train()(pictures), labels) / accumulate).backward()
+            optimizer.step()
+        if (step + 1) % PERIOD == 0 or step + 1 == steps:
+            for name, value in shared.items():
+                mean = sum(dict(replica.named_parameters())[name].detach() for replica in replicas) / len(replicas)
+                change = value - mean
+                momenta[name] = MOMENTUM * momenta[name] + change
+                value -= LR * (change + MOMENTUM * momenta[name])
+                for replica in replicas:
+                    dict(replica.named_parameters())[name].data.copy_(value)
+        history.append({name: value.clone() for name, value in shared.items()})
+    return history
+
+
+class Stop(Callback):
+    """Saves and stops in the middle of a period."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    silence_lightning()
+    strategy = "auto" if world == 1 else "ddp"
+    found: dict[str, Any] = {}
+    homes = [folder / name for name in ("whole", "part", "rest")]
+    for home in homes:
+        home.mkdir(parents=True, exist_ok=True)
+    options = {"batches": 8, "accumulate_grad_batches": 2, "limit_val_batches": 1}
+
+    def make() -> DiLoCo:
+        return DiLoCo(PERIOD, LR, MOMENTUM)
+
+    seeded()
+    batches = Batches()
+    found["losses"], trainer = fit(homes[0], images(weight_decay=0.05), strategy, world, [make(), batches], **options)
+    found["last"] = {n: p.detach().clone() for n, p in trainer.lightning_module.model.named_parameters()}
+    everyone: list[Any] = [batches.batches]
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, batches.batches)
+    history = simulate(batches.model, everyone, 2)
+    found["expected"] = history[-1]
+    # After epoch 1 (four steps) the shared weights are those of the outer step after three.
+    found["validated"] = list(batches.validated[-2:])
+    found["shared"] = [step["head.weight"] for step in (history[3], history[6])]
+    seeded()
+    stop = Stop(folder / "part.ckpt", 5)
+    found["part"], _ = fit(homes[1], images(weight_decay=0.05), strategy, world, [make(), stop], **options)
+    seeded(9)
+    found["rest"], _ = fit(
+        homes[2], images(weight_decay=0.05), strategy, world, [make()], ckpt_path=folder / "part.ckpt", **options
+    )
+    found["step 5"] = history[4]
+    if world > 1:
+        leave_group()
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_is_replicas_by_hand(tmp_path, world):
+    ranks = run_distributed(_rank, world, tmp_path, timeout=300, **({"backend": None} if world == 1 else {}))
+    for found in ranks:
+        for name, value in found["expected"].items():
+            torch.testing.assert_close(found["last"][name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["validated"], found["shared"], rtol=1e-4, atol=1e-5)
+        assert found["rest"] == found["losses"][10:]
+    whole, rest = (saved_state(tmp_path / name / "last.ckpt") for name in ("whole", "rest"))
+    assert same(whole, rest)
+    part = load(tmp_path / "part.ckpt")
+    for name, value in ranks[0]["step 5"].items():
+        torch.testing.assert_close(part["state_dict"][f"model.{name}"], value, rtol=1e-4, atol=1e-5)
+    if world > 1:
+        local = part["diloco"]["local"]["weight.model.head.weight"]
+        assert local.shape[0] == 2
+        assert not torch.equal(local[0], local[1])  # The ranks trained by themselves.
+
+
+def _other_ranks(rank: int, world: int, folder: Path) -> None:
+    silence_lightning()
+    seeded()
+    with pytest.warns(UserWarning, match="the checkpoint has the weights and optimizer states of 2 ranks"):
+        fit(folder, images(), "auto", 1, [DiLoCo(PERIOD)], ckpt_path=folder / "two.ckpt", batches=4)
+
+
+def _two(rank: int, world: int, folder: Path) -> list[str]:
+    silence_lightning()
+    seeded()
+    fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Stop(folder / "two.ckpt", 4)], batches=4)
+    found = [
+        refusal(lambda strategy=strategy: fit(folder, images(), strategy, 2, [DiLoCo()], check=False))
+        for strategy in ("zero1", "fsdp", "tp")
+    ]
+    leave_group()
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_another_number_of_ranks_continues_and_other_strategies_are_refused(tmp_path):
+    for refusals in run_distributed(_two, 2, tmp_path, timeout=200):
+        assert all("DiLoCo: strategy must be ddp" in text for text in refusals)
+    run_distributed(_other_ranks, 1, tmp_path, backend=None)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    for make, message in (
+        (lambda: DiLoCo(0), "period must be at least 1 step, got 0"),
+        (lambda: DiLoCo(outer_lr=0), "outer_lr must be above 0, got 0"),
+        (lambda: DiLoCo(outer_momentum=1), "outer_momentum must be at least 0 and below 1, got 1"),
+    ):
+        with pytest.raises(DloError, match=message):
+            make()
+    for other in (WeightEMA(0.9), Prune(amount=0.5), GradientCompression("bf16")):
+        text = refusal(lambda other=other: fit(tmp_path, images(), "auto", 1, [DiLoCo(), other]))
+        assert f"DiLoCo: {type(other).__name__} must be left out" in text
+
+
+def test_a_period_of_one_with_plain_averages_is_a_plain_run(tmp_path):
+    """With outer_lr 1 and no momentum, one rank's outer step changes nothing."""
+    homes = [tmp_path / name for name in ("plain", "outer")]
+    for home, callbacks in zip(homes, ([], [DiLoCo(2, 1.0, 0.0)]), strict=True):
+        home.mkdir()
+        seeded()
+        fit(home, images(), "auto", 1, callbacks)
+    states = [saved_state(home / "last.ckpt") for home in homes]
+    assert not {name: value for name, value in apart(*states).items() if value > 1e-5}

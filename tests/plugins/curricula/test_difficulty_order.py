@@ -1,0 +1,171 @@
+"""Easy samples first: each epoch has each sample once, in an order of the seed alone, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.difficulty_order import DifficultyOrder, read_scores, token_rarity
+from dlo_plugins.curricula.paced_order import competence, paced_order
+from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("difficulty")
+    prepare_texts(home)
+    return home
+
+
+def test_the_competence_is_the_papers():
+    assert [competence(at, 0.1, True) for at in (0, 0.5, 1, 2)] == pytest.approx([0.1, np.sqrt(0.505), 1, 1])
+    assert competence(0.5, 0.2, False) == pytest.approx(0.6)
+
+
+def test_samples_are_drawn_from_the_easiest():
+    draw = np.random.default_rng(0)
+    shuffled, scores = draw.permutation(1000), draw.permutation(1000).astype(float)
+    order = paced_order(shuffled, scores, lambda place: 0.1 + 0.9 * min(1, place / 0.5))
+    assert sorted(order) == list(range(1000))
+    found = scores[order]
+    assert found[:10].max() < 100
+    assert found[:250].max() < 100 + 900 * 0.5
+    # Within the pool the order is random, not sorted.
+    assert np.corrcoef(found[:100], np.arange(100))[0, 1] < 0.7
+    assert found[500:].mean() > found[:500].mean()
+    # A pool of everything leaves the order as it was.
+    assert (paced_order(shuffled, scores, lambda place: 1.0) == shuffled).all()
+
+
+class Seen(Callback):
+    """Tokens of the batches."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, ...]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.rows += [tuple(row.tolist()) for row in batch["input_ids"]]
+        self.dataset = trainer.train_dataloader.dataset
+
+
+def test_a_run_begins_with_frequent_tokens(folder, tmp_path):
+    plain, easy = Seen(), Seen()
+    for seen, callbacks in ((plain, []), (easy, [DifficultyOrder(metric="rarity", until="100%")])):
+        seeded()
+        fit(tmp_path, texts(folder), "auto", 1, [*callbacks, seen], epochs=1, batches=1.0)
+    assert sorted(plain.rows) != plain.rows
+    assert len(easy.rows) == len(plain.rows)
+    assert set(easy.rows) <= set(_rows(easy.dataset))
+    rarity = dict(zip(_rows(easy.dataset), token_rarity(easy.dataset), strict=True))
+    half = len(easy.rows) // 2
+    first, last = (np.mean([rarity[row] for row in rows]) for rows in (easy.rows[:half], easy.rows[half:]))
+    assert first < last
+    assert easy.rows[:8] != plain.rows[:8]
+
+
+def _draw(index: int) -> Any:
+    from dlo_framework.data import Draw
+
+    return Draw(index, 0, True)
+
+
+def _rows(dataset: Any) -> list[tuple[int, ...]]:
+    batch = dataset.fetch([_draw(index) for index in range(len(dataset))])
+    return [tuple(row.tolist()) for row in batch["input_ids"]]
+
+
+def test_rarity_is_the_mean_surprise():
+    class Two:
+        def __len__(self) -> int:
+            return 2
+
+        def fetch(self, draws: list[Any]) -> dict[str, torch.Tensor]:
+            ids = torch.tensor([[0, 0, 1], [0, 2, 2]])[[draw.index for draw in draws]]
+            labels = torch.tensor([[5, 5, 5], [5, 5, -100]])[[draw.index for draw in draws]]
+            return {"input_ids": ids, "labels": labels}
+
+    # Tokens with a target: 0, 0, 1 and 0, 2.
+    common, rare = -np.log(3 / 5), -np.log(1 / 5)
+    assert token_rarity(Two()) == pytest.approx([(2 * common + rare) / 3, (common + rare) / 2])
+
+
+def test_scores_of_a_file_order_images_and_a_resume_is_exact(tmp_path):
+    data = images()[1]
+    data.setup("fit")
+    size = len(data.train_dataloader().dataset)
+    draw = np.random.default_rng(0)
+    scores = draw.random(size)
+    np.save(tmp_path / "scores.npy", scores)
+    np.savetxt(tmp_path / "scores.txt", scores)
+    assert read_scores(str(tmp_path / "scores.txt")) == pytest.approx(scores)
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+                trainer.should_stop = True
+
+    def make() -> DifficultyOrder:
+        return DifficultyOrder(str(tmp_path / "scores.npy"), until="400 samples")
+
+    homes = [tmp_path / name for name in ("whole", "part", "rest", "plain")]
+    for home in homes:
+        home.mkdir()
+    seeded()
+    whole, _ = fit(homes[0], images(), "auto", 1, [make()], batches=8)
+    seeded()
+    fit(homes[1], images(), "auto", 1, [make(), Stop()], batches=8)
+    seeded(9)
+    rest, _ = fit(homes[2], images(), "auto", 1, [make()], ckpt_path=tmp_path / "part.ckpt", batches=8)
+    assert rest == whole[5:]
+    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+    seeded()
+    plain, _ = fit(homes[3], images(), "auto", 1, [], batches=8)
+    assert plain != whole
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DifficultyOrder(), "exactly one of scores and metric must be set, got neither"),
+        (lambda: DifficultyOrder("x", "rarity"), "exactly one of scores and metric must be set, got both"),
+        (lambda: DifficultyOrder(metric="length"), "metric must be one of rarity, targets, got 'length'"),
+        (lambda: DifficultyOrder(metric="rarity", start=0), "start must be above 0 and at most 1, got 0"),
+        (lambda: DifficultyOrder(metric="rarity", growth="log"), "growth must be root or linear, got 'log'"),
+        (lambda: DifficultyOrder(metric="rarity", until=0), "until must be above 0, got 0"),
+    ],
+)
+def test_a_wrong_value_is_refused(make, message):
+    with pytest.raises(DloError, match=message):
+        make()
+
+
+def test_runs_that_do_not_fit_are_refused(folder, tmp_path):
+    np.save(tmp_path / "few.npy", np.arange(3.0))
+    (tmp_path / "words.txt").write_text("easy\nhard\n")
+    np.save(tmp_path / "table.npy", np.zeros((2, 2)))
+    for name, message in (
+        ("few.npy", "scores must have one number for each of the"),
+        ("none.npy", "scores must be a .npy file, or text with a number per line"),
+        ("words.txt", "scores must be a .npy file, or text with a number per line"),
+        ("table.npy", "scores must be finite numbers, one per sample, got float64 of shape [2, 2]"),
+    ):
+        path = str(tmp_path / name)
+        assert message in refusal(
+            lambda path=path: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(path, until="1 epochs")])
+        )
+    assert "metric must be left out for data without tokens" in refusal(
+        lambda: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(metric="rarity")])
+    )
+    assert "packing must be best_fit, got none" in refusal(
+        lambda: fit(tmp_path, texts(folder, data={"packing": "none"}), "auto", 1, [DifficultyOrder(metric="rarity")])
+    )
+    assert "trainer.max_epochs must be set for a point in percent" in refusal(
+        lambda: fit(tmp_path, images(), "auto", 1, [DifficultyOrder(metric="rarity")], epochs=-1, max_steps=3)
+    )

@@ -1,0 +1,204 @@
+"""Progressive layer drop in one process: the paper's probabilities, exact gradients, the same draws after a resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.layer_drop import LayerDrop
+from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.callbacks.stochastic_depth import StochasticDepthSchedule, depth_factor
+from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
+from dlo_plugins.curricula.block_handlers import handle_calls, pass_gradient
+from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
+
+
+def test_theta_and_the_keep_probabilities_are_the_papers():
+    assert progressive_theta(0, 0.5, 100) == 1
+    assert progressive_theta(0.01, 0.5, 100) == pytest.approx(0.5 * math.exp(-1) + 0.5)
+    assert progressive_theta(1, 0.5, 100) == pytest.approx(0.5)
+    # Algorithm 1: p starts at 1, and falls by (1 - theta) / L after each layer.
+    assert keep_probabilities(0.5, 4) == pytest.approx([1, 0.875, 0.75, 0.625])
+
+
+def test_draws_keep_blocks_as_often_as_they_should():
+    probabilities = keep_probabilities(0.5, 4)
+    draws = torch.tensor([draw_kept(probabilities, step, seed=3) for step in range(4000)]).float()
+    assert draws.mean(0).tolist() == pytest.approx(probabilities, abs=0.03)
+    assert draws[:, 0].all()
+    # Blocks are drawn independently of each other.
+    assert float(torch.corrcoef(draws[:, 1:].T).fill_diagonal_(0).abs().max()) < 0.05
+    assert draw_kept(probabilities, 5, 3) != draw_kept(probabilities, 5, 4) or draw_kept(
+        probabilities, 6, 3
+    ) != draw_kept(probabilities, 6, 4)
+
+
+class Kept(Callback):
+    """What LayerDrop drew for each step, and the gradients of each block."""
+
+    def __init__(self, drop: LayerDrop) -> None:
+        self.drop, self.kept, self.used = drop, [], []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.kept.append(list(self.drop._kept))
+        blocks = pl_module.model.blocks
+        self.used.append([any(bool(p.grad.any()) for p in block.parameters()) for block in blocks])
+        assert all(p.grad is not None for p in pl_module.parameters())
+
+
+def test_blocks_that_are_left_out_have_no_gradient(tmp_path):
+    drop = LayerDrop(theta=0.2, rate=20, seed=5)
+    kept = Kept(drop)
+    seeded()
+    fit(tmp_path, images(), "auto", 1, [drop, kept], batches=8)
+    assert kept.used == kept.kept
+    assert kept.kept[0] == [True] * 4
+    assert sum(map(sum, kept.kept)) < 0.9 * 4 * len(kept.kept)
+
+
+def test_the_output_is_that_of_the_formula(tmp_path):
+    """A net of two blocks: x + f1(x), and either x or x + f2(x) / p."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.layer(x)
+
+    drop = LayerDrop(theta=0.5)
+    block = Block()
+    drop._probabilities, drop._kept = [1.0, 0.75], [True, True]
+    handle = handle_calls(block, drop._handler(1, "1", block), 20)
+    x = torch.randn(2, 3, requires_grad=True)
+    torch.testing.assert_close(block(x), x + block.layer(x) / 0.75)
+    drop._kept = [True, False]
+    out = block(x)
+    torch.testing.assert_close(out, x)
+    out.sum().backward()
+    assert block.layer.weight.grad is not None
+    assert not block.layer.weight.grad.any()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+    block.eval()
+    torch.testing.assert_close(block(x), x + block.layer(x))
+    handle.remove()
+    assert type(block) is Block
+    assert "_dlo_block_chain" not in block.__dict__
+
+
+def test_handlers_of_several_callbacks_are_nested():
+    block, calls = nn.Linear(2, 2), []
+
+    def handler(name: str) -> Any:
+        def call(inner: Any, args: Any, kwargs: Any) -> Any:
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        return call
+
+    handles = [handle_calls(block, handler(name), order) for name, order in (("b", 2), ("a", 1), ("c", 3))]
+    block(torch.zeros(1, 2))
+    assert calls == ["a", "b", "c"]
+    handles[0].remove()
+    block(torch.zeros(1, 2))
+    assert calls[3:] == ["a", "c"]
+    handles[1].remove()
+    handles[2].remove()
+    assert type(block) is nn.Linear
+
+
+def test_a_passed_gradient_leaves_frozen_tensors_alone():
+    x, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
+    assert pass_gradient(x, frozen) is x
+    trained = torch.ones(3, requires_grad=True)
+    pass_gradient(torch.ones(2), frozen, trained).sum().backward()
+    assert trained.grad.tolist() == [0, 0, 0]
+
+
+def test_a_resume_in_the_middle_of_a_step_draws_the_same(tmp_path: Path):
+    options = {"accumulate_grad_batches": 2, "batches": 8}
+    make = lambda: LayerDrop(theta=0.2, rate=20, seed=5)
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+                trainer.should_stop = True
+
+    homes = [tmp_path / name for name in ("whole", "part", "rest")]
+    for home in homes:
+        home.mkdir()
+    seeded()
+    whole, _ = fit(homes[0], images(), "auto", 1, [make()], **options)
+    seeded()
+    fit(homes[1], images(), "auto", 1, [make(), Stop()], **options)
+    seeded(9)
+    rest, _ = fit(homes[2], images(), "auto", 1, [make()], ckpt_path=tmp_path / "part.ckpt", **options)
+    assert rest == whole[5:]
+    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerDrop(theta=0), "theta must be above 0 and at most 1, got 0"),
+        (lambda: LayerDrop(rate=0), "rate must be above 0, got 0"),
+        (lambda: StochasticDepthSchedule(start=1.0), "start and end must be at least 0 and differ, got 1.0 and 1.0"),
+        (lambda: StochasticDepthSchedule(until=0), "until must be above 0 and at most 1, got 0"),
+        (lambda: StochasticDepthSchedule(stages=1), "stages must be at least 2, got 1"),
+    ],
+)
+def test_a_wrong_value_is_refused(make, message):
+    with pytest.raises(DloError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (lambda: [LayerDrop(skip=["blocks.7"])], "each pattern of skip must match a block, got 'blocks.7'"),
+        (lambda: [LayerDrop(skip=["blocks.*"])], "skip must leave at least one block"),
+        (lambda: [LayerDrop(), Rotor()], "Rotor must be left out"),
+        (lambda: [LayerDrop(), Compile(scope="model")], "Compile must have scope: blocks"),
+        (lambda: [StochasticDepthSchedule()], "must have stochastic depth, got ImageClassifier without"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(tmp_path, callbacks, message):
+    assert message in refusal(lambda: fit(tmp_path, images(), "auto", 1, callbacks()))
+    assert message in refusal(lambda: fit(tmp_path, images(), "auto", 1, callbacks(), check=False))
+
+
+def test_a_block_that_changes_the_shape_is_refused(tmp_path):
+    made = images()[1]
+    task, _ = images()
+    task = type(task)("resnet18", num_classes=10, log_images=0, schedule="constant")
+    found = refusal(lambda: fit(tmp_path, (task, made), "auto", 1, [LayerDrop()]))
+    assert "LayerDrop: a block must map a tensor to one of its shape, got" in found
+    assert "skip: ['layer2.0']" in found
+
+
+def test_stochastic_depth_follows_the_run(tmp_path):
+    assert [depth_factor(at, 0, 1, 0.5, None) for at in (0, 0.25, 0.5, 1)] == [0, 0.5, 1, 1]
+    assert [depth_factor(at, 0, 1, 1, 3) for at in (0, 0.3, 0.34, 0.67, 1)] == [0, 0, 0.5, 1, 1]
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            rates.append(pl_module.model.blocks[3].drop_path1.drop_prob)
+
+    task, data = images(model_args={"drop_path_rate": 0.4})
+    fit(tmp_path, (task, data), "auto", 1, [StochasticDepthSchedule(), Watch()])
+    assert rates == pytest.approx([0.4 * step / 8 for step in range(8)])
+    assert task.model.blocks[3].drop_path1.drop_prob == pytest.approx(0.4)
+    assert "rates must stay below 1, got a factor of 3" in refusal(
+        lambda: fit(tmp_path, images(model_args={"drop_path_rate": 0.4}), "auto", 1, [StochasticDepthSchedule(end=3)])
+    )

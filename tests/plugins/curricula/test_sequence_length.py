@@ -1,0 +1,177 @@
+"""Sequence lengths that grow: rows, documents, targets and losses are right at each, and follow the run's position."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.sequence_length import SequenceLength
+from dlo_plugins.curricula.token_rows import check_tokens, fitting_length, split_rows, truncate_rows
+from dlo_tasks.llm import batch_counts
+from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("lengths")
+    prepare_texts(home)
+    return home
+
+
+def batch() -> dict[str, Any]:
+    """Two rows of eight: documents of 5 and 3 tokens, and one of 8."""
+    return {
+        "input_ids": torch.arange(16).view(2, 8),
+        "labels": torch.arange(1, 17).view(2, 8).clone(),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]]),
+        "tokens_in_step": torch.tensor(16),
+    }
+
+
+def test_rows_are_cut_and_documents_begin_again():
+    found = split_rows(batch(), 4)
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert found["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert found["tokens_in_step"] == 16
+
+
+def test_truncated_rows_have_no_count_of_the_step():
+    found = truncate_rows(batch(), 6)
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]]
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 5]]
+    assert "tokens_in_step" not in found
+
+
+def test_lengths_divide_the_rows():
+    assert [fitting_length(size, 256, 8) for size in (8, 31, 32, 100, 255, 256)] == [8, 16, 32, 64, 128, 256]
+    assert fitting_length(4, 256, 8) == 8
+    assert fitting_length(50, 100, 8) == 100  # No divisor is a multiple of 8.
+
+
+def test_batches_of_other_tasks_are_refused():
+    with pytest.raises(DloError, match=r"batches must be dicts with input_ids \[B, N\], got list"):
+        check_tokens([torch.zeros(1)], "SequenceLength")
+    with pytest.raises(DloError, match="got 'pairs', which belongs to full rows"):
+        check_tokens({**batch(), "pairs": torch.zeros(2)}, "SequenceLength")
+
+
+class Shapes(Callback):
+    """Shapes and losses of the batches, and the loss of each document part by itself."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.tokens: list[torch.Tensor] = []
+        self.expected: list[float] = []
+        self.counted: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.shapes.append(tuple(batch["input_ids"].shape))
+        self.tokens.append(batch["input_ids"].flatten().clone())
+        self.counted.append(batch_counts.read_target_count(batch["labels"]) is not None)
+        total, number = 0.0, 0
+        with torch.no_grad():
+            for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+                edges = [*torch.nonzero(positions == 0).flatten().tolist(), len(ids)]
+                for first, last in itertools.pairwise(edges):
+                    logits = pl_module.model(input_ids=ids[None, first:last]).logits[0]
+                    targets = labels[first:last]
+                    total += float(
+                        torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+                    )
+                    number += int((targets != -100).sum())
+        self.expected.append(total / number)
+
+
+@pytest.mark.parametrize("method", ["split", "truncate"])
+def test_the_loss_is_that_of_each_document_alone(folder, tmp_path, method):
+    shapes, plain = Shapes(), Shapes()
+    seeded()
+    grow = SequenceLength(lengths={0: 8, "30%": 16, "60%": 32}, method=method)
+    losses, _ = fit(tmp_path, texts(folder), "auto", 1, [grow, shapes], epochs=1, batches=6)
+    fit(tmp_path, texts(folder), "auto", 1, [plain], epochs=1, batches=6)
+    assert [shape[1] for shape in shapes.shapes] == [8, 8, 16, 16, 32, 32]
+    assert losses == pytest.approx(shapes.expected, rel=1e-5)
+    assert all(shapes.counted)  # No step waits for the device to count.
+    if method == "split":
+        assert [shape[0] for shape in shapes.shapes] == [32, 32, 16, 16, 8, 8]
+        assert all(torch.equal(one, two) for one, two in zip(shapes.tokens, plain.tokens, strict=True))
+    else:
+        assert {shape[0] for shape in shapes.shapes} == {8}
+
+
+def test_it_grows_linearly(folder):
+    grow = SequenceLength(start=8, until="50%", method="truncate")
+    grow._until = 0.5
+    assert [grow.length_at(at, 32, 0) for at in (0, 0.25, 0.4, 0.5, 1)] == [8, 16, 24, 32, 32]
+    split = SequenceLength(start=8, until="50%")
+    split._until = 0.5
+    assert [split.length_at(at, 32, 0) for at in (0, 0.25, 0.4, 0.5, 1)] == [8, 16, 16, 32, 32]
+
+
+def test_mixed_lengths_are_drawn_for_each_step():
+    mixed = SequenceLength(lengths={0: [8, 16, 32]})
+    mixed._points = [(0.0, [8, 16, 32])]
+    drawn = [mixed.length_at(0.5, 32, step) for step in range(300)]
+    assert all(80 < drawn.count(size) < 120 for size in (8, 16, 32))
+    assert drawn == [mixed.length_at(0.1, 32, step) for step in range(300)]
+
+
+def test_a_run_resumes_in_the_middle_of_a_step(folder, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+                trainer.should_stop = True
+
+    def make() -> SequenceLength:
+        return SequenceLength(lengths={0: [8, 16], "60%": 32})
+
+    options = {"batches": 8, "accumulate_grad_batches": 2, "epochs": 1}
+    homes = [tmp_path / name for name in ("whole", "part", "rest")]
+    for home in homes:
+        home.mkdir()
+    seeded()
+    whole, _ = fit(homes[0], texts(folder), "auto", 1, [make()], **options)
+    seeded()
+    fit(homes[1], texts(folder), "auto", 1, [make(), Stop()], **options)
+    seeded(9)
+    rest, _ = fit(homes[2], texts(folder), "auto", 1, [make()], ckpt_path=tmp_path / "part.ckpt", **options)
+    assert rest == whole[5:]
+    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SequenceLength(), "exactly one of start and lengths must be set, got neither"),
+        (lambda: SequenceLength(8, lengths={0: 8}), "exactly one of start and lengths must be set, got both"),
+        (lambda: SequenceLength(8, method="mask"), "method must be split or truncate, got 'mask'"),
+        (lambda: SequenceLength(4), "a length must be at least multiple=8, got 4"),
+        (lambda: SequenceLength(lengths={"10%": 8}), "lengths must have the first length of the run under 0"),
+        (lambda: SequenceLength(lengths={0: []}), "a list of lengths must not be empty"),
+        (lambda: SequenceLength(8, until="9 samples"), "points must be in epochs or percent, got samples"),
+        (lambda: SequenceLength(8, until=0), "until must be above 0, got 0"),
+        (lambda: SequenceLength(8, multiple=0), "multiple must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_value_is_refused(make, message):
+    with pytest.raises(DloError, match=message):
+        make()
+
+
+def test_runs_that_do_not_fit_are_refused(folder, tmp_path):
+    text = refusal(lambda: fit(tmp_path, texts(folder), "auto", 1, [SequenceLength(lengths={0: 64})]))
+    assert "a length must be at most seq_len of the data, 32, got 64" in text
+    task, data = texts(folder)
+    data.shape_batch = lambda batch: batch
+    text = refusal(lambda: fit(tmp_path, (task, data), "auto", 1, [SequenceLength(8)]))
+    assert "one callback must shape the batches, got two" in text
+    text = refusal(lambda: fit(tmp_path, images(), "auto", 1, [SequenceLength(8)]))
+    assert "batches must be dicts with input_ids [B, N], got tuple" in text

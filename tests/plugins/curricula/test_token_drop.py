@@ -1,0 +1,169 @@
+"""Random layer token drop: the result of masked attention with the other tokens passed by, for packed documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.token_drop import TokenDrop
+from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
+from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("drop")
+    prepare_texts(home)
+    return home
+
+
+def test_the_number_of_tokens_grows_to_all():
+    assert [kept_tokens(at, 0.5, 0.8, 32, 8) for at in (0, 0.2, 0.4, 0.8, 1)] == [16, 24, 24, 32, 32]
+    assert [kept_tokens(at, 0.5, 0.8, 30, 1) for at in (0, 0.4, 0.8)] == [15, 23, 30]
+
+
+def test_draws_are_uniform_ascending_and_of_each_block():
+    draws = [draw_tokens(16, 6, 2, step, 1, seed=3) for step in range(2000)]
+    counts = np.bincount(np.concatenate(draws), minlength=16) / 2000
+    assert counts[:2].tolist() == [1, 1]
+    assert counts[2:] == pytest.approx(4 / 14, abs=0.04)
+    assert all((np.diff(draw) > 0).all() and len(draw) == 6 for draw in draws)
+    assert draws[5].tolist() != draw_tokens(16, 6, 2, 5, 2, seed=3).tolist()
+
+
+def test_arguments_are_those_of_the_chosen_tokens():
+    index = torch.tensor([0, 2, 3, 5])
+    mask = torch.arange(36).view(1, 1, 6, 6)
+    found = select_arguments(
+        {
+            "attention_mask": mask,
+            "position_ids": torch.arange(12).view(2, 6),
+            "position_embeddings": (torch.arange(24).view(2, 6, 2), torch.arange(24).view(2, 6, 2)),
+            "cu_seq_lens_q": torch.tensor([0, 3, 6, 8, 12]),
+            "use_cache": False,
+            "past_key_values": None,
+        },
+        *(index, 6, 2, "layer"),
+    )
+    assert torch.equal(found["attention_mask"], mask[:, :, index][..., index])
+    assert found["position_ids"].tolist() == [[0, 2, 3, 5], [6, 8, 9, 11]]
+    assert found["position_embeddings"][1][0, :, 0].tolist() == [0, 4, 6, 10]
+    assert found["cu_seq_lens_q"].tolist() == [0, 2, 4, 5, 8]
+    with pytest.raises(DloError, match=r"got 'rope' of shape \[6, 4\] for 'layer'"):
+        select_arguments({"rope": torch.zeros(6, 4)}, index, 6, 2, "layer")
+    with pytest.raises(DloError, match="arguments of a block must be tensors, got object"):
+        select_arguments({"mask": object()}, index, 6, 2, "layer")
+
+
+class Reference(Callback):
+    """Loss of each batch by attention masks: a token that a block leaves out is no key, and keeps its hidden state."""
+
+    def __init__(self, drop: TokenDrop) -> None:
+        self.drop, self.losses, self.fractions = drop, [], []
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        model = pl_module.model.model
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        _rows, length = ids.shape
+        begins = torch.ones_like(positions, dtype=torch.bool)
+        begins[:, 1:] = positions.diff(dim=1) != 1
+        document = begins.cumsum(1)
+        allowed = document[:, :, None] == document[:, None, :]
+        allowed &= torch.ones(length, length, dtype=torch.bool).tril()
+        hidden = model.embed_tokens(ids)
+        rotary = model.rotary_emb(hidden, position_ids=positions)
+        for number, layer in enumerate(model.layers):
+            chosen = torch.ones(length, dtype=torch.bool)
+            if 0 < number < len(model.layers) - 1:
+                count = self.drop.kept(length)
+                drawn = draw_tokens(length, count, 0, trainer.global_step, number, self.drop.seed)
+                chosen = torch.zeros(length, dtype=torch.bool)
+                chosen[torch.from_numpy(drawn)] = True
+                self.fractions.append(count / length)
+            mask = torch.where(allowed & chosen, 0.0, -1e30)[:, None]
+            kernel, model.config._attn_implementation = model.config._attn_implementation, "eager"
+            out = type(layer).forward(layer, hidden, attention_mask=mask, position_embeddings=rotary)
+            model.config._attn_implementation = kernel
+            hidden = torch.where(chosen[None, :, None], out, hidden)
+        logits = pl_module.model.lm_head(model.norm(hidden))
+        self.losses.append(
+            float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100))
+        )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "dlo_varlen"])
+def test_the_loss_is_that_of_masked_attention(folder, tmp_path, attention):
+    drop = TokenDrop(0.3, until="90%", seed=2)
+    reference = Reference(drop)
+    seeded()
+    losses, _ = fit(tmp_path, texts(folder, attention=attention), "auto", 1, [drop, reference], epochs=1, batches=6)
+    assert losses == pytest.approx(reference.losses, rel=1e-5)
+    assert min(reference.fractions) == 0.5  # 9.6 tokens, rounded up to a multiple of 8
+    assert max(reference.fractions) == 1
+
+
+def test_a_class_token_is_always_seen(tmp_path):
+    drop, seen = TokenDrop(0.3, multiple=1), []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.extend(index.tolist() for index in drop._index.values())
+
+    task, data = images()
+    fit(tmp_path, (task, data), "auto", 1, [drop, Watch()])
+    assert task.model.num_prefix_tokens == 1
+    assert all(index[0] == 0 for index in seen)
+    assert {len(index) for index in seen} > {6, 8}
+    assert type(task.model.blocks[1]).__name__ == "Block"
+
+
+def test_a_run_resumes_exactly(folder, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "part.ckpt")
+                trainer.should_stop = True
+
+    options = {"batches": 8, "accumulate_grad_batches": 2, "epochs": 1}
+    homes = [tmp_path / name for name in ("whole", "part", "rest")]
+    for home in homes:
+        home.mkdir()
+    seeded()
+    whole, _ = fit(homes[0], texts(folder), "auto", 1, [TokenDrop()], **options)
+    seeded()
+    fit(homes[1], texts(folder), "auto", 1, [TokenDrop(), Stop()], **options)
+    seeded(9)
+    rest, _ = fit(homes[2], texts(folder), "auto", 1, [TokenDrop()], ckpt_path=tmp_path / "part.ckpt", **options)
+    assert rest == whole[5:]
+    assert same(saved_state(homes[0] / "last.ckpt"), saved_state(homes[2] / "last.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenDrop(1.0), "start must be between 0 and 1, got 1.0"),
+        (lambda: TokenDrop(multiple=0), "multiple must be at least 1, got 0"),
+        (lambda: TokenDrop(until="9 samples"), "until must be in epochs or percent and above 0"),
+    ],
+)
+def test_a_wrong_value_is_refused(make, message):
+    with pytest.raises(DloError, match=message):
+        make()
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path):
+    two = {"depth": 2}
+    text = refusal(lambda: fit(tmp_path, images(model_args=two), "auto", 1, [TokenDrop()]))
+    assert "the model must have at least 3 blocks" in text
+    task, data = images()
+    task = type(task)("resnet18", num_classes=10, log_images=0, schedule="constant")
+    assert "a block's hidden state must be [B, N, D]" in refusal(
+        lambda: fit(tmp_path, (task, data), "auto", 1, [TokenDrop()])
+    )

@@ -1,0 +1,186 @@
+"""Short runs for tests of schedules: small models whose blocks any strategy can cut, and their last state."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from dlo_framework.checkpoint import load
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.text_data import TextData
+from support.texts import lines, sentences
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "auto": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
+    "fsdp": FSDPStrategy,
+    "tp": lambda: MeshStrategy(tp=2),
+    "sp": lambda: MeshStrategy(tp=2, sequence_parallel=True),
+    "cp": lambda: MeshStrategy(cp=2),
+    "pp": lambda: MeshStrategy(pp=2, micro_batches=2),
+    "zero bubble": lambda: MeshStrategy(pp=2, micro_batches=2, schedule="ZBH1"),
+    "recomputed": lambda: MeshStrategy(dp_shard=2, appliers=[ActivationCheckpoint()]),
+    "compiled": lambda: MeshStrategy(dp_shard=2, appliers=[CompileBlocks(backend="aot_eager")]),
+    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
+    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
+    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
+}
+
+
+class Losses(Callback):
+    """Losses of the micro-batches."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
+
+
+def images(**options: Any) -> tuple[Any, Any]:
+    """Returns a small ViT and the digits."""
+    batch = options.pop("batch_size", 8)
+    given = {"lr": 1e-2, "optimizer_args": {"eps": 1e-4}, "schedule": "constant", "log_images": 0, **options}
+    given["model_args"] = {**VIT, **given.get("model_args", {})}
+    task = ImageClassifier("vit_tiny_patch16_224", num_classes=10, **given)
+    return task, DigitsData(image_size=16, batch_size=batch)
+
+
+def prepare_texts(folder: Path) -> None:
+    """Writes the texts that :func:`texts` reads."""
+    lines(folder / "texts.jsonl", *({"text": text} for text in sentences(200)))
+
+
+def texts(folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Returns a small Llama and packed texts."""
+    data = {
+        "train_files": str(folder / "texts.jsonl"),
+        "cache_dir": str(folder / "cache"),
+        "seq_len": 32,
+        "batch_size": 8,
+        "vocab_size": 320,
+        "corpus_bytes": 60_000,
+        **options.pop("data", {}),
+    }
+    given = {"lr": 1e-2, "optimizer_args": {"eps": 1e-4}, "schedule": "constant", **options}
+    return CausalLM(config={**LLAMA, **given.pop("config", {})}, **given), TextData(**data)
+
+
+def fit(
+    folder: Path,
+    made: tuple[Any, Any],
+    strategy: str,
+    world_size: int,
+    callbacks: Sequence[Callback],
+    *,
+    epochs: int = 2,
+    batches: int = 4,
+    max_steps: int = -1,
+    ckpt_path: Path | None = None,
+    check: bool = True,
+    **options: Any,
+) -> tuple[list[float], Trainer]:
+    """Trains, saves `last.ckpt` in the folder, and returns the losses, means over the ranks, and the trainer."""
+    register_data_parallel()
+    module, data = made
+    losses = Losses()
+    given = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "strategy": STRATEGIES[strategy](),
+        "max_epochs": epochs,
+        "max_steps": max_steps,
+        "limit_train_batches": batches,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        **options,
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = Trainer(callbacks=[*callbacks, losses, ExactResume()], **given)
+        use_canonical_checkpoints(trainer)
+        module.check(data)
+        if hasattr(trainer.strategy, "check_model"):
+            trainer.strategy.check_model(module, data)
+        for callback in callbacks if check else ():
+            if hasattr(callback, "check_run"):
+                callback.check_run(trainer, module, data)
+        trainer.fit(module, datamodule=data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
+        trainer.save_checkpoint(folder / "last.ckpt")
+    return losses.values, trainer
+
+
+def seeded(seed: int = 3) -> None:
+    """Seeds a run."""
+    seed_everything(seed, workers=True, verbose=False)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Returns the message of the DloError that a call raises; empty if it raises none."""
+    try:
+        call()
+    except DloError as error:
+        return str(error)
+    return ""
+
+
+def saved_state(path: Path) -> dict[str, Tensor]:
+    """Returns the weights and the optimizer's state of a checkpoint, each as a full tensor."""
+    found = load(path)
+    state = {name: found["state_dict"][name].clone() for name in found["state_dict"]}
+    for number, optimizer in enumerate(found["optimizer_states"]):
+        for name, values in optimizer["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    state[f"optimizer {number}: {name}.{key}"] = value.clone()
+    return state
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the largest differences of two states, relative to a tensor's largest value; infinite for other keys."""
+    found = dict.fromkeys(one.keys() ^ other.keys(), float("inf"))
+    for name in one.keys() & other.keys():
+        scale = one[name].double().abs().max().clamp(min=1e-3)
+        found[name] = float((one[name].double() - other[name].double()).abs().max() / scale)
+    return {name: value for name, value in found.items() if value}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Returns whether two states are equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
