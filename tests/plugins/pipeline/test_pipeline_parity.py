@@ -260,7 +260,7 @@ class Noisy(nn.Module):
         return found * self.scale.clone() + hidden, None  # type: ignore[operator]
 
 
-def _noisy(rank: int, world_size: int) -> None:
+def _noisy(rank: int, world_size: int, autocast: bool) -> None:
     found = {}
     for schedule in ("1F1B", "Varuna"):
         torch.manual_seed(13)
@@ -269,7 +269,10 @@ def _noisy(rank: int, world_size: int) -> None:
         for at, layer in enumerate(layers):
             layers[at] = Noisy(layer)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
-        losses = [case.step(pipeline) for _ in range(2)]
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                losses.append(case.step(pipeline))
         own = [(n, p) for n, p in case.model.named_parameters() if pipeline.ownership(n)]
         buffers = [b.clone() for b in case.model.buffers() if not b.is_meta]
         found[schedule] = losses, [p.grad for _, p in own], buffers, torch.rand(4)
@@ -278,5 +281,6 @@ def _noisy(rank: int, world_size: int) -> None:
     assert any(float(buffer.max()) > 2 for buffer in found["Varuna"][2])
 
 
-def test_recomputation_draws_the_same_numbers_and_changes_buffers_once() -> None:
-    run_distributed(_noisy, 3, timeout=120)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(autocast: bool) -> None:
+    run_distributed(_noisy, 3, autocast, timeout=120)
