@@ -107,6 +107,8 @@ class FiniteLoss(Callback):
         """Starts the search for the first rank with a bad loss; its result is the number of ranks if there is none."""
         vote = torch.tensor(trainer.global_rank if self._flag.read() else trainer.world_size)
         group = control_group(trainer)
+        if contract_of(trainer.strategy).delays_gradients:  # All ranks have the same loss: none waits for another.
+            return (torch.zeros_like(vote) if self._flag.read() else vote), None
         work = None if group is None else dist.all_reduce(vote, dist.ReduceOp.MIN, group=group, async_op=True)
         return vote, work
 

@@ -44,6 +44,7 @@ class ExactResume(Callback):
         checkpoint[KEY] = {
             "random_state": _gather(state),
             "gradients": contract_of(trainer.strategy).accumulated_gradients() if mid_accumulation(trainer) else None,
+            "delayed": _delayed(trainer),
             "metrics": logged_metrics(trainer),
         }
         if "loops" in checkpoint:
@@ -77,6 +78,8 @@ class ExactResume(Callback):
             restore_random_state(_own_state(loaded["random_state"], trainer))
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
+        if loaded.get("delayed") is not None:
+            contract_of(trainer.strategy).restore_delayed_gradients(**loaded["delayed"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the random state of training."""
@@ -91,6 +94,12 @@ class ExactResume(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops the stored state of a validation that did not end."""
         self._before_validation = None
+
+
+def _delayed(trainer: Trainer) -> dict[str, Any] | None:
+    """Returns what the next step of a run with delayed gradients applies; None for other runs."""
+    found = contract_of(trainer.strategy).delayed_gradients() if trainer.state.fn == "fit" else None
+    return None if found is None else {"saved": found[0], "loss": found[1]}
 
 
 def _load_trained_weights(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

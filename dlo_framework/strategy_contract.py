@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,6 +44,8 @@ class StrategyContract:
     pipelined: Any = None
     #: Process groups of a mesh (:class:`~dlo_framework.distributed.groups.MeshGroups`); None without one.
     groups: Any = None
+    #: Whether each step applies the gradients of the step before, and returns its loss, the same on all ranks.
+    delays_gradients = False
     #: Causes in the strategy of a loss that is NaN, for an error message; empty if none are known.
     nan_hint = ""
     #: Checkpoint that ``dlo`` has found for the run. Lightning's trainer knows it only once it is loaded, after setup
@@ -160,6 +163,25 @@ class StrategyContract:
         parameters = dict(_module_of(self).named_parameters())
         for name, gradient in saved.items():
             parameters[name].grad = gradient.to(parameters[name].device)
+
+    def delayed_gradients(self) -> tuple[Mapping[str, Any], float] | None:
+        """Returns the gradients of the last step and its loss, which the next step applies, in a checkpoint's form.
+
+        None if the strategy does not delay gradients, or no step has run; called on all ranks.
+        """
+        return None
+
+    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+        """Restores the gradients that the next step applies.
+
+        Args:
+            saved: Gradients of a checkpoint, by parameter name.
+            loss: Loss of their step.
+        """
+        rank_zero_info(
+            "the checkpoint is of a run that applies gradients one step later, which this one does not: the gradients"
+            " of its last batch are dropped"
+        )
 
     @property
     def is_saving(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, flushes, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.pipeline.timeline_plot import COLOURS, NAMES
 
@@ -20,9 +20,13 @@ def draw() -> str:
     top, width = 0, 0.0
     for name in SCHEDULES.loaded():
         schedule = make_schedule(name, RANKS, MICRO_BATCHES)
+        if not schedule.flushes:
+            schedule = make_schedule(name, RANKS, MICRO_BATCHES // 2).unroll(3)
         chunks = schedule.placement.stages_per_rank
         timeline = simulate(schedule, StageCosts.equal(schedule.placement.stages, *[1 / chunks] * 3))
         stages = f"{chunks} stages per rank" if chunks > 1 else "one stage per rank"
+        if not flushes(name):
+            stages += f", three steps of {MICRO_BATCHES // 2} micro-batches"
         body.append(f'<text x="{LEFT}" y="{top + 20}">{name}, {stages}: bubble {timeline.bubble:.0%}</text>')
         for rank, row in enumerate(timeline.rows):
             y = top + 27 + rank * ROW

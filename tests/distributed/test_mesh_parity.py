@@ -90,7 +90,7 @@ TWO: tuple[dict[str, Any], ...] = (
 )
 SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 SCHEDULES: tuple[dict[str, Any], ...] = tuple(
-    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
+    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV", "Varuna")
 )
 PAIRS = tuple({a: 2, b: 2} for a, b in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 2))
 THREES = tuple(

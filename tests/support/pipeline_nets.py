@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, flushes
 
 
 @dataclass
@@ -179,6 +180,8 @@ def language(model_type: str, micro_batches: int, packed: bool = False, **option
     return Case(model, plan_for(model), batches, forward, loss)
 
 
+#: Schedules whose step computes the gradients of its own batch.
+FLUSHING = tuple(name for name in SCHEDULES.loaded() if flushes(name))
 #: By name: the models that each schedule must train as one process does.
 CASES: dict[str, Callable[[int], Case]] = {
     "plain": plain,
@@ -200,11 +203,13 @@ CASES: dict[str, Callable[[int], Case]] = {
 def most_in_flight(order: Iterable[Action]) -> int:
     """Returns the most micro-batches, counted once a stage, of which a rank keeps activations at one time.
 
-    Full backwards and weight gradients free them.
+    Full backwards and weight gradients free them. A stage that recomputes keeps its inputs only, until it does.
     """
+    order = list(order)
+    recomputed = {action.stage for action in order if action.kind is ActionKind.RECOMPUTE}
     held, most = 0, 0
     for action in order:
-        if action.kind is ActionKind.FORWARD:
+        if action.kind is (ActionKind.RECOMPUTE if action.stage in recomputed else ActionKind.FORWARD):
             held += 1
         elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             held -= 1

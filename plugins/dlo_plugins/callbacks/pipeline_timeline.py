@@ -65,7 +65,7 @@ class PipelineTimeline(Callback):
         from dlo_plugins.pipeline.pipeline_schedules import make_schedule
         from dlo_plugins.pipeline.timeline_plot import draw_comparison, simulate_ideal
 
-        parts = len({item.action.micro_batch for row in timeline.rows for item in row})
+        parts = len({item.action.micro_batch for row in timeline.rows for item in row if item.action.micro_batch >= 0})
         schedule = make_schedule(pipeline.schedule, pipeline.placement.ranks, parts, pipeline.stages_per_rank)
         theory = simulate_ideal(timeline, schedule)
         scalars = {"pipeline/bubble": timeline.bubble, "pipeline/bubble_of_theory": theory.bubble}

@@ -335,11 +335,14 @@ def _in_flight(trainer: Trainer, chains: int) -> list[int]:
 
     pipeline = pipelined.pipeline
     schedule = pipeline.schedule_for(pipelined.micro_batches)
+    if not schedule.flushes:
+        schedule = schedule.unroll(2)
     ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
     found = []
     for stage in pipeline.own_stages:
         steps = [action.kind for action in schedule.orders[pipeline.rank] if action.stage == stage]
-        changes = ((kind is ActionKind.FORWARD) - (kind in (ends, ActionKind.BACKWARD)) for kind in steps)
+        begins = ActionKind.RECOMPUTE if stage in schedule.recomputed_stages else ActionKind.FORWARD
+        changes = ((kind is begins) - (kind in (ends, ActionKind.BACKWARD)) for kind in steps)
         found.append(max(itertools.accumulate(changes), default=1))
     return found
 

@@ -72,6 +72,8 @@ class UsedParams:
                 return
             for submodule, key, name in places:
                 parameter = submodule._parameters[key]
+                if not self._sharding.is_sharded and parameter is not self._sharding.parameters.get(name):
+                    continue  # A copy of a pipeline's weights, whose gradients are those of another step.
                 if parameter is not None and parameter.requires_grad and self.gathered.get(name) is not parameter:
                     self.gathered[name] = parameter
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self._note(name)))

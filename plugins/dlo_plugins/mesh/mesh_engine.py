@@ -31,6 +31,7 @@ from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
+from dlo_plugins.pipeline.pipeline_engine import DelayedStep
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
@@ -76,6 +77,7 @@ class MeshEngine:
     def begin_fit(self, optimizers: list[Optimizer]) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
         self._state = _Fit(OptimizerShards(optimizers, self.sharded), UsedParams(self.sharded))
+        self._drop_delayed()
 
     def stop_recording(self) -> None:
         """Stops recording the use of parameters; the module is as it was before :meth:`begin_fit`."""
@@ -126,6 +128,7 @@ class MeshEngine:
             if self._state is not None:
                 self._state.usage.used.clear()
                 self._state.is_open = False
+            self._drop_delayed()
             raise
 
     @contextlib.contextmanager
@@ -136,6 +139,11 @@ class MeshEngine:
             yield
         finally:
             self._ends_window = True
+
+    def _drop_delayed(self) -> None:
+        """Drops what the next step would apply of an earlier one."""
+        if self.pipelined is not None:
+            self.pipelined.pipeline.reset()
 
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""
@@ -180,6 +188,10 @@ class MeshEngine:
         fit, automatic = self._fit, self.module.automatic_optimization
         fit.usage.announced = False
         if not (self._ends_window or self._shard.sync_every_micro_batch):
+            return
+        if self.pipelined is not None and not self.pipelined.pipeline.has_gradients:
+            fit.usage.used.clear()  # The first step of a run with delayed gradients applies none.
+            fit.shares.set_grads(())
             return
         used = self._used(automatic)
         self.sharded.average_scalars()
@@ -276,6 +288,38 @@ class MeshEngine:
             shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
             self.pipelined.pipeline.tied.sum_tensors(shares)
         return found
+
+    @torch.no_grad()
+    def delayed_gradients(self) -> tuple[dict[str, Shard], float] | None:
+        """Returns the gradients that the next step applies, complete as in :meth:`accumulated_gradients`, and a loss.
+
+        The micro-batches in flight end first; the run goes on as without it. None if gradients are not delayed, or no
+        step has run.
+        """
+        delayed = self.pipelined.pipeline.drain() if self.pipelined is not None else None
+        if delayed is None:
+            return None
+        assert self.pipelined is not None
+        copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
+        self.sharded.reduce_partial({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
+        self.pipelined.pipeline.tied.sum_tensors(copies)
+        slices = self.sharded.layout.slices
+        found = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}
+        return {name: attach_slice(gradient, slices.get(name)) for name, gradient in found.items()}, float(delayed.loss)
+
+    @torch.no_grad()
+    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+        """Restores the gradients that the next step applies; ranks that sum one restore it once, as above."""
+        assert self.pipelined is not None
+        gradients, found = as_lazy_state_dict(saved), dict[str, Tensor]()
+        for name, parameter in self.sharded.parameters.items():
+            if name in gradients:
+                gradient = torch.zeros_like(parameter, requires_grad=False)
+                if self._restores_sum(name):
+                    gradients.read_into(name, attach_slice(gradient, self.sharded.layout.slices.get(name)))
+                found[name.removeprefix(_MODEL)] = gradient
+        value = torch.tensor(loss, dtype=torch.float64, device=self.sharded.device)
+        self.pipelined.pipeline.delayed = DelayedStep(found, value)
 
     def _averaged_gradients(self) -> dict[str, Shard]:
         parameters, gathered = self.sharded.parameters, self._fit.usage.gathered

@@ -17,7 +17,7 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.pipelined_task import check_outside, check_steps
 from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
-from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.pipeline.stage_assignment import Split, check_pipeline
 
@@ -50,6 +50,50 @@ class PipelineOptions:
         """
         schedule = make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
         simulate(schedule, StageCosts.equal(schedule.placement.stages))  # Raises where ranks wait for one another.
+
+    def check_delay(self, spec: MeshSpec, precision: str, needs_fsdp: bool) -> None:
+        """Checks that a schedule whose gradients have a delay of one step can run on a mesh.
+
+        Args:
+            spec: Mesh, without -1.
+            precision: Precision of the Trainer.
+            needs_fsdp: Whether an option gathers parameters in another dtype or from CPU memory.
+
+        Raises:
+            DloError: It cannot: parameters would be gathered, of which there is one version, or the loss has a scale,
+                which may change between a gradient and its step.
+        """
+        if flushes(self.schedule):
+            return
+        data = spec.data_size * spec.cp
+        fix = "or schedule to 1F1B"
+        if data > 1:
+            raise DloError(
+                f"dp_replicate, dp_shard and cp must be 1 for {self.schedule}, which keeps two versions of full"
+                f" parameters, got {data} ranks; set them to 1 and pp to {spec.pp * data}, {fix}"
+            )
+        if needs_fsdp:
+            raise DloError(
+                f"FullyShard must have no offload and no param_dtype for {self.schedule}, which keeps two versions of"
+                f" the parameters themselves, got one of them; leave it out, {fix}"
+            )
+        if precision == "16-mixed":
+            raise DloError(
+                f"precision must be without a loss scale for {self.schedule}, whose gradients are applied one step"
+                f" later, got 16-mixed; set bf16-mixed, {fix}"
+            )
+
+    def check_accumulation(self, batches: int) -> None:
+        """Checks that a step of a schedule with delayed gradients is one batch.
+
+        Raises:
+            DloError: It accumulates several.
+        """
+        if batches > 1:
+            raise DloError(
+                f"accumulate_grad_batches must be 1 for {self.schedule}, whose steps apply the gradients of the batch"
+                f" before, got {batches}; set it to 1, and batch_size and micro_batches {batches} times as large"
+            )
 
     def check(self, task: Task, plan: ParallelPlan, spec: MeshSpec, datamodule: Any) -> None:
         """Checks that a task, its model and its data fit the pipeline.

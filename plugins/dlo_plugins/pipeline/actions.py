@@ -1,4 +1,4 @@
-"""Actions of a pipeline's ranks (forward, backward, weight gradient), and the placement of stages on ranks."""
+"""Actions of a pipeline's ranks (forward, backward and their parts), and the placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ class ActionKind(enum.StrEnum):
     """First part of backward: the input gradient, for which the previous stage waits."""
     WEIGHT = "W"
     """Second part of backward: the weight gradients that an `INPUT` has deferred."""
+    RECOMPUTE = "R"
+    """Forward again, with the activations for backward. A stage's `FORWARD` keeps only its input if one follows."""
 
 
 class Action(NamedTuple):
-    """One computation of a rank: its kind, the stage and the micro-batch."""
+    """One computation of a rank: its kind, the stage and the micro-batch.
+
+    A negative micro-batch is one of the step before, counted from its end; see `Schedule.flushes`.
+    """
 
     kind: ActionKind
     stage: int

@@ -20,3 +20,14 @@ def no_autocast(kind: str) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+def uncached(kind: str) -> AbstractContextManager[object]:
+    """Returns a context with the present autocast on a device type, without its cache of casts.
+
+    A cast that is cached without gradients would be used where gradients are needed later.
+    """
+    dtype = autocast_dtype(kind)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype=dtype, cache_enabled=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class Message:
     Attributes:
         is_gradient: Whether it is the gradient of a hidden state, not the hidden state itself.
         stage: Stage that receives it.
-        micro_batch: Number of its micro-batch.
+        micro_batch: Number of its micro-batch, counted through steps that hand backwards to the next one.
     """
 
     is_gradient: bool
@@ -111,35 +112,44 @@ class Exchange:
         self._transport, self._placement, self._device = transport, placement, device
         self._rank = transport.rank
         self._known: dict[tuple[int, Any], tuple[TensorLayout, StageShapes]] = {}  # by boundary and signature
-        self._signatures: Sequence[Any] = ()
+        self._signatures: dict[int, Any] = {}  # by number of the micro-batch
+        self._first = 0
         self._sends = SendQueue()
         self._positions: list[dict[tuple[bool, int, int], int]] = []
         self._inboxes: dict[int, ReceiveQueue] = {}
         self._local: dict[Message, Tensor] = {}
 
-    def start(self, schedule: Schedule, signatures: Sequence[Any]) -> Exchange:
+    def start(self, schedule: Schedule, signatures: Sequence[Any], first: int = 0) -> Exchange:
         """Begins a step.
 
         Args:
             schedule: Schedule of the step.
             signatures: Signatures of its micro-batches; hidden states of equal signatures have the same layout.
+            first: Number of its first micro-batch; 0 for a step without micro-batches of the step before.
         """
-        self._signatures = signatures
+        if not first:
+            self._signatures, self._inboxes = {}, {}
+        # Of earlier steps, only the last has micro-batches in flight.
+        self._signatures = {n: kept for n, kept in self._signatures.items() if n >= self._first}
+        self._signatures |= {first + n: signature for n, signature in enumerate(signatures)}
+        self._first = first
         self._sends, self._local = SendQueue(), {}
         self._positions = _positions(schedule)
         expected: dict[int, list[Message]] = {}
         for source, order in enumerate(schedule.orders):
             for action in order if source != self._rank else ():
                 step = 1 if action.kind is ActionKind.FORWARD else -1 if action.is_backward else 0
-                stage = action.stage + step
+                stage, number = action.stage + step, first + action.micro_batch
+                if number < 0:  # There was no step before.
+                    continue
                 if step and 0 <= stage < self._placement.stages and self._placement.rank_of(stage) == self._rank:
-                    expected.setdefault(source, []).append(Message(step < 0, stage, action.micro_batch))
-        self._inboxes = {
-            source: ReceiveQueue(
-                self._transport.link(source, incoming=True), items, self._buffer_for, self._store_header
-            )
-            for source, items in expected.items()
-        }
+                    expected.setdefault(source, []).append(Message(step < 0, stage, number))
+        for source, items in expected.items():
+            if source in self._inboxes:  # It may have messages of the step before.
+                self._inboxes[source].expect(items)
+                continue
+            link = self._transport.link(source, incoming=True)
+            self._inboxes[source] = ReceiveQueue(link, items, self._buffer_for, self._store_header)
         return self
 
     def receive_hidden(self, stage: int, micro_batch: int) -> Tensor:
@@ -196,7 +206,8 @@ class Exchange:
         if target == self._rank:
             self._local[item] = tensor
             return
-        place = self._positions[target][item.is_gradient, item.stage, item.micro_batch]
+        # The next step uses what is not in this one's order; then the step's end waits until it has arrived.
+        place = self._place(target, item.is_gradient, item.stage, item.micro_batch, math.inf)
         link = self._transport.link(target, incoming=False)
         if header is not None:
             self._sends.add(target, place, link, link.send_object(header))
@@ -208,8 +219,12 @@ class Exchange:
         if source == self._rank:
             return self._local.pop(item)
         flat = self._inboxes[source].receive(item)
-        self._sends.release(source, self._positions[source][item.is_gradient, sender, item.micro_batch])
+        self._sends.release(source, self._place(source, item.is_gradient, sender, item.micro_batch, -1))
         return self._layout(item).unflatten(flat)
+
+    def _place(self, rank: int, is_backward: bool, stage: int, micro_batch: int, otherwise: float) -> float:
+        """Returns the position of an action in a rank's order, or another value if it is not in this step's."""
+        return self._positions[rank].get((is_backward, stage, micro_batch - self._first), otherwise)
 
     def _layout(self, item: Message) -> TensorLayout:
         return self._known[item.boundary, self._signatures[item.micro_batch]][0]
@@ -233,7 +248,7 @@ def _positions(schedule: Schedule) -> list[dict[tuple[bool, int, int], int]]:
         {
             (action.is_backward, action.stage, action.micro_batch): place
             for place, action in enumerate(order)
-            if action.kind is not ActionKind.WEIGHT
+            if action.kind not in (ActionKind.WEIGHT, ActionKind.RECOMPUTE)
         }
         for order in schedule.orders
     ]

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.recompute import BufferGuard
 from dlo_plugins.pipeline.actions import Action, ActionKind
-from dlo_plugins.pipeline.autocast import no_autocast
+from dlo_plugins.pipeline.autocast import no_autocast, uncached
 from dlo_plugins.pipeline.costs import PartCosts
 from dlo_plugins.pipeline.exchange import Exchange, batch_signatures
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import release_other_stages
 from dlo_plugins.pipeline.pipeline_schedules import (
     Schedule,
+    flushes,
     forward_only,
     make_placement,
     make_schedule,
@@ -40,6 +42,7 @@ from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
 from dlo_plugins.pipeline.weight_grads import WeightGradients
+from dlo_plugins.pipeline.weight_versions import WeightVersion, parameter_places, set_gradients, take_gradients
 
 
 @dataclass
@@ -59,12 +62,51 @@ class _Step:
     deferred: dict[tuple[int, int], deque[Callable[[], None]]] = field(default_factory=dict)
     #: By stage: number of backwards (and weight gradients, where they are separate) still to come.
     left: dict[int, int] = field(default_factory=dict)
+    #: Number of its first micro-batch, counted through steps that hand backwards to the next one.
+    first: int = 0
+    #: Stages and micro-batches whose backward the next step runs, and the copy of the weights that they use.
+    in_flight: frozenset[tuple[int, int]] = frozenset()
+    version: WeightVersion | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     total: Tensor | float = 0.0
+    #: Stages that keep only their inputs, and by stage and micro-batch what they recompute from.
+    recomputed: frozenset[int] = frozenset()
+    inputs: dict[tuple[int, int], _StageInput] = field(default_factory=dict)
+
+
+@dataclass
+class _StageInput:
+    """What a stage keeps of a micro-batch to recompute its forward.
+
+    Attributes:
+        received: Hidden state that it has received; None in the first stage, which has the micro-batch itself.
+        random: Random states before the forward, of the CPU and of the device.
+        again: Context in which buffers have their values before the forward, and keep those after it.
+    """
+
+    received: Tensor | None
+    random: tuple[Tensor, Tensor | None]
+    again: contextlib.AbstractContextManager[None]
+
+
+@dataclass
+class DelayedStep:
+    """Result of a step that the next step applies, where a schedule does not flush.
+
+    Attributes:
+        gradients: Gradients of this rank's parameters by name, summed over neither tied weights nor other axes.
+        loss: Loss of the step.
+    """
+
+    gradients: dict[str, Tensor]
+    loss: Tensor
 
 
 class Pipeline:
     """Engine that trains and evaluates a model whose stages are on several ranks.
+
+    Under a schedule without flushes (:attr:`delays`), each step sets the gradients of the step before, which it
+    completes, and returns its loss. The first step sets none, and returns its own loss.
 
     It cuts the model: parameters of other ranks' stages become meta tensors under their names. Build it after tensor
     and context parallelism have rewritten the model, and before the model is wrapped or initialised. The blocks may
@@ -91,6 +133,9 @@ class Pipeline:
         gradients_ready: Callback, called with a stage when its gradients of the step are complete.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
         record: Whether to record a timeline; if so, all ranks start each step together.
+        delays: Whether a step's gradients are set by the next step.
+        delayed: Gradients and loss of a step that is complete and not applied, after :meth:`drain`.
+        has_gradients: Whether the last training step has set gradients.
         most_shapes: Number of micro-batch shapes that are kept. For each new shape, ranks send each other its layout
             once.
 
@@ -115,6 +160,11 @@ class Pipeline:
         self.model, self.group, self.device = model, group, torch.device(device)
         self.schedule, self.stages_per_rank = schedule, stages_per_rank
         self._splits_backward = splits_backward(schedule)
+        self.delays = not flushes(schedule)
+        self.delayed: DelayedStep | None = None
+        self.has_gradients = True
+        self._carried: _Step | None = None
+        self._loss: tuple[Tensor, dist.Work | None] | None = None  # of the step before, where gradients are delayed
         self.rank = dist.get_rank(group)
         self.placement = make_placement(schedule, dist.get_world_size(group), stages_per_rank)
         self.stages = make_stages(model, plan, self.placement.stages, split, costs)
@@ -125,6 +175,9 @@ class Pipeline:
         self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
         self.tied = TiedWeights(model, tied, self._transport)
         self._weight_gradients: WeightGradients | None = None
+        self._buffers: BufferGuard | None = None
+        #: By stage and signature: whether the stage's output has a gradient, known from the first forward.
+        self._has_gradient: dict[tuple[int, Any], bool] = {}
         self.before_backward: Callable[[int, int, bool], None] | None = None
         self.gradients_ready: Callable[[int], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
@@ -167,7 +220,8 @@ class Pipeline:
                 accumulates over several calls, set it in the last call only.
 
         Returns:
-            The weighted sum of the losses, without the seed; the same on all ranks of the pipeline.
+            The weighted sum of the losses, without the seed; the same on all ranks of the pipeline. Where gradients are
+            delayed, that of the step before, which needs no wait for the last stage.
 
         Raises:
             DloError: If the model's forward cannot be cut at the stages' boundaries, or the schedule cannot run this
@@ -178,23 +232,106 @@ class Pipeline:
         step = self._step(schedule, micro_batches, forward)
         step.loss, step.seed = loss, seed
         step.weights = [1.0 / number] * number if weights is None else weights
-        for action in schedule.orders[self.rank]:
+        step.recomputed = schedule.recomputed_stages
+        own = schedule.orders[self.rank]
+        step.in_flight = frozenset((a.stage, a.micro_batch + number) for a in own if a.micro_batch < 0)
+        for action in own:
             if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
                 step.left[action.stage] = step.left.get(action.stage, 0) + 1
         self._prepare_weight_gradients()
+        if self.delays:
+            take_gradients(self.model)  # Those of the last optimizer step.
         if self.record:
             self._recorder.begin(self.group)
-        for action in schedule.orders[self.rank]:
-            if action.kind is ActionKind.FORWARD:
+        self._run(step, own)
+        total = self._delay(step) if self.delays else self._broadcast_total(step.total)
+        if sum_tied and self.has_gradients:
+            self.tied.sum_gradients()
+        return total
+
+    def _run(self, step: _Step, order: Sequence[Action]) -> None:
+        """Runs this rank's actions of a step, with those that the step before has left to it."""
+        before = self._carried
+        for action in order:
+            if action.micro_batch < 0:
+                if before is not None:
+                    assert before.version is not None
+                    with before.version.applied():  # Blocks that recompute use the weights of their forward.
+                        self._backward(before, action, action.micro_batch + len(before.micro_batches))
+            elif action.kind is ActionKind.FORWARD:
                 self._forward(step, action)
+            elif action.kind is ActionKind.RECOMPUTE:
+                self._recompute(step, action)
             elif action.is_backward:
-                self._backward(step, action)
+                self._backward(step, action, action.micro_batch)
             else:
                 self._compute_weight_gradients(step, action)
         step.exchange.finish()
-        if sum_tied:
-            self.tied.sum_gradients()
-        return self._broadcast_total(step.total)
+
+    # --- delayed gradients ---------------------------------------------------------------------------------
+
+    def _delay(self, step: _Step) -> Tensor:
+        """Sets the gradients of the step before, which are complete, and keeps those of this step; returns a loss."""
+        loss = self._last_loss()
+        before = self._end_carried() if self._carried is not None else self.delayed
+        gradients = take_gradients(self.model)
+        if step.version is None:  # The last stage has no micro-batch in flight.
+            step.version = WeightVersion(())
+        step.version.add_gradients(gradients)
+        self._carried, self.delayed = step, None
+        self.has_gradients = before is not None
+        set_gradients(self.model, before.gradients if before is not None else {})
+        self._loss = self._start_broadcast(step.total)
+        if loss is None:
+            loss = self._last_loss()
+            assert loss is not None
+        return loss
+
+    def _end_carried(self) -> DelayedStep:
+        """Returns the gradients of the step before, whose backwards have all run."""
+        step, self._carried = self._carried, None
+        assert step is not None
+        assert step.version is not None
+        loss = self._last_loss()
+        assert loss is not None
+        return DelayedStep(step.version.gradients, loss)
+
+    def _last_loss(self) -> Tensor | None:
+        """Returns the loss of the step before, once it has come from the last stage; None before the first step."""
+        if self._loss is None:
+            return None if self.delayed is None else self.delayed.loss
+        value, work = self._loss
+        if work is not None:
+            work.wait()
+            self._loss = value, None
+        return value
+
+    def drain(self) -> DelayedStep | None:
+        """Runs the backwards that the last step has left to the next one; all ranks of the pipeline call it.
+
+        The next step goes on as without it, after a wait of all ranks. Evaluation and checkpoints need it.
+
+        Returns:
+            What the next step applies; None if no step has run, or the schedule flushes.
+        """
+        step = self._carried
+        if step is None:
+            return self.delayed
+        schedule = self.schedule_for(len(step.micro_batches)).drain()
+        first = step.first + len(step.micro_batches)
+        drained = _Step((), [], self._exchange.start(schedule, [], first), step.forward, first=first)
+        gradients = take_gradients(self.model)  # The optimizer may not have stepped yet.
+        record, self.record = self.record, False
+        self._run(drained, schedule.orders[self.rank])
+        self.record = record
+        self.delayed, self._loss = self._end_carried(), None
+        set_gradients(self.model, gradients)
+        return self.delayed
+
+    def reset(self) -> None:
+        """Drops what earlier steps have left, after an error or before another run."""
+        self._carried = self.delayed = self._loss = None
+        self.has_gradients = True
 
     def evaluate(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> list[Any] | None:
         """Runs the forward of any number of micro-batches, without gradients.
@@ -206,6 +343,7 @@ class Pipeline:
         Returns:
             Output of `forward` for each micro-batch on the rank of the last stage; None on other ranks.
         """
+        self.drain()
         schedule = forward_only(self.placement, len(micro_batches))
         with torch.no_grad():
             step = self._step(schedule, micro_batches, forward)
@@ -249,9 +387,13 @@ class Pipeline:
 
     def _forward(self, step: _Step, action: Action) -> None:
         _, stage, number = action
-        received = step.exchange.receive_hidden(stage, number) if stage else None
-        with self._timed(action):
-            result = self._passage(step, stage, number, received)
+        received = step.exchange.receive_hidden(stage, step.first + number) if stage else None
+        keeps_input = stage in step.recomputed
+        with self._timed(action), self._version_of(step, stage, number):
+            if keeps_input:
+                result = self._keep_input(step, stage, number, received)
+            else:
+                result = self._passage(step, stage, number, received)
             if stage + 1 == self.stages.count:
                 if step.loss is None:
                     step.outputs[number] = result
@@ -261,9 +403,44 @@ class Pipeline:
                     self.loss_ready(result)
                 step.total = step.total + step.weights[number] * result.detach().double()
         if stage + 1 < self.stages.count:
-            step.exchange.send_hidden(stage + 1, number, result, self._shapes[stage + 1, step.signatures[number]])
-        if step.loss is not None:
+            step.exchange.send_hidden(
+                stage + 1, step.first + number, result, self._shapes[stage + 1, step.signatures[number]]
+            )
+        if step.loss is not None and not keeps_input:
             step.saved[stage, number] = received, result
+
+    def _version_of(self, step: _Step, stage: int, number: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with the weights that a forward uses."""
+        if (stage, number) not in step.in_flight:
+            return contextlib.nullcontext()
+        if step.version is None:
+            step.version = WeightVersion(parameter_places(self.model, self.ownership))
+        return step.version.applied()
+
+    def _keep_input(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
+        """Returns a stage's output without its activations, and keeps what :meth:`_recompute` needs.
+
+        The first forward of a signature builds a graph, to find out whether the output has a gradient. Later ones
+        build none. Autocast must not cache the casts of weights there, which have no gradient either.
+        """
+        if self._buffers is None:  # Modules do not change after the first step.
+            self._buffers = BufferGuard(self.model)
+        key = stage, step.signatures[number]
+        once, again = self._buffers.contexts()
+        step.inputs[stage, number] = _StageInput(received, _random_state(self.device), again)
+        builds = key not in self._has_gradient
+        with once, torch.set_grad_enabled(builds), contextlib.nullcontext() if builds else uncached(self.device.type):
+            result = self._passage(step, stage, number, received)
+        needs = self._has_gradient.setdefault(key, result.requires_grad)
+        return result.detach().requires_grad_(needs)
+
+    def _recompute(self, step: _Step, action: Action) -> None:
+        """Computes a stage's forward again with its activations: same random numbers, and buffers change once."""
+        _, stage, number = action
+        kept = step.inputs.pop((stage, number))
+        with self._timed(action), kept.again, _restored_random(kept.random, self.device):
+            result = self._passage(step, stage, number, kept.received)
+        step.saved[stage, number] = kept.received, result
 
     def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
         key = step.signatures[number]
@@ -281,15 +458,15 @@ class Pipeline:
             self._shapes[stage + 1, key] = passage.known
         return result
 
-    def _backward(self, step: _Step, action: Action) -> None:
-        kind, stage, number = action
+    def _backward(self, step: _Step, action: Action, number: int) -> None:
+        kind, stage, _ = action
         received, result = step.saved.pop((stage, number))
         last_stage = stage + 1 == self.stages.count
         gradient: Tensor | None
         if last_stage:
             gradient = torch.as_tensor(step.seed, dtype=result.dtype, device=result.device) * step.weights[number]
         else:
-            gradient = step.exchange.receive_gradient(stage, number) if result.requires_grad else None
+            gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
         if kind is ActionKind.BACKWARD:
             step.left[stage] -= 1
         complete = kind is ActionKind.BACKWARD and not step.left[stage]
@@ -301,7 +478,9 @@ class Pipeline:
         del result, gradient
         if received is not None and received.requires_grad:
             found, received.grad = received.grad, None
-            step.exchange.send_gradient(stage - 1, number, torch.zeros_like(received) if found is None else found)
+            step.exchange.send_gradient(
+                stage - 1, step.first + number, torch.zeros_like(received) if found is None else found
+            )
         if complete and self.gradients_ready is not None:
             self.gradients_ready(stage)
 
@@ -341,14 +520,18 @@ class Pipeline:
     def _step(self, schedule: Schedule, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> _Step:
         known = batch_signatures(micro_batches, self.model, self.device)
         self._limit_shapes(known)
-        return _Step(micro_batches, known, self._exchange.start(schedule, known), forward)
+        before = self._carried
+        first = before.first + len(before.micro_batches) if before is not None else 0
+        return _Step(micro_batches, known, self._exchange.start(schedule, known, first), forward, first=first)
 
     def _limit_shapes(self, known: Sequence[Any]) -> None:
         """Clears all shapes when there are too many: on all ranks in the same step, since they see the same batches."""
         self._seen.update(known)
         if len(self._seen) > self.most_shapes:
+            self.drain()
             self._seen = set(known)
             self._shapes.clear()
+            self._has_gradient.clear()
             self._exchange.clear()
 
     def can_run(self, number: int) -> bool:
@@ -375,10 +558,41 @@ class Pipeline:
                     self._weight_gradients.install(self.model.get_submodule(name))
 
     def _broadcast_total(self, total: Tensor | float) -> Tensor:
+        value, work = self._start_broadcast(total)
+        work.wait()
+        return value
+
+    def _start_broadcast(self, total: Tensor | float) -> tuple[Tensor, dist.Work]:
         # Other ranks receive the value. Zeros are made on the device; a Python number would be copied there.
         value = torch.zeros((), dtype=torch.float64, device=self.device)
         if isinstance(total, Tensor):
             value += total.detach()
         source = self.placement.rank_of(self.placement.stages - 1)
-        dist.broadcast(value, group=self.group, group_src=source)
-        return value
+        work = dist.broadcast(value, group=self.group, group_src=source, async_op=True)
+        assert work is not None
+        return value, work
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Returns the random states of the CPU and of a device."""
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
+
+
+@contextlib.contextmanager
+def _restored_random(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
+    """Sets random states inside the block, and restores those of before after it."""
+    before = _random_state(device)
+    _set_random_state(state, device)
+    try:
+        yield
+    finally:
+        _set_random_state(before, device)
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    of_cpu, of_device = state
+    torch.set_rng_state(of_cpu)
+    if of_device is not None:
+        torch.get_device_module(device).set_rng_state(of_device, device)

@@ -8,12 +8,19 @@ ZBH1: Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.1
 ZBV: Pipeline Parallelism with Controllable Memory. Qi, Wan, Amar & Lin, 2024, arXiv 2405.15362.
 DualPipeV: DeepSeek-V3 Technical Report. 2024, arXiv 2412.19437, section 3.2.1, cut in half along its symmetry.
 
+Varuna: Varuna: Scalable, Low-cost Training of Massive Deep Learning Models. Athlur, Saran, Sivathanu, Ramjee & Kwatra,
+2022, arXiv 2111.04007, section 3.2; its orders are those of the authors' own generator.
+PipeDream2BW: Memory-Efficient Pipeline-Parallel DNN Training. Narayanan et al., 2021, arXiv 2006.09503, section 3.1.
+
 Interleaved1F1B has two or more stages a rank, ZBV and DualPipeV have two, the others one.
 
 Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
 long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
 overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
-weight gradients, not memory itself.
+weight gradients, not memory itself. Varuna's orders are static: the paper's runtime also runs a forward ahead of its
+order while a gradient is late. PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where
+the paper's ranks apply them one after the other, as each has them; the weights are the same, with one more set of
+gradients in memory.
 
 A schedule is a function that is registered in :data:`SCHEDULES`, in this file, in a user's file under ``plugins:``, or
 in an installed package with an entry point in the group ``dlo_framework.pipeline_schedules``.
@@ -21,6 +28,7 @@ in an installed package with an entry point in the group ``dlo_framework.pipelin
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +39,7 @@ from dlo_framework.registry.named_functions import NamedFunctions
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+R = ActionKind.RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,46 @@ class Schedule:
         placement: Placement of the stages on ranks.
         micro_batches: Number of micro-batches in a step.
         orders: Actions of each rank, in the order in which it runs them.
+        flushes: Whether a step ends with all its backwards. Otherwise the backwards of its last micro-batches run in
+            the next step, with negative numbers: -1 is the last micro-batch of the step before.
     """
 
     name: str
     placement: Placement
     micro_batches: int
     orders: tuple[tuple[Action, ...], ...]
+    flushes: bool = True
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are separate actions, apart from input gradients."""
         return any(action.kind is W for order in self.orders for action in order)
+
+    @property
+    def recomputed_stages(self) -> frozenset[int]:
+        """Stages that keep only the inputs of their forwards, and recompute before each backward."""
+        return frozenset(action.stage for order in self.orders for action in order if action.kind is R)
+
+    def drain(self) -> Schedule:
+        """Returns the schedule of the backwards that a step leaves to the next one, if no next one follows."""
+        orders = tuple(tuple(a for a in order if a.micro_batch < 0) for order in self.orders)
+        return Schedule(f"{self.name}, drained", self.placement, 0, orders, self.flushes)
+
+    def unroll(self, steps: int) -> Schedule:
+        """Returns the schedule of several steps in a row, with all their backwards and micro-batches numbered through.
+
+        Args:
+            steps: Number of steps of this schedule's micro-batches.
+        """
+        orders = []
+        for order, drained in zip(self.orders, self.drain().orders, strict=True):
+            numbered = [
+                action._replace(micro_batch=action.micro_batch + step * self.micro_batches)
+                for step, of_step in enumerate([*[order] * steps, drained])
+                for action in of_step
+            ]
+            orders.append(tuple(action for action in numbered if action.micro_batch >= 0))
+        return Schedule(self.name, self.placement, steps * self.micro_batches, tuple(orders))
 
 
 @dataclass(frozen=True)
@@ -65,6 +103,8 @@ class ScheduleRule:
         shape: Order in which ranks get the stages; see :class:`~dlo_plugins.pipeline.actions.Placement`.
         splits_backward: Whether weight gradients may be separate actions, apart from input gradients; without it an
             order that has any is refused.
+        flushes: Whether a step ends with all its backwards; see :class:`Schedule`. Without it, weights have a delay of
+            one step.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -73,6 +113,7 @@ class ScheduleRule:
     stages_per_rank: int | None = 1
     shape: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
+    flushes: bool = True
     check: Callable[[int, int], None] | None = None
 
 
@@ -130,12 +171,14 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
     for rank, order in enumerate(orders):
         _check_complete(known, order, {(stage, n) for stage in where.stages_of(rank) for n in range(micro_batches)})
+        _check_recomputed(known, order, where.stages - 1)
+        _check_carried(known, rule, order, micro_batches)
         if not rule.splits_backward and any(action.kind in (I, W) for action in order):
             raise DloError(
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
                 f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
             )
-    return Schedule(known, where, micro_batches, orders)
+    return Schedule(known, where, micro_batches, orders, rule.flushes)
 
 
 def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
@@ -162,7 +205,10 @@ def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_bat
 
 def _check_complete(name: str, order: Sequence[Action], wanted: set[tuple[int, int]]) -> None:
     """Checks that a rank's order computes each of its stages for each micro-batch once, forward and backward."""
-    of_kind = {kind: Counter((a.stage, a.micro_batch) for a in order if a.kind is kind) for kind in ActionKind}
+    number = len({n for _, n in wanted})
+    # A backward of the step before stands for the same one of this step, which the next step runs.
+    done = [a if a.kind is F else a._replace(micro_batch=a.micro_batch % number) for a in order]
+    of_kind = {kind: Counter((a.stage, a.micro_batch) for a in done if a.kind is kind) for kind in ActionKind}
     for computed, counts in (("forward", of_kind[F]), ("backward", of_kind[B] + of_kind[I])):
         wrong = next((item for item in {*wanted, *counts} if counts[item] != (item in wanted)), None)
         if wrong is not None:
@@ -175,6 +221,46 @@ def _check_complete(name: str, order: Sequence[Action], wanted: set[tuple[int, i
             f"schedule {name} must run a weight gradient (W) for each input gradient (I), got"
             f" {of_kind[W].total()} for {of_kind[I].total()}; add them, or use full backwards (B)"
         )
+
+
+def _check_recomputed(name: str, order: Sequence[Action], last: int) -> None:
+    """Checks that a stage before the last one recomputes all of its micro-batches or none, before each backward."""
+    counts = Counter(action for action in order if action.kind is R)
+    if not counts:
+        return
+    places = {(B if a.is_backward else a.kind, *a[1:]): at for at, a in enumerate(order)}
+    for action, count in counts.items():
+        before, at, after = (places[kind, *action[1:]] for kind in (F, R, B))
+        if count > 1 or not before < at < after:
+            raise DloError(
+                f"schedule {name} must run a recomputation (R) once, between the forward and the backward, got {action}"
+                f" {'twice' if count > 1 else 'elsewhere'}; correct the rank's order"
+            )
+    for stage in {action.stage for action in counts}:
+        forwards = sum(action.kind is F and action.stage == stage for action in order)
+        recomputed = sum(action.stage == stage for action in counts)
+        if recomputed != forwards or stage == last:
+            raise DloError(
+                f"schedule {name} must recompute all micro-batches of a stage or none, and none of the last stage, got"
+                f" {recomputed} of {forwards} for stage {stage}{' (the last)' if stage == last else ''}; correct the"
+                " rank's order"
+            )
+
+
+def _check_carried(name: str, rule: ScheduleRule, order: Sequence[Action], micro_batches: int) -> None:
+    """Checks that only a schedule without flushes has actions of the step before, and those for full backwards."""
+    for action in order:
+        least = 0 if rule.flushes or action.kind is not B else -micro_batches
+        if action.micro_batch < least or (not rule.flushes and action.kind not in (F, B)):
+            raise DloError(
+                f"schedule {name} must run {'micro-batches of its own step' if rule.flushes else 'full backwards (B)'},"
+                f" got {action}; " + ("register it with flushes=False" if rule.flushes else "correct the rank's order")
+            )
+
+
+def flushes(name: str) -> bool:
+    """Returns whether a schedule's step ends with all its backwards, so that its gradients are those of the step."""
+    return _find_rule(name)[1].flushes
 
 
 def splits_backward(name: str) -> bool:
@@ -368,3 +454,61 @@ def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     while write.waiting:
         write.weight()
     return write.order
+
+
+@SCHEDULES.register("Varuna")
+def _varuna(where: Placement, rank: int, number: int) -> list[Action]:
+    """Each stage but the last recomputes, and a forward runs only while no gradient is on its way."""
+    return list(_varuna_orders(where.ranks, number)[rank])
+
+
+@functools.lru_cache(maxsize=64)
+def _varuna_orders(ranks: int, number: int) -> tuple[tuple[Action, ...], ...]:
+    """Returns the orders of all ranks by the paper's rules, in steps of a forward's time; a backward takes two.
+
+    1. The last stage runs a backward right after its forward, from that forward's activations.
+    2. Another stage begins to recompute when the next stage is halfway through the backward: it has the activations
+       when the gradient arrives.
+    3. A stage that has recomputed a micro-batch runs its backward next, so that it never has activations of two.
+    4. A stage runs a forward if it can do nothing else.
+    """
+    last = ranks - 1
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    #: Micro-batches that a stage can run, by its rules in the order of their precedence.
+    ready: list[dict[ActionKind, deque[int]]] = [{W: deque(), B: deque(), R: deque(), F: deque()} for _ in orders]
+    ready[0][F].extend(range(number))
+    while True:
+        running: list[tuple[int, ActionKind, int]] = []
+        for stage, queues in enumerate(ready):
+            kind = next((kind for kind, queue in queues.items() if queue), None)
+            if kind is not None:
+                running.append((stage, kind, queues[kind].popleft()))
+        if not running:
+            return tuple(map(tuple, orders))
+        for stage, kind, n in running:
+            if kind is not W:  # W is the second half of the backward here, not an action of its own.
+                orders[stage].append(Action(kind, stage, n))
+            if kind is F:
+                following = (stage + 1, F) if stage < last else (stage, B)
+                ready[following[0]][following[1]].append(n)
+            elif kind is R:
+                ready[stage][B].append(n)
+            elif kind is B:
+                ready[stage][W].append(n)
+                if stage:
+                    ready[stage - 1][R].append(n)
+
+
+def _check_two_versions(ranks: int, micro_batches: int) -> None:
+    if micro_batches < ranks:
+        raise DloError(
+            f"micro_batches must be at least {ranks}, the number of stages, for PipeDream2BW, got {micro_batches}; set"
+            f" {ranks}, or schedule=1F1B"
+        )
+
+
+@SCHEDULES.register("PipeDream2BW", flushes=False, check=_check_two_versions)
+def _two_versions(where: Placement, rank: int, number: int) -> list[Action]:
+    """1F1B without an end: each forward is followed by the backward of the micro-batch that has come back by then."""
+    in_flight = where.ranks - rank - 1
+    return [Action(kind, rank, n - in_flight * (kind is B)) for n in range(number) for kind in (F, B)]

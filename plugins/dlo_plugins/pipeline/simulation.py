@@ -22,7 +22,8 @@ class StageCosts:
     Attributes:
         forward: Cost of the forward of each stage.
         input: Cost of the input gradient of each stage.
-        weight: Cost of the weight gradients of each stage; a full backward costs `input` plus `weight`.
+        weight: Cost of the weight gradients of each stage; a full backward costs `input` plus `weight`. A recomputation
+            costs `forward`.
         transfer: Time to send a hidden state or its gradient to another rank; both ranks compute meanwhile.
     """
 
@@ -40,7 +41,7 @@ class StageCosts:
         """Returns an action's cost."""
         stage = action.stage
         match action.kind:
-            case ActionKind.FORWARD:
+            case ActionKind.FORWARD | ActionKind.RECOMPUTE:
                 return self.forward[stage]
             case ActionKind.BACKWARD:
                 return self.input[stage] + self.weight[stage]
@@ -103,10 +104,12 @@ def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
     """Returns the actions of the same micro-batch that an action waits for, as `(is_backward, stage)`.
 
     A backward waits for its stage's forward, and a weight gradient for its input gradient; both are in the order of the
-    same rank.
+    same rank. So is a recomputation's forward.
     """
     if action.kind is ActionKind.FORWARD:
         return [(False, action.stage - 1)] if action.stage > 0 else []
+    if action.kind is ActionKind.RECOMPUTE:
+        return [(False, action.stage)]
     if action.is_backward:
         return [(False, action.stage)] + ([(True, action.stage + 1)] if action.stage + 1 < stages else [])
     return [(True, action.stage)]
@@ -115,11 +118,13 @@ def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
 def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
 
+    What a schedule without flushes has left to this step from the one before is ready when the step begins.
+
     Raises:
         Deadlock: If no rank can continue; the message says what each rank waits for.
     """
     where = schedule.placement
-    ends: dict[tuple[bool, int, int], float] = {}
+    ends: dict[tuple[bool, int, int], float] = {} if schedule.flushes else _ended_before(schedule)
     at = [0] * where.ranks
     clock = [0.0] * where.ranks
     timeline = Timeline([[] for _ in range(where.ranks)])
@@ -134,7 +139,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
                     break
                 start = max(clock[rank], ready)
                 clock[rank] = end = start + costs.cost_of(action)
-                if action.kind is not ActionKind.WEIGHT:
+                if action.kind not in (ActionKind.WEIGHT, ActionKind.RECOMPUTE):
                     ends[action.is_backward, action.stage, action.micro_batch] = end
                 timeline.rows[rank].append(TimedAction(action, start, end))
                 at[rank] += 1
@@ -147,6 +152,14 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
             " for one another; order each rank's actions so that what they wait for comes first"
         )
     return timeline
+
+
+def _ended_before(schedule: Schedule) -> dict[tuple[bool, int, int], float]:
+    """Returns the actions of the step before, which ended when this step begins."""
+    own = {(a.is_backward, a.stage, a.micro_batch) for order in schedule.orders for a in order}
+    stages, most = schedule.placement.stages, max(schedule.micro_batches, schedule.placement.stages)
+    before = {(backward, s, -n) for backward in (False, True) for s in range(stages) for n in range(1, most + 1)}
+    return dict.fromkeys(before - own, 0.0)
 
 
 def _ready(
@@ -168,7 +181,8 @@ def theoretical_bubble(
     """Returns the time that a step takes beyond its work, by the papers' formulas, for equal stages.
 
     The formulas of the two V schedules hold where the three costs are equal; the rest is the wait for the first
-    forward.
+    forward. That of Varuna, whose paper has none, holds where a backward takes twice as long as a forward; its work
+    includes recomputation. PipeDream2BW waits before its first step and after its last one only.
 
     Args:
         name: Name of the schedule.
@@ -190,5 +204,7 @@ def theoretical_bubble(
         "ZBH1": (ranks - 1) * (forward + input - weight),
         "ZBV": (ranks - 1) * forward / 2,
         "DualPipeV": (ranks - 1) * forward / 2,
+        "Varuna": (ranks - 1) * (forward + backward) - (1 + (micro_batches - 1) % 3) * forward * (ranks > 1),
+        "PipeDream2BW": 0.0,
     }
     return formulas[name]

@@ -19,6 +19,7 @@ COLOURS = {
     ActionKind.BACKWARD: ("#a05195", "#d0a5ca"),
     ActionKind.INPUT: ("#2e8b57", "#86c9a3"),
     ActionKind.WEIGHT: ("#d9822b", "#f0bd8b"),
+    ActionKind.RECOMPUTE: ("#7a8594", "#b3bac4"),
 }
 #: Names in the legend.
 NAMES = {
@@ -26,6 +27,7 @@ NAMES = {
     ActionKind.BACKWARD: "backward",
     ActionKind.INPUT: "input gradient",
     ActionKind.WEIGHT: "weight gradient",
+    ActionKind.RECOMPUTE: "recomputation",
 }
 _GREY = "#808080"
 #: Fraction of the plot's width below which a box has no number.

@@ -155,10 +155,10 @@ class SendQueue:
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[int, deque[tuple[int, Link, dist.Work, Tensor]]] = {}
+        self._under_way: dict[int, deque[tuple[float, Link, dist.Work, Tensor]]] = {}
         self.most = 0
 
-    def add(self, peer: int, place: int, link: Link, works: Iterable[tuple[dist.Work, Tensor]]) -> None:
+    def add(self, peer: int, place: float, link: Link, works: Iterable[tuple[dist.Work, Tensor]]) -> None:
         """Keeps tensors until they have arrived.
 
         Args:
@@ -171,7 +171,7 @@ class SendQueue:
         queue.extend((place, link, work, tensor) for work, tensor in works)
         self.most = max(self.most, sum(map(len, self._under_way.values())))
 
-    def release(self, peer: int, place: int) -> None:
+    def release(self, peer: int, place: float) -> None:
         """Releases the tensors that a peer has used.
 
         Args:
@@ -213,6 +213,10 @@ class ReceiveQueue:
         self._link, self._buffer, self._header = link, buffer, header
         self._expected = deque(expected)
         self._posted: dict[Any, tuple[dist.Work | HostReceive, Tensor]] = {}
+
+    def expect(self, items: Iterable[Any]) -> None:
+        """Adds items that the other rank sends after those that are expected already."""
+        self._expected.extend(items)
 
     def receive(self, item: Any) -> Tensor:
         """Returns an item once it has arrived, and keeps those that were sent before it."""

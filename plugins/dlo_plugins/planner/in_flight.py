@@ -18,17 +18,20 @@ class InFlight:
         stages: Stages of the rank.
         together: Micro-batches of each stage when the rank has most of them.
         most: Largest number of each stage, at whatever time.
+        inputs: Micro-batches of each stage of which it has only the input then, because it recomputes the others.
     """
 
     stages: tuple[int, ...]
     together: tuple[int, ...]
     most: tuple[int, ...]
+    inputs: tuple[int, ...] = (0,)
 
 
 def count_in_flight(layout: Layout) -> tuple[InFlight, ...]:
     """Returns the micro-batches in flight on each rank of a layout's pipeline.
 
-    A stage keeps a micro-batch's activations from its forward until its backward, or until its weight gradient.
+    A stage keeps a micro-batch's activations from its forward, or its recomputation, until its backward, or until its
+    weight gradient.
     """
     if layout.mesh.pp == 1:
         return (InFlight((0,), (1,), (1,)),)
@@ -40,22 +43,29 @@ def count_in_flight(layout: Layout) -> tuple[InFlight, ...]:
 @functools.lru_cache(maxsize=4096)
 def _replay(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None) -> tuple[InFlight, ...]:
     schedule = make_schedule(name, ranks, micro_batches, stages_per_rank)
+    if not schedule.flushes:
+        schedule = schedule.unroll(2)
     ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-    found = []
+    recomputed, found = schedule.recomputed_stages, []
     for rank, order in enumerate(schedule.orders):
         own = tuple(schedule.placement.stages_of(rank))
         live, most = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
-        together = live
-        total = largest = 0
+        inputs = dict.fromkeys(own, 0)
+        together, with_inputs = live, inputs
+        largest = (0, 0)
         for action in order:
-            if action.kind is ActionKind.FORWARD:
-                live[action.stage] += 1
-                most[action.stage] = max(most[action.stage], live[action.stage])
-                total += 1
-                if total > largest:
-                    together, largest = dict(live), total
-            elif action.kind in (ends, ActionKind.BACKWARD):
-                live[action.stage] -= 1
-                total -= 1
-        found.append(InFlight(own, tuple(together[s] for s in own), tuple(most[s] for s in own)))
+            stage, kind = action.stage, action.kind
+            if kind in (ends, ActionKind.BACKWARD):
+                live[stage] -= 1
+            elif kind is ActionKind.RECOMPUTE or (kind is ActionKind.FORWARD and stage not in recomputed):
+                live[stage] += 1
+                most[stage] = max(most[stage], live[stage])
+                inputs[stage] -= kind is ActionKind.RECOMPUTE
+            elif kind is ActionKind.FORWARD:
+                inputs[stage] += 1
+            size = sum(live.values()), sum(inputs.values())
+            if size > largest:
+                together, with_inputs, largest = dict(live), dict(inputs), size
+        counts = (tuple(of[stage] for stage in own) for of in (together, most, with_inputs))
+        found.append(InFlight(own, *counts))
     return tuple(found)

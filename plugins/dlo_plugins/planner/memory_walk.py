@@ -36,12 +36,14 @@ class _Action(NamedTuple):
         stage: Stage that runs.
         is_forward: Whether it is a forward.
         with_gradients: Stages whose gradients are being accumulated.
+        inputs: Micro-batches of which only the input is kept, by stage.
     """
 
     live: tuple[tuple[int, int], ...]
     stage: int
     is_forward: bool
     with_gradients: frozenset[int]
+    inputs: tuple[tuple[int, int], ...] = ()
 
 
 class _Item(NamedTuple):
@@ -93,7 +95,8 @@ class MemoryWalk:
     def _replay(self, layout: Layout) -> list[list[_Action]]:
         """Returns the distinct actions of each rank of the pipeline.
 
-        A stage keeps a micro-batch's activations from its forward until its backward, or until its weight gradient.
+        A stage keeps a micro-batch's activations from its forward, or its recomputation, until its backward, or until
+        its weight gradient. A forward that is recomputed later needs no more than its recomputation.
         """
         # A schedule's steady state repeats, so that more micro-batches keep no more in flight.
         count = min(layout.micro_batches, 4 * layout.stages)
@@ -101,15 +104,24 @@ class MemoryWalk:
         if key in self._actions:
             return self._actions[key]
         schedule = make_schedule(layout.schedule, layout.mesh.pp, count, layout.stages_option)
+        if not schedule.flushes:
+            schedule = schedule.unroll(2)
         ends = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-        found = []
+        recomputed, found = schedule.recomputed_stages, []
         for order in schedule.orders:
             live: dict[int, int] = {}
             begun: set[int] = set()
+            inputs: dict[int, int] = {}
             actions: dict[_Action, None] = {}
             for action in order:
-                at, is_forward = action.stage, action.kind is ActionKind.FORWARD
-                actions[_Action(tuple(sorted(live.items())), at, is_forward, frozenset(begun))] = None
+                at, is_forward = action.stage, action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE)
+                if action.kind is ActionKind.FORWARD and at in recomputed:
+                    inputs[at] = inputs.get(at, 0) + 1
+                    continue
+                if action.kind is ActionKind.RECOMPUTE:
+                    inputs[at] -= 1
+                held = (tuple(sorted(of.items())) for of in (live, inputs))
+                actions[_Action(next(held), at, is_forward, frozenset(begun), next(held))] = None
                 if is_forward:
                     live[at] = live.get(at, 0) + 1
                 else:
@@ -132,8 +144,13 @@ class MemoryWalk:
         items = {stage: self._items(layout, stages[stage]) for stage in own}
         moments = walk.step(items[0]) if mesh.pp == 1 else walk.pipeline(items, actions, self._received(layout, own))
         stored = walk.stored
-        return max(moments, key=sum)._replace(
-            parameters=total * state.parameter / stored,
+        most = max(moments, key=sum)
+        copies = 0.0
+        if self._times.delays(layout):  # Those of the step before, and the weights of the micro-batches in flight.
+            most = most._replace(gradients=most.gradients + trained * state.gradient)
+            copies = trained * state.parameter * (layout.stages - 1 not in own)
+        return most._replace(
+            parameters=total * state.parameter / stored + copies,
             optimizer=state.state * trained / (layout.sharers if layout.zero else 1),
         )
 
@@ -224,6 +241,7 @@ class _Walk:
         counts[max(items)] += size * self.tied
         for action in actions:
             others = sum(number * kept[s] for s, number in action.live)
+            others += sum(number * received[s] for s, number in action.inputs)
             losses = sum(number * heads[s] for s, number in action.live)
             has = self.state.accumulates_in_products or action.stage in action.with_gradients
             gradients = sum(counts[s] for s in (items if self.state.accumulates_in_products else action.with_gradients))

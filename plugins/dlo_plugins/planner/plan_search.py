@@ -27,7 +27,9 @@ from dlo_plugins.planner.step_time import TimeModel
 #: Ways to recompute, from none to the one that needs least memory.
 _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 2), ("full", 1))
 #: Schedules with the number of stages of a rank.
-_SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2))
+_SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2), ("Varuna", 1))
+#: Schedules that are planned only if they are asked for, because gradients have a delay: the loss curve is another.
+_DELAYED = (("PipeDream2BW", 1),)
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
 #: Keys of `fix`, beside the axes.
@@ -237,7 +239,7 @@ class PlanSearch:
                 if not request.allows("micro_batch", micro_batch):
                     continue
                 count = rows // micro_batch
-                for schedule, chunks in self._schedules(mesh.pp, count):
+                for schedule, chunks in self._schedules(mesh, count):
                     for zero, each in self._shardings(mesh, count):
                         yield Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
 
@@ -276,11 +278,17 @@ class PlanSearch:
     def _divides_sequence(self, cp: int, tp: int) -> bool:
         return self.profile.cp and self.profile.length is not None and self.profile.length % (2 * cp * tp) == 0
 
-    def _schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
+    def _schedules(self, mesh: MeshSpec, count: int) -> Iterator[tuple[str, int]]:
+        pp, fix = mesh.pp, self.request.fix
         if pp == 1:
-            yield "1F1B", 1
+            if fix.get("schedule", "").lower() not in (name.lower() for name, _ in _DELAYED):
+                yield "1F1B", 1
             return
+        if "schedule" in fix and mesh.data_size * mesh.cp == 1 and count >= pp:
+            yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
         for name, chunks in _SCHEDULES:
+            if name == "Varuna" and fix.get("recompute", "none").lower() != "none":
+                continue
             fits = pp * chunks <= len(self.profile.blocks) and self.request.allows("schedule", name)
             if fits and not (name == "Interleaved1F1B" and count % pp) and not (name == "ZBV" and count < 2 * pp):
                 yield name, chunks
@@ -298,7 +306,7 @@ class PlanSearch:
         if key not in self._least:
             times = (self.times.part_time(part, layout, "none") for part in self.profile.parts)
             self._least[key] = sum(t.forward + t.backward + t.tensor[0] + t.tensor[1] for t in times)
-        if layout.stages_per_rank > 1:
+        if layout.stages_per_rank > 1 or self.times.delays(layout):
             return self._least[key] * count / mesh.pp
         return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
 
@@ -315,8 +323,10 @@ class PlanSearch:
             return Rejection(layout, "memory", value, memory)
         found: list[Candidate] = []
         least: list[tuple[float, Layout]] = []
+        alone = bool(self.times.recomputed_stages(layout))  # The schedule recomputes, and blocks need not.
+        recomputes = self._recomputes(layout) and not alone
         for mode, every in _RECOMPUTE:
-            if not allows("recompute", mode) or (mode != "none" and not self._recomputes(layout)):
+            if not allows("recompute", mode) or (mode != "none" and not recomputes):
                 continue
             way = replace(layout, recompute=mode, every=every)
             needs = self.memory.largest(way)
@@ -325,7 +335,7 @@ class PlanSearch:
                 found.append(self._candidate(way, needs))
                 if mode == "none":  # Nothing is faster than not to recompute.
                     return found[0]
-        if self.request.rotor and self.profile.blocks and allows("recompute", "rotor"):
+        if self.request.rotor and self.profile.blocks and allows("recompute", "rotor") and not alone:
             shortest = min([limit, *(candidate.time.total for candidate in found)])
             rotor = self._with_rotor(replace(layout, recompute="rotor"), shortest)
             if isinstance(rotor, Candidate):

@@ -71,11 +71,13 @@ class RankGroup:
         ranks: Stages of each rank.
         together: Micro-batches of each stage when a rank has most of them.
         most: Largest number of micro-batches of each stage.
+        inputs: Micro-batches of each stage of which a rank has only the input then.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     together: tuple[int, ...]
     most: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,9 @@ class MemoryModel:
             for rank in flying:
                 ends = (0 in rank.stages, layout.stages - 1 in rank.stages)
                 kinds = tuple(id(stages[stage]) for stage in rank.stages)
-                found.setdefault((ends, kinds, rank.together, rank.most), []).append(rank)
+                found.setdefault((ends, kinds, rank.together, rank.most, rank.inputs), []).append(rank)
             self._groups[key] = tuple(
-                RankGroup(tuple(rank.stages for rank in ranks), ranks[0].together, ranks[0].most)
+                RankGroup(tuple(rank.stages for rank in ranks), ranks[0].together, ranks[0].most, ranks[0].inputs)
                 for ranks in found.values()
             )
         return self._groups[key]
@@ -242,8 +244,12 @@ class MemoryModel:
             gradients = state.reduced * trained if accumulates else state.gathered * units
         if state.casts:
             gathered += state.casts * total
+        copies = 0.0
+        if self._times.delays(layout):  # Those of the step before, and the weights of the micro-batches in flight.
+            gradients += trained * state.gradient
+            copies = trained * state.parameter * (layout.stages - 1 not in own)
         return (
-            total * state.parameter / stored,
+            total * state.parameter / stored + copies,
             gradients + trained * state.gradient / stored,
             state.state * trained / (share if layout.zero else 1),
             gathered,
@@ -275,7 +281,8 @@ class MemoryModel:
         own, hidden = group.ranks[0], self._times.hidden(layout)
         found = [self.stage_bytes(layout, stages[stage]) for stage in own]
         kept = 0.0
-        for stage, count, one in zip(own, group.together, found, strict=True):
+        for stage, count, inputs, one in zip(own, group.together, group.inputs, found, strict=True):
+            kept += inputs * hidden * (stage > 0)
             # Each stage keeps its first block's input, and may free its output where it has been sent.
             frees = self.state.frees_sent and stage < layout.stages - 1
             kept += count * (one.kept + hidden * (not frees))

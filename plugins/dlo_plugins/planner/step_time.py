@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
+from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
@@ -93,6 +93,7 @@ class TimeModel:
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._splits_backward: dict[str, bool] = {}
+        self._recomputed: dict[tuple[object, ...], frozenset[int]] = {}
         self._stage_seconds: dict[tuple[object, ...], _Seconds] = {}
         self._gathered: dict[tuple[object, ...], tuple[float, float]] = {}
 
@@ -214,18 +215,23 @@ class TimeModel:
         stages, count = self.stages(layout), layout.micro_batches
         known = {id(stage): self._costs(stage, layout) for stage in stages}
         costs = [known[id(stage)] for stage in stages]
-        more = repeated or [0.0] * len(stages)
         forward = [cost[0] for cost in costs]
+        again = self.recomputed_stages(layout)
+        more = list(repeated) or [0.0] * len(stages)
         backward = [cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
-        own = self._slowest(layout, [f + b for f, b in zip(forward, backward, strict=True)])
-        busy = count * sum(forward[stage] + backward[stage] for stage in own)
+        # A schedule's own recomputation is an action beside forward and backward.
+        work = [f * (1 + (s in again)) + b for s, (f, b) in enumerate(zip(forward, backward, strict=True))]
+        own = self._slowest(layout, work)
+        busy = count * sum(work[stage] for stage in own)
         makespan = busy
         if layout.mesh.pp > 1:
-            makespan = self._simulated(layout, forward, backward) if exact else self._formula(layout, forward, backward)
+            makespan = (
+                self._simulated(layout, forward, backward) if exact else self._formula(layout, forward, backward, work)
+            )
             # Ranks that share a processor are faster while others wait.
             makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
-        sums["recompute"] += count * sum(more[stage] for stage in own)
+        sums["recompute"] += count * sum(more[stage] + forward[stage] * (stage in again) for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
         optimizer = max(self._optimizer(layout, stage) for stage, _ in distinct)
@@ -288,9 +294,30 @@ class TimeModel:
     def _simulated(self, layout: Layout, forward: Sequence[float], backward: Sequence[float]) -> float:
         schedule = make_schedule(layout.schedule, layout.mesh.pp, layout.micro_batches, layout.stages_option)
         half = [time / 2 for time in backward]
-        return simulate(schedule, StageCosts(forward, half, half, self.transfer(layout))).makespan
+        costs = StageCosts(forward, half, half, self.transfer(layout))
+        if schedule.flushes:
+            return simulate(schedule, costs).makespan
+        # A step in the middle of others.
+        return simulate(schedule.unroll(3), costs).makespan - simulate(schedule.unroll(2), costs).makespan
 
-    def _formula(self, layout: Layout, forward: Sequence[float], backward: Sequence[float]) -> float:
+    def recomputed_stages(self, layout: Layout) -> frozenset[int]:
+        """Returns the stages that a layout's schedule recomputes by itself."""
+        if layout.mesh.pp == 1:
+            return frozenset()
+        key = (layout.schedule, layout.mesh.pp, layout.stages_per_rank)
+        if key not in self._recomputed:
+            count = min(layout.micro_batches, 4 * layout.stages)
+            schedule = make_schedule(layout.schedule, layout.mesh.pp, count, layout.stages_option)
+            self._recomputed[key] = schedule.recomputed_stages
+        return self._recomputed[key]
+
+    def delays(self, layout: Layout) -> bool:
+        """Returns whether a layout's schedule applies gradients one step later, with two versions of the weights."""
+        return layout.mesh.pp > 1 and not flushes(layout.schedule)
+
+    def _formula(
+        self, layout: Layout, forward: Sequence[float], backward: Sequence[float], work: Sequence[float]
+    ) -> float:
         """Returns a lower bound of the makespan, which equal stages of 1F1B and of its interleaved form reach.
 
         A rank begins when its first stage's input arrives, and after its last backward the stages before have theirs;
@@ -301,10 +328,12 @@ class TimeModel:
             self._splits_backward[layout.schedule] = splits_backward(layout.schedule)
         splits = self._splits_backward[layout.schedule]
         passes = [f + b * (0.5 if splits else 1.0) for f, b in zip(forward, backward, strict=True)]
+        if self.delays(layout):
+            passes = [0.0] * len(passes)
         found = 0.0
         for rank in range(where.ranks):
             own = where.stages_of(rank)
-            busy = sum(forward[stage] + backward[stage] for stage in own)
+            busy = sum(work[stage] for stage in own)
             found = max(found, layout.micro_batches * busy + sum(passes[: min(own)]))
         return found
 

@@ -36,6 +36,7 @@ from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
 from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, ParallelState, parallelize
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
+from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 
@@ -55,8 +56,9 @@ class MeshStrategy(ShardedStrategy):
             -1, which any axis may be, for all remaining ranks.
         cp: Number of ranks that shard each sequence (causal language models).
         tp: Number of ranks that shard each layer.
-        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`, or
-            one that a file under `plugins:` or an installed package registers.
+        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`,
+            `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
+            under `plugins:` or an installed package registers.
         micro_batches: Number of micro-batches of each rank's batch in the pipeline; by default four per rank of `pp`.
         stages_per_rank: Number of stages of a rank, for `Interleaved1F1B`; by default the schedule's.
         split: Number of blocks of each stage, such as `[5, 7]`; by default they are balanced by cost.
@@ -138,9 +140,10 @@ class MeshStrategy(ShardedStrategy):
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
-        self.mesh_options().shard_options(self.lightning_module)
+        options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
+            self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Saving communicates shards in CPU memory.
         super()._configure_launcher()
@@ -240,6 +243,8 @@ class MeshStrategy(ShardedStrategy):
         module = self._module()
         assert self.accelerator is not None
         self.check_callbacks(trainer)
+        if self.delays_gradients and trainer.state.fn == TrainerFn.FITTING:
+            self.pipelining.check_accumulation(trainer.accumulate_grad_batches)
         self.accelerator.setup(trainer)
         if self._layer_sync and ParallelState.of(module) is None:
             self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
@@ -362,7 +367,13 @@ class MeshStrategy(ShardedStrategy):
         """Frees the parameters that the evaluation gathered, since the next may have other weights."""
         self.refresh()
 
-    on_test_end = on_predict_end = on_train_end = on_validation_end
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_train_end(self) -> None:
+        """Ends the micro-batches in flight, so that a later run finds none."""
+        if self.pipelined is not None:
+            self.pipelined.pipeline.drain()
+        self.refresh()
 
     def _loss_scale(self) -> Tensor:
         """Returns Lightning's factor of the loss for backward, from accumulation and the loss scale.
@@ -426,6 +437,22 @@ class MeshStrategy(ShardedStrategy):
         """Restores an unfinished accumulation, to which the next micro-batches add their gradients."""
         self._running.restore_gradients(saved)
 
+    @property
+    def delays_gradients(self) -> bool:  # type: ignore[override]
+        """Whether each step applies the gradients of the step before."""
+        return self.mesh_spec().pp > 1 and not flushes(self.pipelining.schedule)
+
+    def delayed_gradients(self) -> tuple[Mapping[str, Any], float] | None:
+        """Returns this rank's shards of the gradients that the next step applies, and their loss."""
+        return self.engine.delayed_gradients() if self.engine is not None else None
+
+    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+        """Restores the gradients that the next step applies."""
+        if self.delays_gradients:
+            self._running.restore_delayed_gradients(saved, loss)
+        else:
+            super().restore_delayed_gradients(saved, loss)
+
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""
         return self._running.shares.tensors(optimizer)
@@ -473,8 +500,8 @@ class MeshStrategy(ShardedStrategy):
 
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
         """Calls a function with the losses of a pipeline's micro-batches, on the ranks of its last stage."""
-        if self.pipelined is None:
-            return False
+        if self.pipelined is None or self.delays_gradients:
+            return False  # The loss that a step returns is that of the gradients which it applies.
         self.pipelined.pipeline.loss_ready = look
         return True
 

@@ -17,11 +17,11 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.pipeline.recorder import MeasuredCosts
 from dlo_plugins.pipeline.timeline_plot import draw_comparison, simulate_ideal
 from dlo_plugins.pipeline.transport import Transport
-from support.pipeline_nets import most_in_flight, plain
+from support.pipeline_nets import FLUSHING, most_in_flight, plain
 
 NUMBER = 8
 
@@ -55,7 +55,7 @@ class Watching(nn.Module):
 
 def _memory(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     found = {}
-    for schedule in SCHEDULES.loaded():
+    for schedule in FLUSHING:
         case = plain(NUMBER)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         # The first block of each stage tells how many micro-batches of it are kept.
@@ -84,11 +84,12 @@ def test_activations_live_as_long_as_the_schedule_says() -> None:
             assert most == expected, schedule
     assert [found["GPipe"][0] for found in ranks] == [NUMBER, NUMBER]
     assert [found["1F1B"][0] for found in ranks] == [2, 1]
+    assert [found["Varuna"][0] for found in ranks] == [1, 1]
 
 
 def _sent(rank: int, world_size: int) -> dict[str, int]:
     found = {}
-    for schedule in SCHEDULES.loaded():
+    for schedule in FLUSHING:
         case = plain(12)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         for _ in range(2):  # The first has headers too.
@@ -105,7 +106,7 @@ def test_what_has_arrived_is_let_go_of() -> None:
 
 
 def _callbacks(rank: int, world_size: int) -> None:
-    for schedule in SCHEDULES.loaded():
+    for schedule in FLUSHING:
         case = plain(NUMBER)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         calls: list[tuple[str, int, bool]] = []
@@ -144,7 +145,7 @@ def test_gradients_are_complete_when_it_says_so() -> None:
 
 
 def _recorded(rank: int, world_size: int, folder: Path) -> None:
-    for schedule in SCHEDULES.loaded():
+    for schedule in FLUSHING:
         case = plain(NUMBER)
         pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
         case.step(pipeline)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
-from support.pipeline_nets import CASES, Case, language, plain, vit
+from support.pipeline_nets import CASES, FLUSHING, Case, language, plain, vit
 
 
 def check_step(
@@ -57,18 +57,18 @@ THOROUGH = ("plain", "vit", "llama, tied")
     "name", [name if name in THOROUGH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_each_model_trains_as_in_one_process(name: str) -> None:
-    run_distributed(_models, 2, [name], list(SCHEDULES.loaded()) if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
+    run_distributed(_models, 2, [name], [*FLUSHING] if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in THOROUGH])
 def test_each_model_trains_under_every_schedule(name: str) -> None:
-    run_distributed(_models, 2, [name], list(SCHEDULES.loaded()), timeout=120)
+    run_distributed(_models, 2, [name], [*FLUSHING], timeout=120)
 
 
 @pytest.mark.slow
 def test_on_four_ranks() -> None:
-    one_stage = [name for name, family in SCHEDULES.loaded().items() if family.stages_per_rank == 1]
+    one_stage = [name for name in FLUSHING if SCHEDULES.get(name).stages_per_rank == 1]
     run_distributed(_models, 4, ["vit", "llama, tied"], one_stage, timeout=120)
 
 
@@ -89,7 +89,7 @@ def test_two_stages_a_rank_on_four_ranks() -> None:
 
 
 def _options(rank: int, world_size: int) -> None:
-    for schedule in ("GPipe", "1F1B", "ZBH1", "ZBV"):
+    for schedule in ("GPipe", "1F1B", "ZBH1", "ZBV", "Varuna"):
         torch.manual_seed(7)
         case = plain(5, depth=7)
         # Micro-batches of other shapes, among them one sample: what a partial last batch makes.
@@ -148,7 +148,7 @@ class Recomputed(nn.Module):
 
 def _recomputed_and_autocast(rank: int, world_size: int) -> None:
     for make in (plain, vit, lambda n: language("llama", n, packed=True), lambda n: language("gpt2", n)):
-        for schedule in ("1F1B", "ZBH1", "ZBV"):
+        for schedule in ("1F1B", "ZBH1", "ZBV", "Varuna"):
             torch.manual_seed(9)
             case = make(4)
             alone = copy.deepcopy(case.model)
@@ -182,7 +182,7 @@ def test_recomputation_and_autocast() -> None:
 
 
 def _frozen(rank: int, world_size: int) -> None:
-    for schedule in ("1F1B", "ZBH1"):
+    for schedule in ("1F1B", "ZBH1", "Varuna"):
         torch.manual_seed(10)
         case = plain(4)
         for name, parameter in case.model.named_parameters():
@@ -244,3 +244,43 @@ def _tied(rank: int, world_size: int) -> None:
 
 def test_copies_of_tied_weights_stay_equal() -> None:
     run_distributed(_tied, 2, timeout=120)
+
+
+class Noisy(nn.Module):
+    """Block with dropout, a batch norm, and a buffer that the forward changes and uses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.norm, self.drop = block, nn.BatchNorm1d(12), nn.Dropout(0.3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        self.scale.mul_(1.1)  # type: ignore[operator]
+        found, _ = self.block(self.norm(self.drop(hidden)), **kwargs)
+        return found * self.scale.clone() + hidden, None  # type: ignore[operator]
+
+
+def _noisy(rank: int, world_size: int, autocast: bool) -> None:
+    found = {}
+    for schedule in ("1F1B", "Varuna"):
+        torch.manual_seed(13)
+        case = plain(8)
+        layers: Any = case.model.layers
+        for at, layer in enumerate(layers):
+            layers[at] = Noisy(layer)
+        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                losses.append(case.step(pipeline))
+        own = [(n, p) for n, p in case.model.named_parameters() if pipeline.ownership(n)]
+        buffers = [b.clone() for b in case.model.buffers() if not b.is_meta]
+        found[schedule] = losses, [p.grad for _, p in own], buffers, torch.rand(4)
+    for one, other in zip(*found.values(), strict=True):
+        assert all(map(torch.equal, one, other))
+    assert any(float(buffer.max()) > 2 for buffer in found["Varuna"][2])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(autocast: bool) -> None:
+    run_distributed(_noisy, 3, autocast, timeout=120)

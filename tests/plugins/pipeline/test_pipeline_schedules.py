@@ -1,5 +1,6 @@
 """Schedules as data: complete, in order, without deadlock, as fast and as sparing as their papers say."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     SCHEDULES,
     Schedule,
     ScheduleRule,
+    flushes,
     forward_only,
     make_placement,
     make_schedule,
@@ -28,6 +30,7 @@ from support.named_sets import isolate_named_sets
 from support.pipeline_nets import most_in_flight
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
+R = ActionKind.RECOMPUTE
 
 
 @st.composite
@@ -40,6 +43,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         number = ranks * draw(st.integers(1, 4))
     if name == "DualPipeV":
         number += 2 * ranks
+    if name == "PipeDream2BW":
+        return make_schedule(name, ranks, max(number, ranks)).unroll(draw(st.integers(1, 3)))
     return make_schedule(name, ranks, number, chunks)
 
 
@@ -82,7 +87,7 @@ def test_every_action_runs_once_after_what_it_waits_for(
 @given(schedules())
 def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
     for order in schedule.orders:
-        for kind in (F, (B, I), W):
+        for kind in (F, (B, I), W, (R,)):
             for stage in {action.stage for action in order}:
                 numbers = [a.micro_batch for a in order if a.kind in kind and a.stage == stage]
                 assert numbers == sorted(numbers)
@@ -96,11 +101,23 @@ def test_equal_stages_wait_as_long_as_the_formula_says(name: str, ranks: int) ->
         for whole in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 2.0, 1.0)):
             if chunks == 2 and splits_backward(name) and len(set(whole)) > 1:
                 continue
+            if name == "Varuna" and whole[1] + whole[2] != 2 * whole[0]:
+                continue
             part = [cost / chunks for cost in whole]
-            timeline = simulate(make_schedule(name, ranks, number), StageCosts.equal(ranks * chunks, *part))
-            expected = number * sum(whole) + theoretical_bubble(name, ranks, number, whole, chunks)
+            schedule = make_schedule(name, ranks, number)
+            timeline = simulate(
+                schedule if flushes(name) else schedule.unroll(3), StageCosts.equal(ranks * chunks, *part)
+            )
+            work = number * (sum(whole) + whole[0] * (name == "Varuna" and ranks > 1))
+            expected = work + theoretical_bubble(name, ranks, number, whole, chunks)
+            if not flushes(name):
+                # Of three steps, only the first waits for its first forwards, and the last for its last backwards.
+                assert timeline.makespan == pytest.approx(3 * expected + (ranks - 1) * sum(whole))
+                continue
             assert timeline.makespan == pytest.approx(expected), whole
-            assert timeline.bubble == pytest.approx(1 - number * sum(whole) / expected)
+            # Varuna's last rank does not recompute, and waits meanwhile.
+            idle = number * whole[0] / ranks if name == "Varuna" and ranks > 1 else 0.0
+            assert timeline.bubble == pytest.approx(1 - (work - idle) / expected)
     if name in ("GPipe", "1F1B"):
         assert timeline.bubble == pytest.approx((ranks - 1) / (number + ranks - 1))
 
@@ -116,10 +133,67 @@ def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
             "ZBH1": ranks,
             "ZBV": 2 * ranks,
             "DualPipeV": 2 * ranks + 1,
+            "Varuna": 3 * (ranks - rank - 1) + (rank == ranks - 1),
+            "PipeDream2BW": ranks - rank,
         }[schedule.name]
-        assert most_in_flight(order) <= bound
-        assert bool(order)
+        inputs = most_in_flight(action for action in order if action.kind is not R)
+        assert inputs <= bound
+        assert most_in_flight(order) <= (1 if schedule.name == "Varuna" else bound)
         assert sum(+1 if a.kind is F else -1 if a.kind in (B, W) else 0 for a in order) == 0
+
+
+#: Output of the generator of Varuna's authors (github.com/microsoft/varuna, varuna/generate_schedule.cc).
+THEIR_ORDERS = {
+    (4, 5): [
+        "F0 F1 F2 F3 F4 R0 B0 R1 B1 R2 B2 R3 B3 R4 B4",
+        "F0 F1 F2 F3 F4 R0 B0 R1 B1 R2 B2 R3 B3 R4 B4",
+        "F0 F1 F2 R0 B0 R1 B1 R2 B2 F3 F4 R3 B3 R4 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ],
+}
+
+
+def test_varuna_s_orders_are_those_of_its_authors() -> None:
+    for (ranks, number), expected in THEIR_ORDERS.items():
+        orders = make_schedule("Varuna", ranks, number).orders
+        assert [" ".join(f"{a.kind}{a.micro_batch}" for a in order) for order in orders] == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_varuna_s_backwards_follow_their_recomputation_and_its_last_stage_has_none(ranks: int) -> None:
+    schedule = make_schedule("Varuna", ranks, 4 * ranks)
+    assert schedule.recomputed_stages == {*range(ranks - 1)}
+    for order in schedule.orders[:-1]:
+        for one, other in itertools.pairwise(order):
+            assert (one.kind is R) == (other.kind is B)
+            assert one.kind is not R or one[1:] == other[1:]
+    assert [a.kind for a in schedule.orders[-1]] == [F, B] * (4 * ranks)
+    # At the costs of the rules a gradient that arrives finds its activations, unless the rank is still busy.
+    timeline = simulate(schedule, StageCosts.equal(ranks))
+    for row in timeline.rows[:-1]:
+        for recomputed, backward in itertools.pairwise(row):
+            if recomputed.action.kind is R:
+                arrived = next(
+                    t.end for t in timeline.rows[backward.action.stage + 1]
+                    if t.action == backward.action._replace(stage=backward.action.stage + 1)
+                )  # fmt: skip
+                assert backward.start == max(arrived, recomputed.end)
+    # Recomputation of 1F1B in each backward takes a full forward more on every rank, and in filling and draining.
+    everywhere = StageCosts([1.0] * ranks, [2.0] * ranks, [1.0] * ranks)
+    assert timeline.makespan < simulate(make_schedule("1F1B", ranks, 4 * ranks), everywhere).makespan
+
+
+def test_a_step_without_flushes_hands_backwards_to_the_next() -> None:
+    schedule = make_schedule("PipeDream2BW", 3, 4)
+    assert not schedule.flushes
+    assert " ".join(map(str, schedule.orders[0])) == "F0.0 B0.-2 F0.1 B0.-1 F0.2 B0.0 F0.3 B0.1"
+    assert " ".join(map(str, schedule.drain().orders[0])) == "B0.-2 B0.-1"
+    assert schedule.drain().orders[2] == ()
+    two = " ".join(map(str, schedule.unroll(2).orders[1]))
+    assert two == "F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 F1.4 B1.3 F1.5 B1.4 F1.6 B1.5 F1.7 B1.6 B1.7"
+    # Alone, a step begins with what the step before has left, and its last rank waits for its first forward.
+    assert simulate(schedule, StageCosts.equal(3)).makespan == 4 * 3 + 2
+    assert simulate(schedule.drain(), StageCosts.equal(3)).makespan == 2 * 2
 
 
 def test_torch_has_the_same_orders() -> None:
@@ -164,6 +238,10 @@ def test_a_deadlock_is_found() -> None:
         (("Interleaved1F1B", 4, 8, 1), r"stages_per_rank must be 2 or more for Interleaved1F1B, got 1"),
         (("DualPipeV", 4, 6), r"at least 8, the number of stages, for DualPipeV on 4 ranks, got 6; set 8"),
         (("ZBV", 4, 6, 3), r"stages_per_rank must be 2 for ZBV, got 3"),
+        (
+            ("pipedream-2bw", 4, 3),
+            r"at least 4, the number of stages, for PipeDream2BW, got 3; set 4, or schedule=1F1B",
+        ),
         (("GPipe", 4, 6, 2), r"stages_per_rank must be 1 for GPipe, got 2"),
     ],
 )
@@ -223,11 +301,15 @@ def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch:
         ("F0 F0 B0 F1 B1", r"forward once, got 2 times for stage 0 and micro-batch 0; correct the rank's order"),
         ("F0 I0 F1 I1 W0", r"a weight gradient \(W\) for each input gradient \(I\), got 1 for 2; add them"),
         ("F0 I0 W0 F1 B1", r"schedule Wrong must be registered with splits_backward=True to run .* on rank 0; add it"),
+        ("F0 R0 B0 R0 F1 R1 B1", r"a recomputation \(R\) once, between the forward and the backward, got R0\.0 twice"),
+        ("F0 B0 R0 F1 R1 B1", r"between the forward and the backward, got R0\.0 elsewhere; correct the rank's order"),
+        ("F0 R0 B0 F1 B1", r"of a stage or none, and none of the last stage, got 1 of 2 for stage 0 \(the last\)"),
+        ("F0 B-1 F1 B0", r"must run micro-batches of its own step, got B0\.-1; register it with flushes=False"),
         ("B0 F0 F1 B1", r"under schedule Wrong, got rank 0 at B0\.0 wait for one another; order each rank's actions"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = [Action(ActionKind(action[0]), 0, int(action[1])) for action in actions.split()]
+    order = [Action(ActionKind(action[0]), 0, int(action[1:])) for action in actions.split()]
     wrong: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "no_group", ScheduleRule)
     wrong.register("Wrong")(lambda placement, rank, micro_batches: order)
     monkeypatch.setattr(pipeline_schedules, "SCHEDULES", wrong)

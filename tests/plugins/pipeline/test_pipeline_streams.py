@@ -72,21 +72,27 @@ def asked(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch, *, kno
     if known:
         for stage in range(place.stages):
             exchange.set_layout(stage, 0, torch.zeros(2, requires_grad=True), ())
-    exchange.start(schedule, [0] * schedule.micro_batches)
     tensor = torch.zeros(2, requires_grad=True)
-    for action in schedule.orders[rank]:
-        stage, number = action.stage, action.micro_batch
-        if action.kind is ActionKind.FORWARD:
-            if stage:
-                exchange.receive_hidden(stage, number)
-            if stage + 1 < place.stages:
-                exchange.send_hidden(stage + 1, number, tensor, ())
-        elif action.is_backward:
-            if stage + 1 < place.stages:
-                exchange.receive_gradient(stage, number)
-            if stage:
-                exchange.send_gradient(stage - 1, number, tensor.detach())
-    exchange.finish()
+    # Without flushes, three steps that hand backwards to the next one, and what is left after them.
+    steps = [schedule] if schedule.flushes else [*[schedule] * 3, schedule.drain()]
+    for step, running in enumerate(steps):
+        first = step * schedule.micro_batches
+        exchange.start(running, [0] * running.micro_batches, first)
+        for action in running.orders[rank]:
+            stage, number = action.stage, first + action.micro_batch
+            if number < 0:
+                continue
+            if action.kind is ActionKind.FORWARD:
+                if stage:
+                    exchange.receive_hidden(stage, number)
+                if stage + 1 < place.stages:
+                    exchange.send_hidden(stage + 1, number, tensor, ())
+            elif action.is_backward:
+                if stage + 1 < place.stages:
+                    exchange.receive_gradient(stage, number)
+                if stage:
+                    exchange.send_gradient(stage - 1, number, tensor.detach())
+        exchange.finish()
     return noted
 
 

@@ -27,8 +27,12 @@ def _every_time(search: PlanSearch) -> list[tuple[float, Layout]]:
     for layout in search._layouts():
         for mode, every in _RECOMPUTE:
             tried = replace(layout, recompute=mode, every=every)
+            if mode != "none" and search.times.recomputed_stages(layout):
+                continue  # The schedule recomputes by itself.
             if search.memory.largest(tried).total <= search.request.memory:
                 found.append((search.times.step(tried).total, tried))
+        if search.times.recomputed_stages(layout):
+            continue
         fitted = search.rotor.fit(replace(layout, recompute="rotor"), search.request.memory)
         if isinstance(fitted, Layout):
             plan = search.rotor.plan(fitted)
@@ -95,18 +99,22 @@ def test_fifty_rejections_are_true() -> None:
     of_kind = [[r for r in result.rejections if r.kind == kind] for kind in ("memory", "time")]
     for rejection in [rejection for found in of_kind for rejection in random.Random(0).sample(found, 25)]:
         assert rejection.value >= rejection.limit
-        ways = [replace(rejection.layout, recompute=mode, every=every) for mode, every in _RECOMPUTE]
+        recomputes = search.times.recomputed_stages(rejection.layout)  # The schedule does so by itself.
+        modes = _RECOMPUTE[:1] if recomputes else _RECOMPUTE
+        ways = [replace(rejection.layout, recompute=mode, every=every) for mode, every in modes]
         if rejection.kind == "memory":
             assert min(search.memory.largest(way).total for way in ways) >= rejection.value * (1 - 1e-9)
+            assert "needs" in str(rejection)
+            if recomputes:
+                continue
             fitted = search.rotor.fit(replace(rejection.layout, recompute="rotor"), search.request.memory)
             assert not isinstance(fitted, Layout)
             assert fitted >= search.request.memory
-            assert "needs" in str(rejection)
         else:
             fits = [way for way in ways if search.memory.largest(way).total <= search.request.memory]
             times = [search.times.step(way).total for way in fits]
             fitted = search.rotor.fit(replace(rejection.layout, recompute="rotor"), search.request.memory)
-            if isinstance(fitted, Layout):
+            if isinstance(fitted, Layout) and not recomputes:
                 times.append(search._candidate(fitted, exact=True).time.total)
             exact = min(times, default=math.inf)
             assert exact >= rejection.value * (1 - 1e-9)
@@ -189,3 +197,49 @@ def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
         assert sum(found) == blocks
         assert min(found) >= 1
         assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
+
+
+def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:
+    found = _search(pp="4", schedule="varuna").run().candidates
+    assert {candidate.layout.schedule for candidate in found} == {"Varuna"}
+    assert {candidate.layout.recompute for candidate in found} == {"none"}
+    search = _search()
+    plain = Layout(MeshSpec(pp=4, dp_shard=1, dp_replicate=2), 1, 16, "1F1B", 1, (2, 2, 2, 2), 0)
+    varuna = replace(plain, schedule="Varuna")
+    ranks, block, hidden = search.memory.ranks(varuna), search.profile.blocks[0], search.times.hidden(varuna)
+    kept = block.modes["none"].saved.total + block.output.total
+    # In flight by the replay of the schedule: 8, 5 and 2 inputs beside one micro-batch's activations of two blocks.
+    for rank, inputs in zip(ranks[1:3], (5, 2), strict=True):
+        assert rank.activations == pytest.approx(2 * kept + (inputs + 1) * hidden, rel=0.02)
+    assert ranks[0].total < search.memory.ranks(plain)[0].total
+    walk = replace(search.machine, device="cpu")
+    on_cpu = [
+        PlanSearch(search.profile, walk, StateFormat(), search.request).memory.ranks(of)[0] for of in (varuna, plain)
+    ]
+    assert on_cpu[0].activations < 0.5 * on_cpu[1].activations
+    time, full = search.times.step(varuna), search.times.step(replace(plain, recompute="full"))
+    assert search.times.step(plain).total < time.total < full.total
+    forward = search.times._costs(search.times.stages(varuna)[0], varuna)[0]  # Of the slowest rank, with the stem.
+    assert time.recompute == pytest.approx(16 * forward)
+    assert search.times.step(varuna, exact=False).total <= time.total
+
+
+def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
+    for layout in _search(gpus=4, batch=8)._layouts():
+        assert layout.schedule != "PipeDream2BW"
+    found = _search(gpus=4, batch=16, memory=2e10, schedule="PipeDream2BW").run().candidates
+    assert {candidate.layout.schedule for candidate in found} == {"PipeDream2BW"}
+    assert all(candidate.layout.mesh.pp * candidate.layout.mesh.tp == 4 for candidate in found)
+    search = _search()
+    plain = Layout(MeshSpec(pp=4, dp_shard=1), 1, 8, "1F1B", 1, (2, 2, 2, 2), 0)
+    late = replace(plain, schedule="PipeDream2BW")
+    time = search.times.step(late)
+    assert time.bubble < 0.2 * search.times.step(plain).bubble
+    assert search.times.step(late, exact=False).total <= time.total
+    for device in ("cuda", "cpu"):
+        machine = replace(search.machine, device=device)
+        memory = PlanSearch(search.profile, machine, StateFormat(), search.request).memory
+        for rank, (one, two) in enumerate(zip(memory.ranks(plain), memory.ranks(late), strict=True)):
+            assert two.parameters == pytest.approx(one.parameters * (2 if rank < 3 else 1))
+            assert two.gradients - one.gradients == pytest.approx(one.parameters)
+            assert two.activations == one.activations
