@@ -3,9 +3,9 @@
     python benchmarks/sweep.py [--seeds 5] [--kills 50] [--rounds 3] [--curves runs/sweep_curves.json]
 
 * search: random search trains each trial to its end; ASHA prunes trials of the same values, from the same sampler and
-  seed. Both count the samples of all trials until the first validation of at least 98%. A trial's values and its curve
-  depend on the seed and the trial's number alone, so that each curve is trained once, to its end, and both searches
-  read it: through the queue, the worker and the pruner of `dlo sweep`. Curves are kept in a file.
+  seed. Counted are the samples of all trials, and those until the first validation of at least 98%. A trial's values
+  and its curve depend on the seed and the trial's number alone, so that each curve is trained once, to its end, and
+  both searches read it: through the queue, the worker and the pruner of `dlo sweep`. Curves are kept in a file.
 * kills: four workers share a storage and run trials whose training is replaced by short sleeps; random workers are
   killed (SIGKILL) at random times, and replaced. Counted are trials that did not end, that ran at the same time in two
   workers, and that ran again after their end.
@@ -15,6 +15,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,74 +128,86 @@ class Curves:
         return found
 
 
-class Reached(Exception):
-    """Target that was reached."""
+@dataclass
+class Search:
+    """Cost of a search.
+
+    Attributes:
+        samples: Samples of all trials, each to its end or to where it was pruned.
+        first: Samples of all trials until the first validation at the target; None if no trial reached it.
+        best: Best value of all validations.
+        full: Number of trials that ran to their end.
+    """
+
+    samples: float = 0.0
+    first: float | None = None
+    best: float = 0.0
+    full: int = 0
 
 
-def samples_to_target(curves: Curves, seed: int, pruner: str, epochs: int, trials: int) -> dict[str, float]:
-    """Runs a sweep over known curves until the target; returns its samples, trials and full trials.
+def search(curves: Curves, seed: int, pruner: str, options: argparse.Namespace) -> Search:
+    """Runs a sweep over known curves.
 
     Args:
         curves: Curves of the trials.
         seed: Seed of the sampler, of the weights and of the data.
         pruner: Name of the pruner.
-        epochs: Number of epochs of a full trial.
-        trials: Most trials of the search.
+        options: Options of the benchmark.
     """
     config = yaml.safe_load((CONFIGS / "sweep.yaml").read_text())
-    config["trainer"]["max_epochs"] = epochs
+    config["trainer"]["max_epochs"] = options.epochs
     space = yaml.safe_load((CONFIGS / "sweep_space.yml").read_text())
-    settings = SweepSettings(
-        config, space, "val_acc1", "maximize", trials, sampler="random", pruner=pruner, seed=seed, validations=epochs
-    )
-    spent = {"samples": 0.0, "trials": 0, "full": 0}
+    methods = {"sampler": "random", "pruner": pruner, "seed": seed, "validations": options.epochs}
+    settings = SweepSettings(config, space, "val_acc1", "maximize", options.trials, **methods)
+    spent = Search()
 
     def run(claim: Claim, answer: Answer) -> int:
-        spent["trials"] += 1
         before = 0.0
-        points = curves(config, claim.values, seed, claim.number)
-        for step, point in enumerate(points, 1):
-            spent["samples"] += point["samples"] - before
-            before = point["samples"]
-            stop = answer({"step": step, "value": point["value"]})["stop"]
-            if point["value"] >= TARGET:
-                raise Reached
-            if stop:
+        for step, point in enumerate(curves(config, claim.values, seed, claim.number), 1):
+            spent.samples += point["samples"] - before
+            before, spent.best = point["samples"], max(spent.best, point["value"])
+            if point["value"] >= TARGET and spent.first is None:
+                spent.first = spent.samples
+            if answer({"step": step, "value": point["value"]})["stop"]:
                 return 0
-        spent["full"] += 1
+        spent.full += 1
         return 0
 
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
         folder = Path(name) / "sweep"
         folder.mkdir()
-        try:
-            SweepWorker(TrialQueue(folder, settings, create=True), runner=run).run()
-        except Reached:
-            return spent
-    raise RuntimeError(f"seed {seed}, {pruner}: no trial of {trials} reached {TARGET}; raise --most")
+        SweepWorker(TrialQueue(folder, settings, create=True), runner=run).run()
+    return spent
 
 
-def search_table(curves: Curves, options: argparse.Namespace) -> Table:
-    """Returns the samples that ASHA needs, as a part of those of random search, for each seed."""
-    table = Table(f"samples to {TARGET:.0%} on the digits", "random search, each trial to its end", "samples")
-    spent: dict[str, list[dict[str, float]]] = {}
-    for pruner in ("none", "asha", "hyperband", "median"):
-        spent[pruner] = [
-            samples_to_target(curves, seed, pruner, options.epochs, options.most)
-            for seed in range(1, options.seeds + 1)
-        ]
-    for pruner, found in spent.items():
-        ratios = [one["samples"] / base["samples"] for one, base in zip(found, spent["none"], strict=True)]
-        samples = ", ".join(f"{one['samples']:,.0f}" for one in found)
-        table.add(
-            "random search" if pruner == "none" else f"random, {pruner}",
-            ratios,
-            bar=0.25 if pruner == "asha" else None,
-            ours=pruner == "asha",
-            samples_of_each_seed=samples,
-            trials_of_each_seed=", ".join(f"{one['trials']}" for one in found),
+def search_tables(curves: Curves, options: argparse.Namespace) -> list[Table]:
+    """Returns the samples of each pruner as a part of those of random search: until the target, and of all trials."""
+    base = f"random search, each of {options.trials} trials to its end"
+    until = Table(f"samples until the first validation of {TARGET:.0%}, of all trials in their order", base, "samples")
+    total = Table(f"samples of {options.trials} trials", base, "samples")
+    seeds = range(1, options.seeds + 1)
+    found = {
+        name: [search(curves, seed, name, options) for seed in seeds]
+        for name in ("none", "asha", "hyperband", "median")
+    }
+    for name, own in found.items():
+        row, ours = ("random search" if name == "none" else f"random values, {name}"), name == "asha"
+        pairs = list(zip(own, found["none"], strict=True))
+        ratios = [one.first / other.first for one, other in pairs if one.first and other.first]
+        shown = ", ".join("-" if one.first is None else f"{one.first:,.0f}" for one in own)
+        reached = sum(one.first is not None for one in own)
+        if ratios:
+            until.add(row, ratios, bar=0.25 if ours else None, ours=ours, seeds_that_reached_it=reached, samples=shown)
+        total.add(
+            row,
+            [one.samples / other.samples for one, other in pairs],
+            bar=0.25 if ours else None,
+            ours=ours,
+            seeds_that_reached_it=reached,
+            best=", ".join(f"{one.best:.4f}" for one in own),
+            trials_to_the_end=", ".join(str(one.full) for one in own),
         )
-    return table
+    return [until, total]
 
 
 # --- kills ---------------------------------------------------------------------------------------------------
@@ -369,7 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=27, help="epochs of a full trial of the search")
-    parser.add_argument("--most", type=int, default=200, help="most trials of a search")
+    parser.add_argument("--trials", type=int, default=30, help="trials of a search")
     parser.add_argument("--curves", type=Path, default=Path("runs") / "sweep_curves.json")
     parser.add_argument("--seconds", type=float, default=1e9, help="seconds after which no further curve is trained")
     parser.add_argument("--kills", type=int, default=50)
@@ -383,7 +398,8 @@ def main() -> None:
     record = Record.of(__file__, __doc__, options)
     if "search" in options.parts:
         try:
-            record.add(search_table(Curves(options.curves, options.seconds), options))
+            for table in search_tables(Curves(options.curves, options.seconds), options):
+                record.add(table)
         except TimeoutError:
             record.without("search", f"not all curves are in {options.curves}; start it again")
     if "kills" in options.parts:

@@ -6,6 +6,8 @@ import argparse
 import itertools
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,7 @@ def main(argv: list[str]) -> int:
         return report(argv[1:])
     parser = _parser()
     options, found = parser.parse_with_run(argv)
+    options.argv = argv
     check_options(options, found)
     folder = Path(options.folder or Path("runs") / "sweeps" / Path(list(found.configs)[-1]).stem)
     settings = make_settings(options, found, folder)
@@ -293,6 +296,9 @@ def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int
         file=sys.stderr,
         flush=True,
     )
+    if "SLURM_ARRAY_TASK_ID" not in os.environ and shutil.which("sbatch") is not None:
+        words = shlex.join(["dlo", "sweep", *options.argv, "--no-wait"])
+        print(f"more workers: sbatch --array=1-8 --wrap {shlex.quote(words)}", file=sys.stderr, flush=True)
     if options.jobs == 1:
         environment = environment_of_job(0, 1)
         return SweepWorker(queue, waits=not options.no_wait, environment=environment).run()

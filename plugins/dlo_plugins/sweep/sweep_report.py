@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,19 @@ class SweepReport:
 
     @property
     def best(self) -> FrozenTrial | None:
-        """Trial with the best value; None if none has completed. Its checkpoint is that of its best validation."""
-        done = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
-        sign = 1 if self.settings.direction == "maximize" else -1
-        return max(done, key=lambda trial: sign * float(trial.value or 0.0), default=None)
+        """Best trial of those that have completed, or else of the pruned ones; None if there is none."""
+        own = [trial for trial in self.trials if trial.value is not None]
+        done = [trial for trial in own if trial.state == TrialState.COMPLETE] or own
+        return max(done, key=lambda trial: self._sign * self._value(trial), default=None)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.settings.direction == "maximize" else -1
+
+    def _value(self, trial: FrozenTrial) -> float:
+        """Returns the best of a trial's validations: that of its best checkpoint."""
+        value = best_value(trial.intermediate_values.values(), self.settings.direction)
+        return -self._sign * math.inf if value is None else value
 
     def write(self) -> list[str]:
         """Writes ``trials.csv``, ``best.yaml`` and the plots; returns what was written, and what was left out."""
@@ -65,7 +75,7 @@ class SweepReport:
 
     def _row(self, trial: FrozenTrial) -> dict[str, Any]:
         values = trial.intermediate_values.values()
-        value = best_value(values, self.settings.direction) if trial.value is None or values else trial.value
+        value = best_value(values, self.settings.direction)
         ended = trial.duration.total_seconds() if trial.duration is not None else None
         return {
             "trial": trial.number,
@@ -94,9 +104,8 @@ class SweepReport:
         rows = self.rows()
         counts = {name: sum(row["state"] == name for row in rows) for name in ("complete", "pruned", "fail")}
         left = len(rows) - sum(counts.values())
-        sign = 1 if self.settings.direction == "maximize" else -1
         shown = [row for row in rows if row[self.settings.metric] is not None]
-        shown.sort(key=lambda row: (row["state"] != "complete", -sign * row[self.settings.metric]))
+        shown.sort(key=lambda row: (row["state"] != "complete", -self._sign * row[self.settings.metric]))
         names = ["trial", "state", self.settings.metric, "validations", "seconds", *sorted(self._keys())]
         cells = [[_short_name(name) for name in names]]
         cells += [[_cell(row[name]) for name in names] for row in shown[:top]]
@@ -120,7 +129,8 @@ def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> st
     callbacks = (config.get("trainer") or {}).get("callbacks") or []
     own = [one for one in callbacks if str(one.get("class_path", "")).rpartition(".")[2] != CALLBACK]
     config["trainer"]["callbacks"] = own or None
-    head = f"# Trial {trial.number} of the sweep {folder.name}: {settings.metric} {trial.value:.6g}\n"
+    value = best_value(trial.intermediate_values.values(), settings.direction)
+    head = f"# Trial {trial.number} of the sweep {folder.name}: {settings.metric} {value:.6g}\n"
     head += f"# {json.dumps(trial.params)}\n"
     return head + yaml.safe_dump(config, sort_keys=False)
 

@@ -234,7 +234,7 @@ class TrialQueue:
         last = max(trial.intermediate_values)
         if step < last:
             return False  # Its next validations are known, and it was not pruned at them.
-        stop = self.settings.pruner != "none" and self.study.pruner.prune(self.study, trial)
+        stop = self.settings.pruner != "none" and bool(self.study.pruner.prune(self.study, trial))
         if stop:
             self.storage.set_trial_user_attr(self._id(number), PRUNED, step)
         return stop
