@@ -41,7 +41,7 @@ def start(place: Path, *words: str) -> subprocess.Popen[str]:
 @pytest.mark.timeout(900)
 def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
     """The worker is killed (SIGKILL) in its first trial, once that has a checkpoint; a second start ends the sweep."""
-    options = ("--trials", "3", "--sampler", "random", "--pruner", "asha", "--factor", "2")
+    options = ("--trials", "2", "--sampler", "random")
     killed = start(place, *options)
     folder = place / "runs" / "sweeps" / "tiny"
     saved = folder / "trials" / "0000" / "version_0" / "checkpoints" / "last.ckpt"
@@ -57,11 +57,11 @@ def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
     again = start(place, *options)
     out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err[-3000:]
-    assert "3 trials: " in out
+    assert "2 trials: 2 complete, 0 pruned, 0 fail" in out
     rows = list(csv.DictReader((folder / "trials.csv").open()))
-    assert [row["trial"] for row in rows] == ["0", "1", "2"]
-    assert {row["state"] for row in rows} <= {"complete", "pruned"}
-    assert len({row["model.init_args.lr"] for row in rows}) == 3
+    assert [row["trial"] for row in rows] == ["0", "1"]
+    assert {row["state"] for row in rows} == {"complete"}
+    assert len({row["model.init_args.lr"] for row in rows}) == 2
     # One run, which was resumed: the values before the kill are kept, and no step is trained twice in the end.
     assert [path.name for path in (folder / "trials" / "0000").glob("version_*")] == ["version_0"]
     summary = json.loads((folder / "trials" / "0000" / "version_0" / "summary.json").read_text())
@@ -130,7 +130,7 @@ def sweep(*words: str) -> int:
         (("--model.init_args.lr", "1"), "sweep: --model.init_args.lr must be left out, as the space sets"),
         (("--run.name", "x"), "sweep: --run.name must be left out, as the sweep sets it"),
         (("--trainer.num_nodes", "2"), "sweep: trainer.num_nodes must be 1, as a trial runs on its worker's node"),
-        (("--sampler", "grid"), "sweep: model.init_args.lr must have a finite number of values under --sampler grid"),
+        (("--sampler", "grid"), "space: model.init_args.lr must have a finite number of values under --sampler grid"),
         (("--engine", "ray", "--pruner", "bohb"), "sweep: --pruner must be one of none, asha, median, pbt with"),
         (("--space", "nothing.yml"), "sweep: --space must be a file or a shipped space, got nothing.yml"),
     ],

@@ -137,6 +137,10 @@ class QueueResults:
         self.claims: dict[int, Claim] = {}
         self.completed = self.failed = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns nothing: Tune pickles its parts to restore a run, and a sweep is restored from its queue."""
+        return {}
+
     def claim(self) -> Claim | None:
         """Claims the next trial."""
         claim = self.queue.claim()

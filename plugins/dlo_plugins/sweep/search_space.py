@@ -79,7 +79,7 @@ class Dimension:
         if self.kind == "log_int" or self.step is None:
             raise DloError(
                 f"space: {self.key} must have a finite number of values under --sampler grid, got {self.kind}"
-                f" [{self.low:g}, {self.high:g}]; list the values, or set a step"
+                f" [{self.low:g}, {self.high:g}]; list the values{', or set a step' if self.kind == 'uniform' else ''}"
             )
         number = int((self.high - self.low) / self.step + 1e-9) + 1
         values = [self.low + index * self.step for index in range(number)]
