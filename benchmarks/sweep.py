@@ -38,7 +38,7 @@ from measuring.rounds import ELAPSED, all_ratios, take_turns
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_plugins.sweep.search_space import apply_values
-from dlo_plugins.sweep.sweep_settings import SweepSettings
+from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
 from dlo_plugins.sweep.sweep_worker import SweepWorker
 from dlo_plugins.sweep.trial_queue import Claim, TrialQueue
 
@@ -215,8 +215,9 @@ def search_tables(curves: Curves, options: argparse.Namespace) -> list[Table]:
 
 def work(folder: Path) -> int:
     """Runs one worker of a killed sweep, whose trials sleep; each validation and end is written to a file."""
-    settings = json.loads((folder / "sweep.json").read_text())
-    queue = TrialQueue(folder, SweepSettings(**settings))
+    settings = read_settings(folder)
+    assert settings is not None
+    queue = TrialQueue(folder, settings)
 
     def run(claim: Claim, answer: Answer) -> int:
         note(folder, claim.number, "start")

@@ -169,8 +169,8 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
             else preflight(config, words, space, options)
         )
         own = SweepSettings(
-            config=json.loads(json.dumps(config)),
-            space=json.loads(json.dumps(space.content)),
+            config=config,
+            space=space.content,
             metric=options.metric or said["metric"],
             direction=_MODES[options.mode or said["mode"]],
             trials=trials,

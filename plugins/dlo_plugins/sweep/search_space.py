@@ -50,7 +50,7 @@ class Dimension:
     @property
     def labels(self) -> dict[Any, Any]:
         """Choices by what a storage can keep: text, number, boolean or None; others as JSON."""
-        return {one if _is_plain(one) else json.dumps(one, sort_keys=True): one for one in self.choices}
+        return {_label(one): one for one in self.choices}
 
     def is_set(self, values: Mapping[str, Any]) -> bool:
         """Returns whether the key is set beside these values of other keys."""
@@ -143,7 +143,7 @@ class SearchSpace:
             if one.key not in values or one.kind == "value":
                 continue
             value = values[one.key]
-            params[one.key] = _label(one, value) if one.kind == "choice" else value
+            params[one.key] = _label(value) if one.kind == "choice" else value
         return params
 
     def probes(self) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ class SearchSpace:
         for one in self.dimensions:
             if one.when:
                 found += [self._probe(index, _requirements(one, self)) for index in range(len(one.samples()))]
-        return [dict(items) for items in {json.dumps(probe): probe for probe in found}.values()]
+        return [dict(items) for items in {json.dumps(probe, default=str): probe for probe in found}.values()]
 
     def _probe(self, index: int, forced: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def parse_dimension(key: str, value: Any) -> Dimension:
 def _parse_choices(key: str, choices: Any) -> tuple[Any, ...]:
     if not isinstance(choices, list) or len(choices) < 2:
         raise DloError(f"space: {key} must have at least two choices, got {_shown(choices)}; write [a, b], or value: a")
-    labels = [json.dumps(one, sort_keys=True) for one in choices]
+    labels = [json.dumps(one, default=str) for one in choices]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise DloError(f"space: {key} must have each choice once, got {twice} twice; remove one")
@@ -335,8 +335,9 @@ def _requirements(dimension: Dimension, space: SearchSpace) -> dict[str, Any]:
     return forced
 
 
-def _label(dimension: Dimension, value: Any) -> Any:
-    return value if _is_plain(value) else json.dumps(value, sort_keys=True)
+def _label(value: Any) -> Any:
+    """Returns a choice as a storage can keep it."""
+    return value if _is_plain(value) else json.dumps(value, default=str)
 
 
 def _is_plain(value: Any) -> bool:

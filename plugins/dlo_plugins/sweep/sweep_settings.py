@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 
 FILE = "sweep.json"
 TRIALS = "trials"
+#: Settings that are kept as YAML.
+_YAML = ("config", "space")
 #: Settings that a later start of the same sweep may change.
 _FREE = ("trials",)
 
@@ -53,7 +57,10 @@ class SweepSettings:
 
     def write(self, folder: Path) -> None:
         """Writes the settings into a sweep's folder."""
-        write_atomic(folder / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        content = dataclasses.asdict(self)
+        for name in _YAML:  # JSON would turn a key such as 0 into text.
+            content[name] = yaml.safe_dump(content[name], sort_keys=False)
+        write_atomic(folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def check_same(self, folder: Path, own: SweepSettings) -> None:
         """Checks that a command's settings are those of the sweep in the folder.
@@ -83,7 +90,7 @@ _OPTIONS = {"config": "the config", "words": "the options of dlo fit", "space": 
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
@@ -97,6 +104,7 @@ def read_settings(folder: Path) -> SweepSettings | None:
     if not path.exists():
         return None
     try:
-        return SweepSettings(**json.loads(path.read_text()))
-    except (OSError, TypeError, json.JSONDecodeError) as error:
+        content = json.loads(path.read_text())
+        return SweepSettings(**content | {name: yaml.safe_load(content[name]) for name in _YAML})
+    except (OSError, TypeError, KeyError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise DloError(f"sweep: {path} must be the settings of a sweep, got {error}; choose another --folder") from None

@@ -165,7 +165,7 @@ def test_configs_are_merged_as_the_parser_does():
 
 
 def test_choices_that_are_no_plain_values_are_kept_by_their_text():
-    of = space("a: [[1, 2], {k: 3}]\nb: [1, 2]")
+    of = space("a: [[1, 2], {0: 3, '30%': 4}]\nb: [1, 2]")
     for point in of.grid():
         asked = of.as_params(point)
         fixed = SimpleNamespace(suggest_categorical=lambda key, labels, asked=asked: asked[key])

@@ -153,6 +153,16 @@ def test_more_trials_are_added_and_fewer_are_refused(make, tmp_path):
         read_settings(tmp_path).check_same(tmp_path, settings(sampler="tpe"))
 
 
+def test_settings_are_read_as_they_were_written(tmp_path):
+    own = settings(config={"a": {"sizes": {0: 12, "30%": 16}}}, space={"a.b": [{0: 1}, {0: 2}]}, words=["--x", "1"])
+    own.write(tmp_path)
+    assert read_settings(tmp_path) == own
+    read_settings(tmp_path).check_same(tmp_path, own)
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(DloError, match=r"sweep\.json must be the settings of a sweep"):
+        read_settings(tmp_path)
+
+
 def test_a_storage_with_another_sweep_of_that_name_is_refused(make, tmp_path):
     url = f"sqlite:///{tmp_path}/s.db"
     make(folder="one/sweep" if (tmp_path / "one").mkdir() is None else "", storage=url)
