@@ -318,7 +318,7 @@ def run_in_actor(folder: Path, settings: SweepSettings, number: int, values: dic
         callback["checkpoint"] = str(place / REPORTED)
         if begun is not None:
             checkpoint = begun.path
-            callback["restarts_optimizer"] = json.loads((Path(begun.path) / VALUES).read_text()) != values
+            callback["restarts_optimizer"] = (Path(begun.path) / VALUES).read_text() != json.dumps(values)
     words = ["fit", "--config", str(write_trial_config(place, config)), *settings.words]
     words += ["--run.dir", str(place.parent), "--run.name", place.name, "--ckpt_path", checkpoint]
 

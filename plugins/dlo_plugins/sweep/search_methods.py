@@ -72,7 +72,7 @@ def make_pruner(name: str, first: int, factor: int, most: int | None) -> Any:
     Args:
         name: Name, of ``PRUNERS``.
         first: Number of validations before a trial can be pruned.
-        factor: Reduction factor: one of so many trials goes on from each rung.
+        factor: Reduction factor; from each rung, one of this number of trials goes on.
         most: Number of validations of a full trial; None leaves it to Hyperband to find out.
     """
     import optuna

@@ -152,7 +152,8 @@ class SweepWorker:
             process.stop(signum)
 
     def _say(self, claim: Claim, text: str) -> None:
-        print(f"dlo sweep: trial {claim.number} {json.dumps(claim.values)}: {text}", file=sys.stderr, flush=True)
+        values = json.dumps(claim.values, default=str)
+        print(f"dlo sweep: trial {claim.number} {values}: {text}", file=sys.stderr, flush=True)
 
 
 def environment_of_job(index: int, jobs: int) -> dict[str, str]:
