@@ -169,7 +169,7 @@ def environment_of_job(index: int, jobs: int) -> dict[str, str]:
     gpus = visible_gpus()
     if jobs > 1 and gpus:
         mine = gpus[index * len(gpus) // jobs : (index + 1) * len(gpus) // jobs]
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(mine or [gpus[index % len(gpus)]])
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(mine or [gpus[index * len(gpus) // jobs]])
     return found
 
 

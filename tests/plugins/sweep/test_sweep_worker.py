@@ -103,7 +103,8 @@ sys.exit(5)
 
 
 @pytest.fixture
-def fake(tmp_path):
+def fake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Python puts the working directory before all others.
     package = tmp_path / "fake" / "dlo_framework"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
