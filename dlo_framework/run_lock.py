@@ -129,6 +129,23 @@ def check_free(run: Path) -> None:
         _refuse_if_alive(run, path)
 
 
+def is_held(run: Path) -> bool:
+    """Returns whether a live process holds a run's lock, without waiting.
+
+    A process on another host counts as alive until its lock has not been touched for ``DEAD`` seconds.
+    """
+    _, path = _newest(run)
+    if path is None:
+        return False
+    try:
+        holder = json.loads(path.read_text())
+        if holder.get("machine") == _machine():
+            return bool(holder.get("start") == _start_time(int(holder["pid"])))
+        return _file_systems_time(run) - path.stat().st_mtime <= DEAD
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False  # Released, or half written by a process that was killed as it began.
+
+
 def check_only_starter(run: Path, others: list[Path]) -> None:
     """Checks that no other job has started a run of the same name at the same time.
 

@@ -70,6 +70,7 @@ ENTRIES = (
     _entry("step_profile", 10, "", "--rounds 1 --steps 20 --sums 1 --trials 1 --models ViT"),
     _entry("pruning", 6, "", "--seeds 1 --epochs 1 --rounds 1 --steps 4"),
     _entry("parity_verdicts", 60, "--seeds 10", "--seeds 1 --faults 7 --models gpt2 qwen2_moe vit"),
+    _entry("sweep", 40, "", "--seeds 1 --trials 4 --epochs 1 --kills 2 --rounds 1 --overhead-epochs 1"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),
     _entry("accelerator", 0.2, "", "--size tiny --rounds 1"),
 )

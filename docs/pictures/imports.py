@@ -68,7 +68,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
-        ("sharding", ("sharding/",)),
+        ("sharding", ("sharding/", "sweep/")),
         (
             "techniques",
             ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),

@@ -80,5 +80,5 @@ def test_the_scripts_are_right(dlo, script):
     dlo("configs", name.group(1))
 
 
-def test_there_are_scripts_for_pictures_and_texts():
-    assert [path.stem for path in SCRIPTS] == ["imagenet", "llm"]
+def test_there_are_scripts_for_pictures_texts_and_sweeps():
+    assert [path.stem for path in SCRIPTS] == ["imagenet", "llm", "sweep"]

@@ -1,0 +1,342 @@
+"""Engine of a sweep on Ray: Ray Tune places trials on a cluster, and its schedulers stop, or copy and change them.
+
+ASHA: Li et al. 2018, arXiv 1810.05934. Population-based training (PBT): Jaderberg et al. 2017, arXiv 1711.09846: one
+of the worst quarter of trials continues from the checkpoint of one of the best, with changed values.
+
+A trial is the same process of ``dlo fit`` as without Ray, started by an actor of Ray. Its values and results go through
+the sweep's own queue, in the process of the command: reports and resumption are those of the other engine. Checkpoints
+that PBT copies are dlo's own, so that a trial may train under any strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.sweep.search_methods import SAMPLERS
+from dlo_plugins.sweep.search_space import Dimension, SearchSpace
+from dlo_plugins.sweep.sweep_settings import SweepSettings
+from dlo_plugins.sweep.sweep_worker import trial_config
+from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment, write_trial_config
+from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run
+
+SCHEDULERS = ("none", "asha", "median", "pbt")
+#: Checkpoint of a member's last report, and in it the values with which it trained.
+REPORTED, VALUES = "reported.ckpt", "sweep_values.json"
+#: Number of validations that no trial reaches.
+_NEVER = 10**9
+
+
+def check_ray_options(options: argparse.Namespace) -> None:
+    """Checks the options of a sweep on Ray, and that Ray is installed.
+
+    Raises:
+        DloError: They do not go together.
+    """
+    from importlib.util import find_spec
+
+    for option, name, known in (("sampler", options.sampler, SAMPLERS), ("pruner", options.pruner, SCHEDULERS)):
+        if name not in known:
+            near = did_you_mean(name, known) or ";"
+            raise DloError(
+                f"sweep: --{option} must be one of {', '.join(known)} with --engine ray, got {name}{near} choose one of"
+                " them"
+            )
+    if options.pruner == "pbt" and options.sampler != "random":
+        raise DloError(
+            f"sweep: --sampler must be random with --pruner pbt, got {options.sampler}; add --sampler random"
+        )
+    if find_spec("ray") is None:
+        raise DloError("sweep: --engine ray needs Ray, which is not installed; pip install 'dlo_framework[ray]'")
+
+
+def run_on_ray(folder: Path, settings: SweepSettings, options: argparse.Namespace) -> int:
+    """Runs a sweep's remaining trials on a Ray cluster: that of ``RAY_ADDRESS``, or one on this machine.
+
+    Args:
+        folder: Folder of the sweep, on a file system that all nodes share.
+        settings: Settings of the sweep.
+        options: Options of the command.
+
+    Raises:
+        DloError: The space has parts that PBT cannot change.
+    """
+    import ray
+    from ray import tune
+
+    mutations = make_mutations(SearchSpace(settings.space)) if settings.pruner == "pbt" else {}
+    queue = TrialQueue(folder.resolve(), dataclasses.replace(settings, pruner="none"), create=True)
+    left = queue.unfinished()
+    print(f"dlo sweep: {left} of {settings.trials} trials left in {folder}, on Ray", file=sys.stderr, flush=True)
+    if not left:
+        return 0
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    try:
+        trainable = tune.with_resources(
+            _make_trainable(queue.folder, settings), {"cpu": options.trial_cpus, "gpu": options.trial_gpus}
+        )
+        results = QueueResults(queue)
+        if settings.pruner == "pbt":
+            claims = {claim.number: claim for claim in iter(queue.claim, None)}
+            results.claims |= claims
+            space = {
+                "number": tune.grid_search(sorted(claims)),
+                "values": tune.sample_from(_InitialValues({number: one.values for number, one in claims.items()})),
+            }
+            search, samples = None, 1
+        else:
+            space, search, samples = {}, make_searcher(results), left
+        config = tune.TuneConfig(
+            metric=settings.metric,
+            mode=settings.direction[:3],
+            scheduler=make_scheduler(settings, mutations),
+            search_alg=search,
+            num_samples=samples,
+            max_concurrent_trials=None if settings.pruner == "pbt" else options.jobs,
+        )
+        run = tune.RunConfig(
+            name=f"ray-{os.getpid()}",
+            storage_path=str(queue.folder / "ray"),
+            verbose=0,
+            callbacks=[make_callback(results)],
+        )
+        tune.Tuner(trainable, param_space=space, tune_config=config, run_config=run).fit()
+    finally:
+        ray.shutdown()
+    return 1 if results.failed and not results.completed else 0
+
+
+class _InitialValues:
+    """Function of Tune's that returns a member's first values, by its number."""
+
+    def __init__(self, values: dict[int, dict[str, Any]]) -> None:
+        self._values = values
+
+    def __call__(self, spec: Any) -> dict[str, Any]:
+        return self._values[spec["config"]["number"] if isinstance(spec, dict) else spec.config.number]
+
+
+class QueueResults:
+    """Results that Tune reports, recorded in the sweep's queue.
+
+    Args:
+        queue: Queue of the sweep.
+    """
+
+    def __init__(self, queue: TrialQueue) -> None:
+        self.queue = queue
+        self.claims: dict[int, Claim] = {}
+        self.completed = self.failed = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns nothing: Tune pickles its parts to restore a run, and a sweep is restored from its queue."""
+        return {}
+
+    def claim(self) -> Claim | None:
+        """Claims the next trial."""
+        claim = self.queue.claim()
+        if claim is not None:
+            self.claims[claim.number] = claim
+        return claim
+
+    def report(self, number: int, result: dict[str, Any]) -> None:
+        """Records a validation."""
+        self.queue.report(number, int(result["validation"]), float(result[self.queue.settings.metric]))
+
+    def end(self, number: int, *, failed: bool) -> None:
+        """Records the end of a trial: completed if its run has finished, pruned if Tune has stopped it."""
+        claim = self.claims.pop(number, None)
+        if claim is None:
+            return
+        run = finished_run(claim.folder)
+        if failed:
+            self.failed += 1
+            self.queue.fail(number, last_error(claim.folder))
+        elif run is not None:
+            self.completed += 1
+            self.queue.finish(number, run)
+        else:
+            self.queue.prune(number)
+        self.queue.release(number)
+
+
+def make_searcher(results: QueueResults) -> Any:
+    """Returns a search algorithm of Tune's that takes its trials from the sweep's queue."""
+    from ray.tune.search import Searcher
+
+    class QueueSearcher(Searcher):
+        """Search algorithm whose trials are the sweep's."""
+
+        def suggest(self, trial_id: str) -> Any:
+            """Returns the config of the next trial."""
+            claim = results.claim()
+            return {"number": claim.number, "values": claim.values} if claim is not None else Searcher.FINISHED
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            """Does nothing: the callback records ends, with the number of the trial."""
+
+        def save(self, checkpoint_path: str) -> None:
+            """Does nothing: the queue is in the storage."""
+
+        def restore(self, checkpoint_path: str) -> None:
+            """Does nothing: the queue is in the storage."""
+
+    return QueueSearcher(metric=results.queue.settings.metric, mode=results.queue.settings.direction[:3])
+
+
+def make_callback(results: QueueResults) -> Any:
+    """Returns a callback of Tune's that records results in the sweep's queue."""
+    from ray.tune import Callback
+
+    class QueueCallback(Callback):
+        """Callback that records the results of trials."""
+
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
+            results.report(trial.config["number"], result)
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            results.end(trial.config["number"], failed=False)
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            results.end(trial.config["number"], failed=True)
+
+    return QueueCallback()
+
+
+def make_scheduler(settings: SweepSettings, mutations: dict[str, Any]) -> Any:
+    """Returns a scheduler of Tune's; its time is the number of validations.
+
+    Args:
+        settings: Settings of the sweep.
+        mutations: Values that PBT draws from, by key.
+    """
+    from ray.tune import schedulers
+
+    if settings.pruner == "asha":
+        # One more than there are: a trial that has reached its last validation ends by itself.
+        most = (settings.validations or _NEVER) + 1
+        return schedulers.ASHAScheduler(
+            time_attr="validation", max_t=most, grace_period=settings.first, reduction_factor=settings.factor
+        )
+    if settings.pruner == "median":
+        return schedulers.MedianStoppingRule(
+            time_attr="validation", grace_period=settings.first, min_samples_required=4
+        )
+    if settings.pruner == "pbt":
+        return schedulers.PopulationBasedTraining(
+            time_attr="validation",
+            perturbation_interval=settings.first,
+            hyperparam_mutations={"values": mutations},
+            quantile_fraction=0.25,
+        )
+    return schedulers.FIFOScheduler()
+
+
+def make_mutations(space: SearchSpace) -> dict[str, Any]:
+    """Returns what PBT draws a key's new values from.
+
+    Raises:
+        DloError: A key has a condition, or choices that are not plain values.
+    """
+    return {one.key: make_domain(one) for one in space.dimensions if one.kind != "value"}
+
+
+def make_domain(one: Dimension) -> Any:
+    """Returns a key's values as Ray Tune has them.
+
+    Raises:
+        DloError: The key has a condition: PBT changes keys one by one.
+    """
+    from ray import tune
+
+    if one.when:
+        raise DloError(f"sweep: {one.key} must have no condition with --pruner pbt, got when; remove it, or use asha")
+    if one.kind == "choice":
+        return list(one.choices)
+    if one.kind == "int":
+        step = int(one.step or 1)
+        return (
+            tune.qrandint(int(one.low), int(one.high), step)
+            if step > 1
+            else tune.randint(int(one.low), int(one.high) + 1)
+        )
+    if one.kind == "log_int":
+        return tune.lograndint(int(one.low), int(one.high) + 1)
+    if one.kind == "log":
+        return tune.loguniform(one.low, one.high)
+    return tune.quniform(one.low, one.high, one.step) if one.step else tune.uniform(one.low, one.high)
+
+
+def bounded(space: SearchSpace, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns values inside the space's ranges: PBT multiplies by 0.8 or 1.2, also beyond them."""
+    found = dict(values)
+    for one in space.dimensions:
+        if one.kind in ("uniform", "log", "int", "log_int") and one.key in found:
+            value = min(max(found[one.key], one.low), one.high)
+            found[one.key] = round(value) if one.kind in ("int", "log_int") else float(value)
+    return found
+
+
+def _make_trainable(folder: Path, settings: SweepSettings) -> Callable[[dict[str, Any]], None]:
+    """Returns the function that an actor of Ray runs: one trial, or its continuation after PBT has changed it."""
+
+    def run_trial(config: dict[str, Any]) -> None:
+        run_in_actor(folder, settings, int(config["number"]), dict(config["values"]))
+
+    return run_trial
+
+
+def run_in_actor(folder: Path, settings: SweepSettings, number: int, values: dict[str, Any]) -> None:
+    """Runs a trial's process, and reports its validations to Tune.
+
+    Args:
+        folder: Folder of the sweep.
+        settings: Settings of the sweep.
+        number: Number of the trial.
+        values: Values of the space's keys.
+
+    Raises:
+        RuntimeError: The process has failed.
+    """
+    from ray import tune
+
+    place = folder / "trials" / f"{number:04d}"
+    config = trial_config(settings, number, bounded(SearchSpace(settings.space), values))
+    callback = config["trainer"]["callbacks"][-1]["init_args"]
+    values, begun = callback["values"], tune.get_checkpoint()
+    checkpoint = "auto"
+    if settings.pruner == "pbt":
+        callback["checkpoint"] = str(place / REPORTED)
+        if begun is not None:
+            checkpoint = begun.path
+            callback["restarts_optimizer"] = (Path(begun.path) / VALUES).read_text() != json.dumps(values)
+    words = ["fit", "--config", str(write_trial_config(place, config)), *settings.words]
+    words += ["--run.dir", str(place.parent), "--run.name", place.name, "--ckpt_path", checkpoint]
+
+    def answer(report: dict[str, Any]) -> dict[str, Any]:
+        result = {settings.metric: report["value"], "validation": report["step"], "samples": report["samples"]}
+        if settings.pruner == "pbt":
+            (place / REPORTED / VALUES).write_text(json.dumps(values))
+            tune.report(result, checkpoint=tune.Checkpoint.from_directory(str(place / REPORTED)))
+        else:
+            tune.report(result)
+        return {"stop": False}
+
+    process = TrialProcess(words, place, trial_environment({}))
+    try:
+        code = process.wait(answer)
+    finally:
+        if process.process.poll() is None:
+            process.stop()
+            process.process.wait()
+    if code:
+        raise RuntimeError(last_error(place))

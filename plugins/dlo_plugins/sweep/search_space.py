@@ -1,0 +1,353 @@
+"""Search space: which keys of a config a sweep varies, over which values, and under which conditions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.sweep.config_keys import set_key
+
+#: Kinds of dimensions, with an example of each.
+KINDS = {
+    "choice": "{choice: [a, b]}, or [a, b]",
+    "uniform": "{uniform: [0.0, 0.5]}",
+    "log": "{log: [1e-4, 1e-1]}",
+    "int": "{int: [2, 12]}",
+    "log_int": "{log_int: [16, 1024]}",
+    "value": "{value: 0.1}",
+}
+_RANGES = ("uniform", "log", "int", "log_int")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """Values of one key of the config.
+
+    Attributes:
+        key: Dotted key of the config.
+        kind: Kind of the values, of ``KINDS``.
+        low: Lowest value of a range.
+        high: Highest value of a range, included.
+        step: Distance between values of a range; None for a continuous one.
+        choices: Values of a choice; the single one of ``value``.
+        when: Values of other keys with which this key is set; it is left out with others.
+    """
+
+    key: str
+    kind: str
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    choices: tuple[Any, ...] = ()
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> dict[Any, Any]:
+        """Choices by what a storage can keep: text, number, boolean or None; others as JSON."""
+        return {_label(one): one for one in self.choices}
+
+    def is_set(self, values: Mapping[str, Any]) -> bool:
+        """Returns whether the key is set beside these values of other keys."""
+        return all(name in values and _is_in(values[name], allowed) for name, allowed in self.when.items())
+
+    def suggest(self, trial: Any) -> Any:
+        """Returns the value that an Optuna trial suggests."""
+        if self.kind == "value":
+            return copy.deepcopy(self.choices[0])
+        if self.kind == "choice":
+            labels = self.labels
+            return copy.deepcopy(labels[trial.suggest_categorical(self.key, list(labels))])
+        if self.kind in ("int", "log_int"):
+            ends, step = (int(self.low), int(self.high)), int(self.step or 1)
+            return trial.suggest_int(self.key, *ends, step=step, log=self.kind == "log_int")
+        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.kind == "log")
+
+    def grid(self) -> list[Any]:
+        """Returns all values, for a grid.
+
+        Raises:
+            DloError: The range is continuous.
+        """
+        if self.kind in ("choice", "value"):
+            return list(self.choices)
+        if self.kind == "log_int" or self.step is None:
+            raise DloError(
+                f"space: {self.key} must have a finite number of values under --sampler grid, got {self.kind}"
+                f" [{self.low:g}, {self.high:g}]; list the values{', or set a step' if self.kind == 'uniform' else ''}"
+            )
+        number = int((self.high - self.low) / self.step + 1e-9) + 1
+        values = [self.low + index * self.step for index in range(number)]
+        return [int(value) for value in values] if self.kind == "int" else values
+
+    def samples(self) -> list[Any]:
+        """Returns values that show whether the config accepts the key: all choices, or both ends."""
+        if self.kind in ("choice", "value"):
+            return list(self.choices)
+        return [int(end) if self.kind in ("int", "log_int") else end for end in (self.low, self.high)]
+
+
+class SearchSpace:
+    """Search space of a sweep: dimensions in an order in which conditions follow the keys that they ask for.
+
+    Args:
+        content: Mapping from dotted keys of the config to their values: a list of choices, or a mapping with one of
+            ``choice``, ``uniform``, ``log``, ``int``, ``log_int`` and ``value``, and with ``step`` and ``when``.
+
+    Raises:
+        DloError: The space is invalid; the message names the key, the rule and the fix.
+    """
+
+    def __init__(self, content: Any) -> None:
+        if not isinstance(content, dict) or not content:
+            raise DloError(
+                f"space: the file must map config keys to values, such as model.init_args.lr: {KINDS['log']}, got"
+                f" {_shown(content)}; write one line a key"
+            )
+        self.content = content
+        found = {str(key): parse_dimension(str(key), value) for key, value in content.items()}
+        _check_prefixes(list(found))
+        self.dimensions = _in_order(found)
+        if all(one.kind == "value" for one in self.dimensions):
+            raise DloError("space: a key must have more than one value, got single values alone; add a range or a list")
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """Returns the values that an Optuna trial suggests, by key; keys whose condition is not met are left out."""
+        values: dict[str, Any] = {}
+        for one in self.dimensions:
+            if one.is_set(values):
+                values[one.key] = one.suggest(trial)
+        return values
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Returns all combinations of values, each once; keys whose condition is not met are left out."""
+        points: list[dict[str, Any]] = [{}]
+        for one in self.dimensions:
+            points = [
+                {**point, **({one.key: value})}
+                for point in points
+                for value in (one.grid() if one.is_set(point) else [_LEFT_OUT])
+            ]
+            points = [{key: value for key, value in point.items() if value is not _LEFT_OUT} for point in points]
+        return points
+
+    def as_params(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values as the storage keeps them: choices by their labels, single values left out."""
+        params = {}
+        for one in self.dimensions:
+            if one.key not in values or one.kind == "value":
+                continue
+            value = values[one.key]
+            params[one.key] = _label(value) if one.kind == "choice" else value
+        return params
+
+    def probes(self) -> list[dict[str, Any]]:
+        """Returns few combinations in which each choice, and both ends of each range, occur."""
+        number = max(len(one.samples()) for one in self.dimensions)
+        found = [self._probe(index, {}) for index in range(number)]
+        for one in self.dimensions:
+            if one.when:
+                found += [self._probe(index, _requirements(one, self)) for index in range(len(one.samples()))]
+        return [dict(items) for items in {json.dumps(probe, default=str): probe for probe in found}.values()]
+
+    def _probe(self, index: int, forced: Mapping[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for one in self.dimensions:
+            if one.is_set(values):
+                samples = one.samples()
+                values[one.key] = forced.get(one.key, samples[index % len(samples)])
+        return values
+
+    def conflicting(self, words: list[str]) -> Iterator[tuple[str, str]]:
+        """Yields an option of ``dlo fit`` and the key of the space that it would override, or be overridden by."""
+        for word in words:
+            if not word.startswith("--"):
+                continue
+            name = word.removeprefix("--").partition("=")[0]
+            for one in self.dimensions:
+                if one.key == name or one.key.startswith(f"{name}.") or name.startswith(f"{one.key}."):
+                    yield f"--{name}", one.key
+
+
+_LEFT_OUT = object()
+
+
+def apply_values(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config with these values of dotted keys.
+
+    Raises:
+        DloError: A key does not lead to a place in the config.
+    """
+    found = copy.deepcopy(config)
+    for key, value in values.items():
+        set_key(found, key, copy.deepcopy(value))
+    return found
+
+
+def parse_dimension(key: str, value: Any) -> Dimension:
+    """Returns the dimension that a line of the space file describes.
+
+    Raises:
+        DloError: The line is invalid.
+    """
+    if isinstance(value, list):
+        value = {"choice": value}
+    if not isinstance(value, dict):
+        raise DloError(f"space: {key} must be a list of choices or a mapping, got {_shown(value)}; such as [{value}]")
+    kinds = [name for name in value if name in KINDS]
+    unknown = [str(name) for name in value if name not in KINDS and name not in ("step", "when")]
+    if unknown:
+        raise DloError(
+            f"space: {key} must have one of {', '.join(KINDS)}, and step and when, got '{unknown[0]}'"
+            f"{did_you_mean(unknown[0], [*KINDS, 'step', 'when']) or '; such as ' + KINDS['log']}"
+        )
+    if len(kinds) != 1:
+        raise DloError(f"space: {key} must have exactly one of {', '.join(KINDS)}, got {len(kinds)}; keep one")
+    kind = kinds[0]
+    when = _parse_when(key, value.get("when"))
+    if kind == "value":
+        _refuse_step(key, kind, value)
+        return Dimension(key, kind, choices=(value[kind],), when=when)
+    if kind == "choice":
+        _refuse_step(key, kind, value)
+        return Dimension(key, kind, choices=_parse_choices(key, value[kind]), when=when)
+    low, high = _parse_range(key, kind, value[kind])
+    if kind in ("log", "log_int"):
+        _refuse_step(key, kind, value)
+    step = _parse_step(key, kind, value.get("step"), low, high)
+    return Dimension(key, kind, low, high, step, when=when)
+
+
+def _parse_choices(key: str, choices: Any) -> tuple[Any, ...]:
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise DloError(f"space: {key} must have at least two choices, got {_shown(choices)}; write [a, b], or value: a")
+    labels = [json.dumps(one, default=str) for one in choices]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise DloError(f"space: {key} must have each choice once, got {twice} twice; remove one")
+    return tuple(choices)
+
+
+def _parse_range(key: str, kind: str, ends: Any) -> tuple[float, float]:
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise DloError(f"space: {key} must have two ends, got {_shown(ends)}; such as {KINDS[kind]}")
+    low, high = (_number(key, end) for end in ends)
+    if not low < high:
+        raise DloError(f"space: {key} must have a low end below its high end, got [{low:g}, {high:g}]; swap them")
+    if kind in ("log", "log_int") and low <= 0:
+        raise DloError(f"space: {key} must be above 0 on a log scale, got {low:g}; raise it, or use uniform")
+    if kind in ("int", "log_int") and not (low.is_integer() and high.is_integer()):
+        raise DloError(f"space: {key} must have whole numbers as ends, got [{low:g}, {high:g}]; use uniform or log")
+    return low, high
+
+
+def _parse_step(key: str, kind: str, step: Any, low: float, high: float) -> float | None:
+    if step is None:
+        return 1.0 if kind == "int" else None
+    size = _number(key, step)
+    if not 0 < size <= high - low or (kind == "int" and not size.is_integer()):
+        rule = "a whole number of at least 1 and" if kind == "int" else "above 0 and"
+        raise DloError(f"space: {key}: step must be {rule} at most {high - low:g}, got {size:g}; change it")
+    return size
+
+
+def _number(key: str, value: Any) -> float:
+    """Returns a number; YAML 1.1 reads `1e-4` as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DloError(f"space: {key} must have finite numbers, got {value}; such as 1e-4")
+    return number
+
+
+def _refuse_step(key: str, kind: str, value: dict[str, Any]) -> None:
+    if "step" in value:
+        raise DloError(f"space: {key}: step must be left out with {kind}, got {value['step']}; use uniform or int")
+
+
+def _parse_when(key: str, when: Any) -> dict[str, tuple[Any, ...]]:
+    if when is None:
+        return {}
+    if not isinstance(when, dict) or not when:
+        raise DloError(
+            f"space: {key}: when must map keys of the space to values, got {_shown(when)}; such as when:"
+            " {model.init_args.optimizer: sgd}"
+        )
+    return {str(name): tuple(value) if isinstance(value, list) else (value,) for name, value in when.items()}
+
+
+def _check_prefixes(keys: list[str]) -> None:
+    for one, other in itertools.permutations(keys, 2):
+        if other.startswith(f"{one}."):
+            raise DloError(
+                f"space: keys must not contain each other, got {one} and {other}; put the mapping into the choices of"
+                f" {one}, or vary its keys alone"
+            )
+
+
+def _in_order(found: dict[str, Dimension]) -> list[Dimension]:
+    """Returns dimensions so that each follows those of its condition, and otherwise in the file's order."""
+    ordered: dict[str, Dimension] = {}
+    for one in found.values():
+        for name, allowed in one.when.items():
+            if name not in found:
+                raise DloError(
+                    f"space: {one.key}: when must name keys of the space, got {name}"
+                    f"{did_you_mean(name, found) or '; add it to the space'}"
+                )
+            other = found[name]
+            wrong = next((value for value in allowed if not _may_be(other, value)), None)
+            if wrong is not None:
+                raise DloError(
+                    f"space: {one.key}: when must name values of {name}, got {wrong}; {name} has"
+                    f" {', '.join(str(value) for value in other.samples())}"
+                )
+    waiting = list(found.values())
+    while waiting:
+        ready = [one for one in waiting if all(name in ordered for name in one.when)]
+        if not ready:
+            raise DloError(f"space: conditions must not form a circle, got one through {waiting[0].key}; remove a when")
+        ordered[ready[0].key] = ready[0]
+        waiting.remove(ready[0])
+    return list(ordered.values())
+
+
+def _may_be(dimension: Dimension, value: Any) -> bool:
+    if dimension.kind in _RANGES:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and dimension.low <= value <= dimension.high
+    return _is_in(value, dimension.choices)
+
+
+def _requirements(dimension: Dimension, space: SearchSpace) -> dict[str, Any]:
+    """Returns values of other keys with which a key is set."""
+    forced: dict[str, Any] = {}
+    by_key = {one.key: one for one in space.dimensions}
+    for name, allowed in dimension.when.items():
+        forced |= {name: allowed[0], **_requirements(by_key[name], space)}
+    return forced
+
+
+def _label(value: Any) -> Any:
+    """Returns a choice as a storage can keep it."""
+    return value if _is_plain(value) else json.dumps(value, default=str)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_in(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Returns whether a value is among others; True is not 1, and 1 is 1.0."""
+    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in allowed)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value in (None, {}, []) else str(value)

@@ -1,0 +1,146 @@
+"""Report of a sweep: the table of its trials, the best config as YAML, and plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from dlo_framework.atomic_file import write_atomic
+from dlo_framework.errors import DloError
+from dlo_plugins.sweep.search_methods import best_value
+from dlo_plugins.sweep.search_space import SearchSpace
+from dlo_plugins.sweep.sweep_plots import write_plots
+from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
+from dlo_plugins.sweep.sweep_worker import CALLBACK
+from dlo_plugins.sweep.trial_process import CONFIG
+from dlo_plugins.sweep.trial_queue import ERROR, RUN, TrialQueue
+
+BEST, TABLE = "best.yaml", "trials.csv"
+
+
+class SweepReport:
+    """Report of the sweep in a folder, finished or not.
+
+    Args:
+        folder: Folder of the sweep.
+
+    Raises:
+        DloError: The folder has no sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        settings = read_settings(folder)
+        if settings is None:
+            raise DloError(f"sweep: report needs the folder of a sweep, with sweep.json, got {folder}; see --folder")
+        self.folder, self.settings = folder, settings
+        self.study = TrialQueue(folder, settings).study
+        self.trials = self.study.get_trials(deepcopy=False)
+
+    @property
+    def best(self) -> FrozenTrial | None:
+        """Best trial of those that have completed, or else of the pruned ones; None if there is none."""
+        own = [trial for trial in self.trials if trial.value is not None]
+        done = [trial for trial in own if trial.state == TrialState.COMPLETE] or own
+        return max(done, key=lambda trial: self._sign * self._value(trial), default=None)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.settings.direction == "maximize" else -1
+
+    def _value(self, trial: FrozenTrial) -> float:
+        """Returns the best of a trial's validations: that of its best checkpoint."""
+        value = best_value(trial.intermediate_values.values(), self.settings.direction)
+        return -self._sign * math.inf if value is None else value
+
+    def write(self) -> list[str]:
+        """Writes ``trials.csv``, ``best.yaml`` and the plots; returns what was written, and what was left out."""
+        write_atomic(self.folder / TABLE, self.table())
+        written = [f"table: {self.folder / TABLE}"]
+        best = self.best
+        if best is not None:
+            write_atomic(self.folder / BEST, best_config(self.folder, best, self.settings))
+            written.append(f"best config: {self.folder / BEST} (dlo fit --config {self.folder / BEST})")
+        return [*written, *write_plots(self.study, self.folder / "plots", self.settings.metric)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row a trial: number, state, value, validations, seconds, its values and its run."""
+        return [self._row(trial) for trial in self.trials]
+
+    def _row(self, trial: FrozenTrial) -> dict[str, Any]:
+        values = trial.intermediate_values.values()
+        value = best_value(values, self.settings.direction)
+        ended = trial.duration.total_seconds() if trial.duration is not None else None
+        return {
+            "trial": trial.number,
+            "state": trial.state.name.lower(),
+            self.settings.metric: value,
+            "validations": len(values),
+            "seconds": None if ended is None else round(ended, 1),
+            **{key: trial.params.get(key) for key in sorted(self._keys())},
+            "run": trial.user_attrs.get(RUN, ""),
+            "error": trial.user_attrs.get(ERROR, ""),
+        }
+
+    def _keys(self) -> list[str]:
+        return [one.key for one in SearchSpace(self.settings.space).dimensions if one.kind != "value"]
+
+    def table(self) -> str:
+        """Returns the trials as CSV."""
+        text, rows = io.StringIO(), self.rows()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def text(self, top: int = 10) -> str:
+        """Returns the best trials as a table, and the numbers of trials by state."""
+        rows = self.rows()
+        counts = {name: sum(row["state"] == name for row in rows) for name in ("complete", "pruned", "fail")}
+        left = len(rows) - sum(counts.values())
+        shown = [row for row in rows if row[self.settings.metric] is not None]
+        shown.sort(key=lambda row: (row["state"] != "complete", -self._sign * row[self.settings.metric]))
+        names = ["trial", "state", self.settings.metric, "validations", "seconds", *sorted(self._keys())]
+        cells = [[_short_name(name) for name in names]]
+        cells += [[_cell(row[name]) for name in names] for row in shown[:top]]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+        total = f"{len(rows)} trials: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+        return "\n".join([*lines, total + (f", {left} left" if left else "")])
+
+
+def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> str:
+    """Returns the config of a trial as YAML for ``dlo fit``, without what the sweep has added.
+
+    It is the one that the run saved, with all defaults filled in, or else the one that the trial was started with.
+    """
+    run = trial.user_attrs.get(RUN)
+    path = folder / run / "config.yaml" if run else None
+    if path is None or not path.exists():
+        path = folder / "trials" / f"{trial.number:04d}" / CONFIG
+    config = yaml.safe_load(path.read_text())
+    config.pop("run", None)
+    callbacks = (config.get("trainer") or {}).get("callbacks") or []
+    own = [one for one in callbacks if str(one.get("class_path", "")).rpartition(".")[2] != CALLBACK]
+    config["trainer"]["callbacks"] = own or None
+    value = best_value(trial.intermediate_values.values(), settings.direction)
+    head = f"# Trial {trial.number} of the sweep {folder.name}: {settings.metric} {value:.6g}\n"
+    head += f"# {json.dumps(trial.params)}\n"
+    return head + yaml.safe_dump(config, sort_keys=False)
+
+
+def _short_name(name: str) -> str:
+    """Returns the shortest end of a key that says what it is: its last part."""
+    return name.rpartition(".")[2]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

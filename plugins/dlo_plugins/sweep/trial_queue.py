@@ -1,0 +1,325 @@
+"""Queue of a sweep's trials in an Optuna storage: each is run once, and none is lost, whichever process dies when.
+
+All trials are created at the start, waiting and without values. A worker claims one under the folder's lock, which the
+kernel releases if the worker dies, and takes the lock of the trial's folder before it releases that one. So a trial
+that runs in the storage and whose folder nobody holds belongs to a dead worker: the next worker continues it, with the
+values that it has, from the last checkpoint of its run. Values of a trial depend on the sweep's seed, the trial's
+number and the results of others, not on the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from dlo_framework import runs
+from dlo_framework.errors import DloError
+from dlo_framework.run_lock import RunLock, is_held
+from dlo_plugins.sweep.journal_file import JournalFile, ProcessLock
+from dlo_plugins.sweep.search_methods import best_value, make_pruner, make_sampler, trial_seed
+from dlo_plugins.sweep.search_space import SearchSpace
+from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
+
+JOURNAL = "journal.log"
+#: Times that a trial may be started without progress, before it has failed.
+STARTS = 3
+#: Attributes of a trial in the storage.
+PRUNED, STARTED, RUN, ERROR = "pruned_at", "starts", "run", "error"
+_FOLDER = "folder"
+
+
+def open_storage(folder: Path, url: str) -> Any:
+    """Returns an Optuna storage.
+
+    Args:
+        folder: Folder of the sweep.
+        url: URL of the storage: ``sqlite:///study.db``, another database, ``journal:///path``, or empty for the journal
+            in the folder.
+
+    Raises:
+        DloError: The storage cannot be opened.
+    """
+    if not url or url.startswith("journal:///"):
+        path = Path(url.removeprefix("journal://")) if url else folder / JOURNAL
+        if not path.parent.is_dir():
+            raise DloError(f"sweep: --storage must be in a folder that exists, got {url}; create {path.parent}")
+        return optuna.storages.JournalStorage(JournalFile(path))
+    from sqlalchemy.exc import SQLAlchemyError
+
+    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else {"pool_pre_ping": True}
+    try:
+        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+    except (SQLAlchemyError, ImportError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise DloError(
+            f"sweep: --storage must be a database that opens, such as sqlite:///sweep.db, got {url}: {why}"
+        ) from None
+
+
+def finished_run(folder: Path) -> Path | None:
+    """Returns the newest run of a trial if its summary says that it has finished; else None."""
+    for run in runs.versions(folder)[:1]:
+        try:
+            summary = json.loads((run / runs.SUMMARY).read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return run if summary["status"] == "finished" else None
+    return None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Trial that this process runs.
+
+    Attributes:
+        number: Number of the trial.
+        values: Values of the space's keys.
+        folder: Folder of the trial.
+        is_continued: Whether another process, or an earlier start, began it.
+    """
+
+    number: int
+    values: dict[str, Any]
+    folder: Path
+    is_continued: bool
+
+
+class TrialQueue:
+    """Trials of a sweep, shared by all processes that open its storage.
+
+    Args:
+        folder: Folder of the sweep, shared by all processes.
+        settings: Settings of the sweep.
+        create: Whether to create the study and the missing trials.
+
+    Raises:
+        DloError: The storage cannot be opened, or has a study of that name for another folder.
+    """
+
+    def __init__(self, folder: Path, settings: SweepSettings, *, create: bool = False) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder, self.settings, self.space = folder, settings, SearchSpace(settings.space)
+        self.lock = ProcessLock(folder / "claim.lock")
+        self.storage = optuna.storages.get_storage(open_storage(folder, settings.storage))
+        self._locks: dict[int, RunLock] = {}
+        if create:
+            with self.lock.held():
+                self.study = self._create()
+        else:
+            self.study = optuna.load_study(study_name=self.folder.name, storage=self.storage)
+        self._study_id = self.storage.get_study_id_from_name(self.folder.name)
+        options = settings.pruner, settings.first, settings.factor, settings.validations
+        self.study.pruner = make_pruner(*options)
+
+    def _create(self) -> optuna.Study:
+        """Creates the study and the trials that it lacks; a start that was killed meanwhile is completed."""
+        study = optuna.create_study(
+            storage=self.storage,
+            study_name=self.folder.name,
+            direction=optuna.study.StudyDirection[self.settings.direction.upper()],
+            load_if_exists=True,
+        )
+        place = study.user_attrs.get(_FOLDER)
+        own = str(self.folder.resolve())
+        if place is None:
+            study.set_user_attr(_FOLDER, own)
+        elif place != own and Path(place).exists():
+            raise DloError(
+                f"sweep: the storage must have no sweep '{self.folder.name}' of another folder, got that of {place};"
+                " choose another --folder or --storage"
+            )
+        points: list[dict[str, Any]] = [{}] * self.settings.trials
+        if self.settings.sampler == "grid":
+            points = [self.space.as_params(point) for point in self.space.grid()]
+        for point in points[len(study.get_trials(deepcopy=False)) :]:
+            study.enqueue_trial(point)
+        return study
+
+    # --- claims ----------------------------------------------------------------------------------------------
+
+    def claim(self) -> Claim | None:
+        """Returns a trial for this process to run: one of a dead process, or one that waits; None if there is none.
+
+        A trial of a dead process that was already pruned, or has been started often without progress, is finished here.
+        """
+        while True:
+            with self.lock.held():
+                found = self._claim_orphan() or self._claim_waiting()
+            if found is None:
+                return None
+            trial, is_continued = found
+            if is_continued and self._finish_orphan(trial):
+                self.release(trial.number)
+                continue
+            values = self.suggest(trial)
+            return Claim(trial.number, values, self.trial_folder(trial.number), is_continued)
+
+    def _claim_orphan(self) -> tuple[FrozenTrial, bool] | None:
+        for trial in self._trials(TrialState.RUNNING):
+            folder = self.trial_folder(trial.number)
+            if trial.number in self._locks or is_held(folder):
+                continue
+            if any(is_held(run) for run in runs.versions(folder)[:1]):
+                continue  # Its worker has died, and its run is being ended.
+            self._lock(trial.number)
+            return trial, True
+        return None
+
+    def _claim_waiting(self) -> tuple[FrozenTrial, bool] | None:
+        for trial in self._trials(TrialState.WAITING):
+            self._lock(trial.number)
+            if self.storage.set_trial_state_values(self._id(trial.number), TrialState.RUNNING):
+                return trial, False
+            self.release(trial.number)
+        return None
+
+    def suggest(self, trial: FrozenTrial) -> dict[str, Any]:
+        """Returns a trial's values; those that the storage has are kept."""
+        seed = trial_seed(self.settings.seed, trial.number)
+        self.study.sampler = make_sampler(self.settings.sampler, seed, self.settings.pruner != "none")
+        return self.space.suggest(optuna.Trial(self.study, self._id(trial.number)))
+
+    def _finish_orphan(self, trial: FrozenTrial) -> bool:
+        """Finishes a dead process's trial that needs no further run; returns whether it did."""
+        if PRUNED in trial.user_attrs:
+            self.finish(trial.number)
+            return True
+        run = finished_run(self.trial_folder(trial.number))
+        if run is not None:
+            self.finish(trial.number, run)
+            return True
+        starts = trial.user_attrs.get(STARTED, [])
+        progress = self._progress(trial)
+        if len(starts) >= STARTS and all(start == progress for start in starts[-STARTS:]):
+            self.fail(trial.number, f"its process died {STARTS} times without progress; see trial.log")
+            return True
+        return False
+
+    def note_start(self, number: int) -> None:
+        """Records that a trial's run starts, with its progress so far."""
+        trial = self._trial(number)
+        starts = [*trial.user_attrs.get(STARTED, []), self._progress(trial)]
+        self.storage.set_trial_user_attr(self._id(number), STARTED, starts)
+
+    def _progress(self, trial: FrozenTrial) -> list[int]:
+        """Returns the number of validations, and the time of the newest checkpoint's folder."""
+        newest = 0
+        for run in runs.versions(self.trial_folder(trial.number))[:1]:
+            for path in (run / runs.CHECKPOINTS).glob("*.ckpt"):
+                newest = max(newest, path.stat().st_mtime_ns)
+        return [len(trial.intermediate_values), newest]
+
+    # --- results ---------------------------------------------------------------------------------------------
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Records the value of a trial's validation; returns whether to stop the trial.
+
+        A trial that repeats a validation after a resume keeps its first value.
+
+        Args:
+            number: Number of the trial.
+            step: Number of the validation, from 1.
+            value: Value of the metric.
+        """
+        trial = self._trial(number)
+        if step not in trial.intermediate_values:
+            self.storage.set_trial_intermediate_value(self._id(number), step, value)
+            trial = self._trial(number)
+        last = max(trial.intermediate_values)
+        if step < last:
+            return False  # Its next validations are known, and it was not pruned at them.
+        stop = self.settings.pruner != "none" and bool(self.study.pruner.prune(self.study, trial))
+        if stop:
+            self.storage.set_trial_user_attr(self._id(number), PRUNED, step)
+        return stop
+
+    def finish(self, number: int, run: Path | None = None) -> str:
+        """Finishes a trial whose run has ended, with the best of its values; returns its state.
+
+        Args:
+            number: Number of the trial.
+            run: Folder of its run.
+        """
+        trial = self._trial(number)
+        value = best_value(trial.intermediate_values.values(), self.settings.direction)
+        if run is not None:
+            self.storage.set_trial_user_attr(self._id(number), RUN, str(run.relative_to(self.folder)))
+        if PRUNED in trial.user_attrs:
+            self._tell(number, TrialState.PRUNED)
+            return "PRUNED"
+        if value is None or not math.isfinite(value):
+            why = "no validation" if not trial.intermediate_values else "no finite value"
+            self.fail(number, f"{why} of {self.settings.metric} was logged")
+            return "FAIL"
+        self._tell(number, TrialState.COMPLETE, value)
+        return "COMPLETE"
+
+    def prune(self, number: int) -> None:
+        """Finishes a trial that another scheduler has stopped."""
+        self.storage.set_trial_user_attr(
+            self._id(number), PRUNED, max(self._trial(number).intermediate_values, default=0)
+        )
+        self._tell(number, TrialState.PRUNED)
+
+    def fail(self, number: int, why: str) -> None:
+        """Finishes a trial that has failed."""
+        self.storage.set_trial_user_attr(self._id(number), ERROR, why)
+        self._tell(number, TrialState.FAIL)
+
+    def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
+        seed = trial_seed(self.settings.seed, number)
+        self.study.sampler = make_sampler(self.settings.sampler, seed, self.settings.pruner != "none")
+        self.study.tell(number, value, state=state)
+
+    def release(self, number: int) -> None:
+        """Releases a trial's folder, after its end, or for another process to continue it."""
+        lock = self._locks.pop(number, None)
+        if lock is not None:
+            lock.release()
+
+    def unfinished(self) -> int:
+        """Returns the number of trials that wait or run."""
+        return len(self._trials(TrialState.RUNNING, TrialState.WAITING))
+
+    def describe(self, number: int) -> str:
+        """Returns a trial's result as text: its error, or its value and the number of validations."""
+        trial = self._trial(number)
+        if trial.state == TrialState.FAIL:
+            return f": {trial.user_attrs.get(ERROR, '')}"
+        value = best_value(trial.intermediate_values.values(), self.settings.direction)
+        return f": {self.settings.metric} {value:.5g} in {len(trial.intermediate_values)} validations"
+
+    def failed_from_the_start(self, number: int = 3) -> str | None:
+        """Returns the error of the last failed trial if this many have failed and no other has ended; else None."""
+        ended = self._trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        if len(ended) < number or any(trial.state != TrialState.FAIL for trial in ended):
+            return None
+        return str(ended[-1].user_attrs.get(ERROR, ""))
+
+    # --- the storage -----------------------------------------------------------------------------------------
+
+    def trial_folder(self, number: int) -> Path:
+        """Returns the folder of a trial, which holds its config, its log and its run."""
+        return self.folder / TRIALS / f"{number:04d}"
+
+    def _lock(self, number: int) -> None:
+        folder = self.trial_folder(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder.resolve())
+        lock.acquire()
+        self._locks[number] = lock
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.storage.get_all_trials(self._study_id, deepcopy=False, states=states)
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self.storage.get_trial(self._id(number))
+
+    def _id(self, number: int) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self._study_id, number)

@@ -1,0 +1,165 @@
+"""`dlo sweep` as a user runs it: trials in processes, a worker that is killed, the report, and one-line errors."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlo_framework.errors import DloError
+from dlo_plugins.commands import sweep_command
+from support.sweep_config import CONFIG
+
+SPACE = {"model.init_args.lr": {"log": ["1e-4", "1e-1"]}, "model.init_args.optimizer": ["adamw", "sgd"]}
+WORDS = ("--config", "tiny.yaml", "--space", "space.yml")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "space.yml").write_text(yaml.safe_dump(SPACE))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(place: Path, *words: str) -> subprocess.Popen[str]:
+    mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
+    command = [sys.executable, "-m", "dlo_framework", "sweep", *WORDS, *words]
+    return subprocess.Popen(
+        command, cwd=place, env=mine | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
+    """The worker is killed (SIGKILL) in its first trial, once that has a checkpoint; a second start ends the sweep."""
+    options = ("--trials", "2", "--sampler", "random")
+    killed = start(place, *options)
+    folder = place / "runs" / "sweeps" / "tiny"
+    saved = folder / "trials" / "0000" / "version_0" / "checkpoints" / "last.ckpt"
+    until = time.monotonic() + 200
+    while not saved.exists():
+        assert time.monotonic() < until
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.02)
+    killed.kill()
+    killed.communicate()
+    before = [json.loads(line) for line in (folder / "trials" / "0000" / "reports.jsonl").read_text().splitlines()]
+    assert before
+    again = start(place, *options)
+    out, err = again.communicate(timeout=500)
+    assert again.returncode == 0, err[-3000:]
+    assert "2 trials: 2 complete, 0 pruned, 0 fail" in out
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert [row["trial"] for row in rows] == ["0", "1"]
+    assert {row["state"] for row in rows} == {"complete"}
+    assert len({row["model.init_args.lr"] for row in rows}) == 2
+    # One run, which was resumed: the values before the kill are kept, and no step is trained twice in the end.
+    assert [path.name for path in (folder / "trials" / "0000").glob("version_*")] == ["version_0"]
+    summary = json.loads((folder / "trials" / "0000" / "version_0" / "summary.json").read_text())
+    assert (summary["status"], summary["epochs"], summary["steps"]) == ("finished", 3, 12)
+    reports = [json.loads(line) for line in (folder / "trials" / "0000" / "reports.jsonl").read_text().splitlines()]
+    assert {report["step"] for report in reports} == {1, 2, 3}
+    by_step = {}
+    for report in reports:  # What was validated twice had the same value: the resumed run is the same run.
+        assert by_step.setdefault(report["step"], report["value"]) == report["value"]
+    check_best(folder, rows)
+    check_board(folder / "trials" / "0001" / "version_0")
+
+
+def check_best(folder: Path, rows: list[dict[str, str]]) -> None:
+    best = yaml.safe_load((folder / "best.yaml").read_text())
+    done = [row for row in rows if row["state"] == "complete"]
+    expected = max(done, key=lambda row: float(row["val_acc1"]))
+    assert best["model"]["init_args"]["lr"] == float(expected["model.init_args.lr"])
+    assert "run" not in best
+    assert best["trainer"]["callbacks"] is None
+    for name in ("history", "parallel_coordinates", "slices", "curves"):
+        assert (folder / "plots" / f"{name}.png").stat().st_size > 5000
+        assert "plotly" in (folder / "plots" / f"{name}.html").read_text()
+
+
+def check_board(run: Path) -> None:
+    """HParams: the values, the trial's number, and the last metrics."""
+    events = EventAccumulator(str(run), size_guidance={"tensors": 0})
+    events.Reload()
+    hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    for name in (b"sweep/trial", b"sweep/model.init_args.lr", b"sweep/model.init_args.optimizer"):
+        assert name in hparams
+    assert any(tag.startswith("final/val_acc1") for tag in events.Tags()["scalars"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_workers_share_trials_and_a_killed_one_is_replaced(place):
+    pool = start(place, "--trials", "4", "--jobs", "2", "--sampler", "random")
+    folder = place / "runs" / "sweeps" / "tiny"
+    until = time.monotonic() + 200
+    while not (folder / "trials" / "0001" / "reports.jsonl").exists():
+        assert time.monotonic() < until
+        assert pool.poll() is None, pool.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{pool.pid}/task/{pool.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    _, err = pool.communicate(timeout=600)
+    assert pool.returncode == 0, err[-3000:]
+    assert "was killed by signal 9; another one takes its trial" in err
+    rows = list(csv.DictReader((folder / "trials.csv").open()))
+    assert [row["state"] for row in rows] == ["complete"] * 4
+    assert [len(list((folder / "trials" / f"{n:04d}").glob("version_*"))) for n in range(4)] == [1] * 4
+
+
+def sweep(*words: str) -> int:
+    return sweep_command.main([*WORDS, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--trials", "0"), "sweep: --trials must be at least 1, got 0"),
+        (("--sampler", "tpr"), "sweep: --sampler must be one of tpe, gp, cmaes, random, grid, got tpr; did you mean"),
+        (("--metric", "val_loss"), "sweep: --metric and --mode must be set together"),
+        (("--model.init_args.lr", "1"), "sweep: --model.init_args.lr must be left out, as the space sets"),
+        (("--run.name", "x"), "sweep: --run.name must be left out, as the sweep sets it"),
+        (("--trainer.num_nodes", "2"), "sweep: trainer.num_nodes must be 1, as a trial runs on its worker's node"),
+        (("--sampler", "grid"), "space: model.init_args.lr must have a finite number of values under --sampler grid"),
+        (("--engine", "ray", "--pruner", "bohb"), "sweep: --pruner must be one of none, asha, median, pbt with"),
+        (("--space", "nothing.yml"), "sweep: --space must be a file or a shipped space, got nothing.yml"),
+    ],
+)
+def test_bad_options_are_one_sentence_before_a_process_starts(place, words, message):
+    with pytest.raises(DloError) as refused:
+        sweep(*words)
+    assert str(refused.value).startswith(message)
+    assert not list((place / "runs").rglob("trial.yaml")) if (place / "runs").exists() else True
+
+
+def test_a_key_that_the_model_does_not_have_is_found_before_the_first_trial(place):
+    (place / "space.yml").write_text(yaml.safe_dump({"model.init_args.lrr": {"log": [1e-4, 1e-1]}}))
+    with pytest.raises(DloError, match=r"unknown key 'model.init_args.lrr' of ImageClassifier; did you mean 'lr'\?"):
+        sweep("--trials", "2")
+
+
+def test_a_rank_of_a_launcher_and_a_folder_without_a_sweep_are_refused(place, monkeypatch):
+    with pytest.raises(DloError, match="sweep: report needs the folder of a sweep"):
+        sweep_command.main(["report", str(place)])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(DloError, match="sweep: the command must be started once a job"):
+        sweep()
+
+
+def test_the_shipped_space_fits_the_shipped_config(place):
+    from dlo_plugins.sweep.search_space import SearchSpace, apply_values
+
+    base = yaml.safe_load((Path(sweep_command.__file__).parents[3] / "configs/digits/sweep.yaml").read_text())
+    of = SearchSpace(sweep_command.read_space("digits/sweep_space"))
+    for values in of.probes():
+        assert apply_values(base, values)["data"]["init_args"]["batch_size"] in (64, 128, 256, 512)

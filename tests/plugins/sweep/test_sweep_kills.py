@@ -1,0 +1,38 @@
+"""Workers that are killed at random times: no trial is lost or run twice. The benchmark's own code, with few kills."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+FAULTS = ("lost", "at_the_same_time", "again_after_its_end", "values_lost")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("sweep")
+
+
+def test_kills_of_workers_lose_and_double_no_trial(benchmark, tmp_path):
+    found = benchmark.kill_workers(tmp_path / "sweep", 5, seed=1)
+    assert found["kills"] == 5
+    assert found["trials"] == 30
+    assert found["kills_inside_a_trial"] >= 1
+    assert {name: found[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
+
+
+def test_faults_are_counted(benchmark, tmp_path):
+    """What the count would say of a sweep in which they occurred."""
+    folder = tmp_path / "sweep"
+    benchmark.kill_workers(folder, 1, seed=2)
+    lines = benchmark.read_executions(folder)
+    first = next(line for line in lines if line["what"] == "end")
+    for what in ("start", "end"):
+        benchmark.note(folder, first["trial"], what)
+    settings = benchmark.SweepSettings({}, {"x": {"uniform": [0, 1]}}, "value", "maximize", 7, sampler="random")
+    found = benchmark.count_faults(folder, settings, {})
+    assert found["lost"] == 1
+    assert found["again_after_its_end"] == 1
+    assert found["at_the_same_time"] >= 1
