@@ -250,8 +250,8 @@ class ResumableLoader:
 class _Batches:
     """Iterable of the inner loader: the sampler's batches from the position where the epoch begins.
 
-    It holds references to the sampler and the dataset only. With one to the loader, both would wait for the garbage collector, which
-    ends workers out of order: each then takes five seconds to notice.
+    It holds references to the sampler and the dataset only. With one to the loader, both would wait for the garbage
+    collector, which ends workers out of order: each then takes five seconds to notice.
     """
 
     def __init__(self, sampler: ResumableBatchSampler, announced_to: ReadAheadDataset | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -179,9 +180,7 @@ class Mixture:
                 place, weights, slope = self._segment(begin)
                 past = times[chosen] - self._times[place]
                 which = source[chosen]
-                result[chosen] = self._integrals[place, which] + past * (
-                    weights[which] + 0.5 * slope[which] * past
-                )
+                result[chosen] = self._integrals[place, which] + past * (weights[which] + 0.5 * slope[which] * past)
         return result
 
 
@@ -301,7 +300,7 @@ def check_points(names: Sequence[str], points: Sequence[MixturePoint]) -> None:
     if not points or points[0].samples != 0:
         got = points[0].samples if points else "no moment"
         raise DloError(f"mix must begin at samples: 0, got {got}; add {{samples: 0, weights: ...}} as the first moment")
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if after.samples <= before.samples:
             raise DloError(
                 f"mix must have moments with ascending samples, got {before.samples} before {after.samples}; sort them"
@@ -311,7 +310,7 @@ def check_points(names: Sequence[str], points: Sequence[MixturePoint]) -> None:
             if name not in names:
                 raise DloError(
                     f"mix must name sources, got {name!r}"
-                    f"{did_you_mean(name, names) or f'; the sources are ' + ', '.join(names)}"
+                    f"{did_you_mean(name, names) or '; the sources are ' + ', '.join(names)}"
                 )
             allowed = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
             if not allowed or weight < 0 or (weight == 0 and len(points) == 1):

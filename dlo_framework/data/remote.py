@@ -1,7 +1,7 @@
 """Files of a data source, local or remote: random access to bytes, with a bounded cache of blocks on the local disk.
 
-A remote file is any URL that fsspec reads (``hf://``, ``s3://``, ``gs://``, ``https://``). It is fetched in blocks, each
-of which becomes one file of the cache. All processes of a node share the cache:
+A remote file is any URL that fsspec reads (``hf://``, ``s3://``, ``gs://``, ``https://``). It is fetched in blocks,
+each of which becomes one file of the cache. All processes of a node share the cache:
 
 * A block is fetched by one process at a time, and its file appears by a rename, so that none reads half of it.
 * The size of all files never exceeds the limit; the least recently used are removed first. A removed file stays
@@ -479,5 +479,3 @@ def _locked(path: Path) -> Iterator[None]:
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # Closing would leave it to a worker that was forked meanwhile.
         os.close(file)
-
-

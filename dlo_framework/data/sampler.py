@@ -224,10 +224,7 @@ class ResumableBatchSampler:
             size = (side, side) if side else None
             real = last > first
             indices, seeds = draws_between(first, last) if real else draws_between(start, start + 1)
-            yield [
-                Draw(index, seed, real, size)
-                for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True)
-            ]
+            yield [Draw(index, seed, real, size) for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True)]
 
     def draws_at(self, epoch: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the dataset indices and the draws' seeds at some positions of ``order``, both int64 [P]."""

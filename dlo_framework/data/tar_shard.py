@@ -1,7 +1,7 @@
 """Random access to samples in tar files in WebDataset's layout: members ``KEY.SUFFIX``, those of a sample in a row.
 
-The headers are read once; the offsets and sizes are then stored in an index file. Nothing is extracted to a file system,
-so that names and links of a hostile archive do nothing.
+The headers are read once; the offsets and sizes are then stored in an index file. Nothing is extracted to a file
+system, so that names and links of a hostile archive do nothing.
 """
 
 from __future__ import annotations

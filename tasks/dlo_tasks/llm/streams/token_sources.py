@@ -18,7 +18,7 @@ from dlo_framework.data.mds_shard import MdsShard, array_lengths, decode_mds_arr
 from dlo_framework.data.parquet_shard import ParquetShard
 from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, is_remote, list_files, local_name, open_bytes
 from dlo_framework.data.tar_shard import TarMember, scan_tar
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.llm.streams.megatron import MegatronShard
 from dlo_tasks.llm.streams.token_shards import RecordShard, StoreShard, TokenShard
 
@@ -70,10 +70,7 @@ def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
     Raises:
         DloError: If there are no files, their format is unknown or unlike the option's, or they are damaged.
     """
-    if is_remote(files.path) or local_name(files.path).exists() or any(mark in files.path for mark in "*?["):
-        names = list_files(files.path, storage.options)
-    else:  # Megatron-LM's prefix.
-        names = list_files(f"{files.path}.bin", storage.options)
+    names = list_token_files(files, storage)
     kind = files.format or _find_format(files, names)
     opened: list[TokenShard] = []
     if kind == "dlo":
@@ -91,6 +88,23 @@ def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
     if not opened:
         raise DloError(f"sources.{files.name}.path must name files of the format {kind}, got {names[0]}")
     return opened
+
+
+def list_token_files(files: TokenFiles, storage: Storage) -> list[str]:
+    """Returns the files of a source.
+
+    Raises:
+        DloError: If there are none.
+    """
+    path = files.path
+    if is_remote(path) or local_name(path).exists() or any(mark in path for mark in "*?["):
+        return list_files(path, storage.options)
+    prefix = local_name(f"{path}.bin")
+    if not prefix.exists():
+        near = local_name(path).parent
+        hint = did_you_mean(Path(path).name, [entry.name for entry in near.iterdir()] if near.is_dir() else [])
+        raise DloError(f"sources.{files.name}.path must name files, got {path}, which does not exist{hint}")
+    return [str(prefix)]
 
 
 def _find_format(files: TokenFiles, names: Sequence[str]) -> Format:
