@@ -243,7 +243,7 @@ class MixtureOrder:
         self.size = int(self._first[-1]) if size is None else size
 
     def place(self, epoch: int, positions: np.ndarray) -> Placed:
-        """Returns the samples at these positions; ``index`` counts over all sources."""
+        """Returns the samples at these positions; ``sample`` counts over all sources."""
         index, copy = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         if not len(positions):
             return Placed(index, copy)
@@ -255,7 +255,7 @@ class MixtureOrder:
             passes, within = np.divmod(number, order.size)
             for turn in np.unique(passes[source == which]).tolist():
                 chosen = (source == which) & (passes == turn)
-                index[chosen] = self._first[which] + order.place(turn, within[chosen]).index
+                index[chosen] = self._first[which] + order.place(turn, within[chosen]).sample
                 copy[chosen] = turn
         return Placed(index, copy)
 

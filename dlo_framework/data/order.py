@@ -25,12 +25,12 @@ class Placed(NamedTuple):
     """Samples at some positions of an epoch.
 
     Attributes:
-        index: Indices of the samples in the dataset, int64 [P].
+        sample: Indices of the samples in the dataset, int64 [P].
         copy: Number of earlier occurrences of each sample since the beginning of the run that its epoch does not
             count, int64 [P]. Random choices of a draw depend on it.
     """
 
-    index: np.ndarray
+    sample: np.ndarray
     copy: np.ndarray
 
 

@@ -231,7 +231,7 @@ class ResumableBatchSampler:
         assert self.order is not None
         repeat = positions % self.repeats
         placed = self.order.place(epoch if self.shuffle else 0, positions // self.repeats)
-        return placed.index, self._seeds(placed.index, epoch, placed.copy * self.repeats + repeat)
+        return placed.sample, self._seeds(placed.sample, epoch, placed.copy * self.repeats + repeat)
 
     def _draw_function(self) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
         """Returns a function that returns the indices and seeds between two positions of the current epoch."""

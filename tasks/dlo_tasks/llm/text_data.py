@@ -64,9 +64,9 @@ class TextData(ResumableDataModule):
     With `sources`, the data is a mixture of text and of tokenised shards (Megatron-LM, MDS, WebDataset, Parquet, dlo's
     own), local or remote, by weights that may change during the run.
 
-    One process tokenises the documents once for all nodes, into a memory-mapped file in the user's cache folder. Its name
-    is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without attention
-    between documents; or padded, in batches of similar length. Statistics of the packing are printed.
+    One process tokenises the documents once for all nodes, into a memory-mapped file in the user's cache folder. Its
+    name is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without
+    attention between documents; or padded, in batches of similar length. Statistics of the packing are printed.
 
     Batches are dicts of int64 tensors `[batch, length]`: `input_ids`; `labels`, the id of the next token, or -100
     where it is not a target; `position_ids`, which restart at 0 with each document. Training batches also have
@@ -77,10 +77,10 @@ class TextData(ResumableDataModule):
     Args:
         train_files: Path or glob, or a list of them. Default: the sources of Python's standard library.
         val_files: Path or glob, or a list of them. Default: `val_fraction` of the training documents.
-        sources: Sources by name, in place of `train_files`. Each has `files`, text as in `train_files`; or `path`, tokenised
-            shards: a file, folder or glob, local or a URL of fsspec, with optional `format` (`megatron`, `mds`,
-            `webdataset`, `parquet`, `dlo`), `column` and `dtype`. Documents of shards are cut into windows of `seq_len`
-            without packing.
+        sources: Sources by name, in place of `train_files`. Each has `files`, text as in `train_files`; or `path`,
+            tokenised shards: a file, folder or glob, local or a URL of fsspec, with optional `format` (`megatron`,
+            `mds`, `webdataset`, `parquet`, `dlo`), `column` and `dtype`. Documents of shards are cut into windows of
+            `seq_len` without packing.
         mix: Weights by source, such as `{code: 0.3, web: 0.7}`; or a list of moments,
             `[{samples: 0, weights: {...}}, {samples: 100000, weights: {...}}]`, counted in samples of the run. Default:
             in proportion to the number of windows.
@@ -225,12 +225,10 @@ class TextData(ResumableDataModule):
             raise DloError(f"sources must not be set for {type(self).__name__}, got {len(sources)}; set train_files")
         if train_files is not None:
             raise DloError(
-                f"train_files must not be set with sources, got {train_files}; make it a source: {{more: {{files: ...}}}}"
+                f"train_files must not be set with sources, got {train_files}; add it as a source with files"
             )
         if packing != "best_fit":
-            raise DloError(
-                f"packing must be best_fit with sources, got {packing}; windows of a mixture are equally long"
-            )
+            raise DloError(f"packing must be best_fit with sources, got {packing}; remove it")
         found = read_sources(sources)
         self.mix_options.check([source.name for source in found])
         return found

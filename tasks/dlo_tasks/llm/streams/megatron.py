@@ -50,9 +50,7 @@ class MegatronShard:
         with open(self._index, "rb") as file:
             head = file.read(_HEADER)
         if len(head) < _HEADER or not head.startswith(_MAGIC):
-            raise DloError(
-                f"{index.name} must be an index of Megatron-LM (MMIDIDX), got another file; correct the path"
-            )
+            raise DloError(f"{index.name} must be an index of Megatron-LM, got another file; correct the path")
         version, code, sequences, bounds = struct.unpack("<QBQQ", head[len(_MAGIC) :])
         if version != 1 or code not in _TYPES:
             got = _FLOATS.get(code, f"type {code}")

@@ -119,5 +119,5 @@ def _read_source(name: str, values: Any) -> TextSource:
         )
     if values.get("dtype") not in (None, *_DTYPES):
         raise DloError(f"{key}.dtype must be one of {', '.join(_DTYPES)}, got {values['dtype']!r}")
-    fields = {entry: values.get(entry) for entry in _TOKENS}
-    return TextSource(name, None, TokenFiles(name, **fields))
+    tokens = TokenFiles(name, str(values["path"]), values.get("format"), values.get("column"), values.get("dtype"))
+    return TextSource(name, None, tokens)

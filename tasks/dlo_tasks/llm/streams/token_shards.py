@@ -77,7 +77,7 @@ class StoreShard:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the ids of some tokens."""
-        return self._store.read(np.s_[start:stop])[0]  # type: ignore[arg-type]
+        return self._store.read(slice(start, stop))[0]
 
     def read_ahead(self, start: int, stop: int) -> None:
         """Does nothing: the kernel reads ahead in a mapped file."""
