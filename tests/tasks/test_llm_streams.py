@@ -175,7 +175,7 @@ import numpy, torch
 from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache
 from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
-from dlo_tasks.llm.streams.text_sources import MixOptions
+from dlo_framework.data.mix_options import MixOptions
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -112,6 +112,7 @@ class ImageDataset:
         training: Whether the dataset is for training, not for evaluation.
         rank: Rank of this process, for messages.
         slots: Number of processes that may count corrupt images: the workers and the main process.
+        batches_ahead: Number of batches whose images are fetched ahead; 0 for none, as for files on a disk.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class ImageDataset:
         training: bool,
         rank: int = 0,
         slots: int = 1,
+        batches_ahead: int = 0,
     ) -> None:
         self.source = source
+        self.batches_ahead = batches_ahead
         self.view = view
         self.on_corrupt = on_corrupt
         self.training = training
@@ -139,6 +142,12 @@ class ImageDataset:
     def corrupt_images(self) -> int:
         """Number of times that a corrupt image was read on this rank, over all its workers."""
         return int(self._corrupt.sum())
+
+    def read_ahead(self, draws: list[Draw]) -> None:
+        """Begins to fetch the drawn images, if their source is a stream."""
+        fetch = getattr(self.source, "read_ahead", None)
+        if fetch is not None:
+            fetch([draw.index for draw in draws])
 
     def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor] | CountedBatch:
         """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B].

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import ResumableDataModule, ResumableLoader
+from dlo_framework.data.mix_options import MixOptions, ShuffleName
 from dlo_framework.data.mixture import Ramp
 from dlo_framework.data.remote import BlockCache, is_remote
 from dlo_framework.distributed.control_group import control_group
@@ -39,7 +40,7 @@ from dlo_tasks.llm.step_tokens import (
     TextBatchSampler,
 )
 from dlo_tasks.llm.streams.source_layout import SourceStatistics, hold_out
-from dlo_tasks.llm.streams.text_sources import MixOptions, ShuffleName, TextSource, read_sources
+from dlo_tasks.llm.streams.text_sources import TextSource, read_sources
 from dlo_tasks.llm.streams.token_sources import Storage, list_token_files, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 from dlo_tasks.llm.token_build import cached_tokens
