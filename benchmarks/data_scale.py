@@ -3,8 +3,8 @@
 * Opening: a Megatron-LM corpus of 100 GB, a sparse file with a real index, from a new process to the first batch of a
   global shuffle; time and memory beyond the imports, each over its bar (1 s, 100 MB).
 * Proportions: the largest difference between a source's share of an epoch and its weight, over 0.1%.
-* Reading: tokens of a local file per second, through windows in order, over reading the file's bytes in pieces of 8 MiB.
-  The file's pages are dropped from the page cache before each measurement, so that both read from the disk.
+* Reading: tokens of a local file per second, through windows in order, over reading the file's bytes in pieces of 8
+  MiB. The file's pages are dropped from the page cache before each measurement, so that both read from the disk.
 * Latency: the time of training steps from a file system that answers after 100 ms, over that from local files. A step
   computes for a fixed time.
 

@@ -7,20 +7,29 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_parallel_coordinates
 from dlo_framework.data.mix_options import MixOptions
 from dlo_framework.data.mixture import Ramp
 from dlo_framework.data.remote import BlockCache, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
+from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
 from dlo_tasks.imagenet.augment import build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
-from dlo_tasks.imagenet.folder_dataset import EvalView, ImageDataset, TrainView, View
+from dlo_tasks.imagenet.decode import CorruptImageError
+from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
+from dlo_tasks.imagenet.device_measure import measure_decoders
+from dlo_tasks.imagenet.folder_dataset import ImageDataset
 from dlo_tasks.imagenet.folder_sources import ImageSource
 from dlo_tasks.imagenet.image_streams import ImageStorage, JoinedImages, find_streams
 from dlo_tasks.imagenet.open_images import find_classes, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
+from dlo_tasks.imagenet.views import EvalView, TrainView, View
 
 
 class ImageFolderData(ImageData):
@@ -87,6 +96,10 @@ class ImageFolderData(ImageData):
         cache_dir: Folder on a local disk for indices and blocks of remote files. Default: ``~/.cache/dlo/images``.
         cache_bytes: Maximum size of the blocks, such as ``20GB``; the least recently used ones are removed.
         batches_ahead: Batches whose images are fetched ahead of the loader, of shards other than local tar files.
+        decode: Place where training images are decoded: "cpu", in the workers; "gpu", on a CUDA device by torchvision's
+            nvJPEG, with the same crops, and without augmentations other than crop and flip; or "auto", which measures
+            both for half a minute each when training begins, and otherwise uses the CPU. The GPU path has been tested
+            on a CPU only.
         on_corrupt: Reaction to a corrupt image: "raise" stops with the file's name; "skip" replaces it by another image
             (in evaluation: leaves it out) and counts it in ``corrupt_images``.
         num_workers: Number of loader processes per rank. Default: from the rank's CPU cores, see
@@ -137,6 +150,7 @@ class ImageFolderData(ImageData):
         cache_dir: str | None = None,
         cache_bytes: str | int = "20GB",
         batches_ahead: int = 4,
+        decode: Literal["cpu", "gpu", "auto"] = "cpu",
         on_corrupt: Literal["raise", "skip"] = "raise",
         num_workers: int | None = None,
         prefetch_factor: int | None = None,
@@ -199,6 +213,12 @@ class ImageFolderData(ImageData):
             mean=mean,
         )
         self._train_view = TrainView(image_size, scale, ratio, flip, interpolation, distortions)
+        if decode == "gpu" and distortions:
+            raise DloError(
+                "decode must be cpu with rand_augment, three_augment, color_jitter or random_erase, got gpu; set decode:"
+                " cpu, whose workers apply them, or remove them"
+            )
+        self.decode = decode
         self._eval_view = EvalView(self.eval_image_size, crop_pct, interpolation)
         self._datasets: dict[str, ImageDataset] = {}
         self._sources: dict[str, ImageSource] = {}
@@ -233,6 +253,7 @@ class ImageFolderData(ImageData):
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of random crops of the training images, in random order."""
         dataset = self._dataset("train", "train", self._train_view)
+        dataset.encoded = self._choose_decoder(dataset) == "gpu"
         if self.mixed_roots is None and self.mix_options.shuffle == "global":
             return self.train_loader(dataset, repeats=self.repeated_augment)
         parts = dataset.source.sources if isinstance(dataset.source, JoinedImages) else [dataset.source]
@@ -240,6 +261,41 @@ class ImageFolderData(ImageData):
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         make_sampler = partial(InOrderBatchSampler if overfit else ResumableBatchSampler, order.size, order=order)
         return self.train_loader(dataset, repeats=self.repeated_augment, make_sampler=make_sampler)
+
+    def _choose_decoder(self, dataset: ImageDataset) -> str:
+        """Returns where training images are decoded, ``cpu`` or ``gpu``, the same on all ranks."""
+        if self.decode == "cpu":
+            return "cpu"
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self.decode == "gpu":
+            check_device_decoding(device)
+            return "gpu"
+        if device.type != "cuda" or self._train_view.distortions:
+            return "cpu"
+        try:
+            check_device_decoding(device)
+        except DloError as error:
+            rank_zero_warn(f"decode: auto uses the CPU: {error}")
+            return "cpu"
+        chosen = [measure_decoders(dataset, device, self._worker_options()["num_workers"])]
+        group = control_group(self.trainer) if self.trainer is not None else None
+        if group is not None:
+            dist.broadcast_object_list(chosen, src=0, group=group)
+        rank_zero_info(f"decode: auto measured that {chosen[0]} is faster")
+        return chosen[0]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Decodes encoded images on the device, and normalises."""
+        images, targets = batch
+        if isinstance(images, EncodedImages):
+            try:
+                images = images.decode(targets.device)
+            except CorruptImageError as error:
+                raise CorruptImageError(
+                    f"corrupt image in a batch that is decoded on {targets.device}: {error}; set decode: cpu, which"
+                    " names it, and can skip it"
+                ) from error
+        return super().on_after_batch_transfer((images, targets), dataloader_idx)
 
     def val_dataloader(self) -> ResumableLoader:
         """Returns the loader of centre crops of ``val/``."""
