@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import threading
@@ -393,35 +394,45 @@ def list_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
     Raises:
         DloError: If nothing is there.
     """
-    system, path = file_system(pattern, options) if is_remote(pattern) else (None, "")
-    if system is None:
-        return _list_local(local_name(pattern))
+    names = find_files(pattern, options)
+    if not names:
+        place = pattern if is_remote(pattern) else f"{local_name(pattern)} (from {Path.cwd()})"
+        raise DloError(f"{place} must name files, got none there; correct it")
+    return names
+
+
+def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]:
+    """Returns what :func:`list_files` does, but [] if nothing is there.
+
+    Raises:
+        DloError: If the server cannot be reached, or refuses access.
+    """
+    if not is_remote(pattern):
+        return _find_local(local_name(pattern))
+    system, path = file_system(pattern, options)
 
     def found() -> list[str]:
-        if any(mark in path for mark in "*?["):
-            return [name for name in system.glob(path) if not system.isdir(name)]
-        if system.isfile(path):
-            return [path]
-        return [entry["name"] for entry in system.ls(path, detail=True) if entry["type"] == "file"]
+        try:
+            if any(mark in path for mark in "*?["):
+                return [name for name in system.glob(path) if not system.isdir(name)]
+            if system.isfile(path):
+                return [path]
+            return [entry["name"] for entry in system.ls(path, detail=True) if entry["type"] == "file"]
+        except FileNotFoundError:
+            return []
 
-    names = sorted(_try(found, pattern))
-    if not names:
-        raise DloError(f"{pattern} must name files, got none there; correct the URL")
     protocol = pattern.partition("://")[0]
+    names = sorted(_try(found, pattern))
     return [name if "://" in name else f"{protocol}://{name.lstrip('/')}" for name in names]
 
 
-def _list_local(path: Path) -> list[str]:
+def _find_local(path: Path) -> list[str]:
     if any(mark in str(path) for mark in "*?["):
-        import glob
-
         names = [name for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
     elif path.is_dir():
         names = sorted(str(entry) for entry in path.iterdir() if entry.is_file())
     else:
         names = [str(path)] if path.is_file() else []
-    if not names:
-        raise DloError(f"{path} must name files, got none there (from {Path.cwd()}); correct the path")
     return names
 
 

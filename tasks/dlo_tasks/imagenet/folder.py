@@ -215,8 +215,8 @@ class ImageFolderData(ImageData):
         self._train_view = TrainView(image_size, scale, ratio, flip, interpolation, distortions)
         if decode == "gpu" and distortions:
             raise DloError(
-                "decode must be cpu with rand_augment, three_augment, color_jitter or random_erase, got gpu; set decode:"
-                " cpu, whose workers apply them, or remove them"
+                "decode must be cpu with rand_augment, three_augment, color_jitter or random_erase, got gpu; set"
+                " decode: cpu, whose workers apply them, or remove them"
             )
         self.decode = decode
         self._eval_view = EvalView(self.eval_image_size, crop_pct, interpolation)

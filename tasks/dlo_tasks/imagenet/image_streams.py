@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from dlo_framework.atomic_file import open_atomic
 from dlo_framework.data.build_lock import build_once
 from dlo_framework.data.mds_shard import MdsShard, decode_mds_scalar, read_mds_index
 from dlo_framework.data.parquet_shard import ParquetShard
-from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, is_remote, list_files, open_bytes
+from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, find_files, is_remote, open_bytes
 from dlo_framework.data.tar_shard import scan_tar
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.imagenet.folder_sources import HEAD, ImageSource
@@ -253,20 +254,11 @@ def find_streams(root: str, split: str, options: dict[str, Any]) -> list[str]:
 
 
 def _matching(pattern: str, options: dict[str, Any]) -> list[str]:
-    """Returns the files of a pattern; [] for none, but raises if the server cannot be reached."""
-    if not is_remote(pattern):
-        folder, _, name = pattern.rpartition("/")
-        return sorted(str(path) for path in Path(folder).glob(name)) if Path(folder).is_dir() else []
+    """Returns the files whose names match the last part of a pattern; characters of the folder have no meaning."""
     folder, _, name = pattern.rpartition("/")
-    from fnmatch import fnmatch
-
-    try:
-        names = list_files(folder, options)
-    except DloError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return []
-        raise
-    return [each for each in names if fnmatch(each.rpartition("/")[2], name)]
+    if not is_remote(pattern) and not Path(folder).is_dir():
+        return []
+    return [each for each in find_files(folder, options) if fnmatch(each.rpartition("/")[2], name)]
 
 
 def open_stream(names: Sequence[str], storage: ImageStorage, class_names: list[str] | None) -> StreamSource:

@@ -16,10 +16,11 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.data import ResumableDataModule, ResumableLoader
+from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
 from dlo_framework.data.mix_options import MixOptions, ShuffleName
 from dlo_framework.data.mixture import Ramp
-from dlo_framework.data.remote import BlockCache, is_remote
+from dlo_framework.data.remote import BlockCache
+from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.units import parse_bytes
@@ -248,7 +249,7 @@ class TextData(ResumableDataModule):
         for source in self.sources:
             if source.files is not None:
                 next(self.read(expand_patterns(source.files, f"sources.{source.name}.files")), None)
-            elif source.tokens is not None and not is_remote(source.tokens.path):
+            elif source.tokens is not None:
                 list_token_files(source.tokens, self._storage())
         if self.train_files is None and not self.sources:
             assert self._library  # finding none is an error
@@ -495,7 +496,14 @@ class TextData(ResumableDataModule):
         return batch
 
     def _held_out(self, name: str) -> Any:
-        return self.eval_loader(self._datasets["val"], name=name) if "val" in self._datasets else []
+        dataset = self._datasets.get("val")
+        if dataset is None:
+            return []
+        if not isinstance(dataset, JoinedWindows):
+            return self.eval_loader(dataset, name=name)
+        size = len(dataset)
+        make_sampler = partial(InOrderBatchSampler, size, shuffle=False, drop_last=False, order=InOrder(size))
+        return self.eval_loader(dataset, name=name, make_sampler=make_sampler)
 
     # --- resuming -------------------------------------------------------------------------------------------
 
