@@ -29,7 +29,7 @@ _FIXED = {
     **{f"float{bits}": bits // 8 for bits in (16, 32, 64)},
     "int": 8,
 }
-#: Types of arrays, by the number that stands for them in a sample.
+#: Types of arrays, by their code in a sample.
 _VALUE_TYPES = {
     8: "uint8",
     9: "int8",

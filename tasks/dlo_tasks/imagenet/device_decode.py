@@ -85,7 +85,8 @@ def encode_view(view: TrainView, data: bytes, numbers: np.ndarray, size: tuple[i
         return EncodedImage(torch.frombuffer(bytearray(data), dtype=torch.uint8), box, flip)
     pixels = decode_pil(data)
     out = torch.empty(*size, 3, dtype=torch.uint8)
-    box = random_resized_box(*pixels.shape[:2], numbers, view.scale, view.ratio)
+    height, width = pixels.shape[:2]
+    box = random_resized_box(height, width, numbers, view.scale, view.ratio)
     resize_into(out, pixels, box, view.interpolation, flip)
     return EncodedImage(out, None, False)
 

@@ -19,7 +19,7 @@ from dlo_framework.atomic_file import open_atomic
 from dlo_framework.data.build_lock import build_once
 from dlo_framework.data.mds_shard import MdsShard, decode_mds_scalar, read_mds_index
 from dlo_framework.data.parquet_shard import ParquetShard
-from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, find_files, is_remote, open_bytes
+from dlo_framework.data.remote import BlockCache, ByteFile, LocalFile, RemoteFile, find_files, is_remote, open_bytes
 from dlo_framework.data.tar_shard import scan_tar
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.imagenet.folder_sources import HEAD, ImageSource
@@ -68,7 +68,7 @@ class ImageShard(Protocol):
         """Returns the (offset, size) in the file that :meth:`read` reads."""
 
     @property
-    def file(self) -> LocalFile | RemoteFile:
+    def file(self) -> ByteFile:
         """The file."""
 
 
