@@ -68,7 +68,7 @@ def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
     """Returns the shards of a source; indexes them first, if no process has done so.
 
     Raises:
-        DloError: If there are no files, their format is unknown or unlike the option's, or they are damaged.
+        DloError: If files are missing or damaged, or their format is unknown.
     """
     names = list_token_files(files, storage)
     kind = files.format or _find_format(files, names)
