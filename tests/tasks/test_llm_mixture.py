@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 
+from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
@@ -158,48 +158,40 @@ def test_a_run_resumes_in_mid_epoch_with_other_workers(mixed, tmp_path):
     assert len(whole.seen) == 320
 
 
-KILLED = """
-import json, os, sys, time
-from dlo_framework.data import ResumableLoader
-from dlo_framework.data.loader import ResumableLoader
-from dlo_tasks.llm.text_data import TextData
-options, folder, ranks, workers = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-data = TextData(**options, num_workers=workers)
-data.setup("fit")
-dataset, order = data._datasets["train"], data.train_dataloader().sampler.order
-loaders = [ResumableLoader(dataset, batch_size=16 // ranks, shuffle=True, rank=rank, world_size=ranks, drop_last=True,
-    num_workers=workers, batch_sampler=data.train_dataloader().sampler.__class__(order.size, batch_size=16 // ranks,
-    shuffle=True, seed=0, rank=rank, world_size=ranks, drop_last=True, order=order, count_targets=dataset.count_targets,
-    accumulation=data.train_dataloader().sampler._accumulation)) for rank in range(ranks)]
-state = {"epoch": 0, "samples": 0, "bytes": 0}
-if os.path.exists(folder + "/state"):
-    state = json.load(open(folder + "/state"))
-log = open(folder + "/log", "a")
-log.truncate(state["bytes"])
-log.seek(state["bytes"])
-for loader in loaders:
-    loader.load_state_dict(state)
-print("ready", flush=True)
-while state["epoch"] < 3:
-    for loader in loaders:
-        loader.sampler.set_epoch(state["epoch"])
-    for batches in zip(*loaders):
-        for batch in batches:
-            for row in batch["input_ids"].tolist():
-                log.write(json.dumps(row) + "\\n")
-        log.flush()
-        state = {**loaders[0].state_dict(), "bytes": log.tell()}
-        with open(folder + "/new", "w") as file:
-            json.dump(state, file)
-        os.replace(folder + "/new", folder + "/state")
-        time.sleep(0.01)
-    state = {"epoch": state["epoch"] + 1, "samples": 0, "bytes": log.tell()}
-print("done", flush=True)
-"""
+def consume(options: dict, folder: str, ranks: int, workers: int) -> None:
+    """Loads three epochs on some ranks, logs their samples, and commits the position after each batch."""
+    data = TextData(**options)
+    data.setup("fit")
+    dataset, order = data._datasets["train"], data.train_dataloader().sampler.order
+    loaders = []
+    for rank in range(ranks):
+        place = {"batch_size": 16 // ranks, "shuffle": True, "drop_last": True, "rank": rank, "world_size": ranks}
+        sampler = StreamBatchSampler(
+            order.size, **place, order=order, count_targets=dataset.count_targets,
+            accumulation=lambda: AccumulationPlan(1, float("inf")),
+        )  # fmt: skip
+        loaders.append(ResumableLoader(dataset, **place, num_workers=workers, batch_sampler=sampler))
+    kept = Path(folder, "state")
+    state = json.loads(kept.read_text()) if kept.exists() else {"epoch": 0, "samples": 0, "bytes": 0}
+    with open(f"{folder}/log", "a") as log:
+        log.truncate(state["bytes"])
+        for loader in loaders:
+            loader.load_state_dict(state)
+        while state["epoch"] < 3:
+            for loader in loaders:
+                loader.sampler.set_epoch(state["epoch"])
+            for batches in zip(*loaders, strict=True):
+                for batch in batches:
+                    log.writelines(f"{row}\n" for row in batch["input_ids"].tolist())
+                log.flush()
+                state = {**loaders[0].state_dict(), "bytes": os.fstat(log.fileno()).st_size}
+                Path(folder, "new").write_text(json.dumps(state))
+                os.replace(f"{folder}/new", kept)
+                time.sleep(0.01)
+            state = {"epoch": state["epoch"] + 1, "samples": 0, "bytes": os.fstat(log.fileno()).st_size}
 
 
 def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, cache, mixed):
-    write_megatron(tmp_path / "web", documents(400, 90))
     options = {
         "sources": {"text": {"files": str(tmp_path / "texts.jsonl")}, "web": {"path": str(tmp_path / "web")}},
         "mix": MIX, "mix_ramp": "linear", "shuffle": "buffer", "shuffle_chunk": 8, "shuffle_buffer": 64,
@@ -207,31 +199,35 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, cache, mixed)
         "epoch_samples": 200,
     }  # fmt: skip
     mixed().setup("fit")  # the caches are there: starts are fast
+    context = multiprocessing.get_context("fork")
 
-    def start(folder: Path, ranks: int, workers: int) -> subprocess.Popen:
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", KILLED, json.dumps(options), str(folder), str(ranks), str(workers)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def start(name: str, ranks: int, workers: int) -> multiprocessing.process.BaseProcess:
+        (tmp_path / name).mkdir(exist_ok=True)
+        process = context.Process(target=consume, args=(options, str(tmp_path / name), ranks, workers))
+        process.start()
+        return process
 
-    assert "done" in start(tmp_path / "whole", 1, 0).communicate(timeout=120)[0]
+    whole = start("whole", 1, 0)
+    whole.join(120)
+    assert whole.exitcode == 0
     generator, kills = random.Random(0), 0
     for ranks, workers in [(1, 0), (2, 1), (4, 0), (2, 0), (8, 0), (1, 1)]:
-        process = start(tmp_path / "killed", ranks, workers)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("train:"):
-                continue
-            break
-        time.sleep(generator.uniform(0.02, 0.3))
-        if process.poll() is None:
+        process = start("killed", ranks, workers)
+        state, before = tmp_path / "killed" / "state", time.time()
+        while process.is_alive() and not (state.exists() and state.stat().st_mtime > before):
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0.0, 0.05))
+        if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
-        process.wait()
+        process.join(30)
     assert kills >= 3
-    assert "done" in start(tmp_path / "killed", 4, 0).communicate(timeout=120)[0]
-    whole, killed = ((tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed"))
-    assert len(whole) == 3 * (200 // 16 * 16)
-    assert killed == whole
+    last = start("killed", 4, 0)
+    last.join(120)
+    assert last.exitcode == 0
+    found = {name: (tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed")}
+    assert len(found["whole"]) == 3 * (200 // 16 * 16)
+    assert found["killed"] == found["whole"]
 
 
 def test_processes_tokenise_as_one_does(tmp_path, make):
