@@ -12,15 +12,14 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from dlo_framework.errors import DloError
+from dlo_framework.process_identity import create_once, file_system_time, start_time, this_process
 
 NAME = "run.lock"
 #: Seconds between touches of a lock, and without a touch until its process counts as dead on another host.
@@ -53,7 +52,7 @@ class RunLock:
         if path is not None:
             _refuse_if_alive(self.run, path)
         own = self.run / f"{NAME}.{number + 1}"
-        if not _create(own, json.dumps(_this_process())):
+        if not _create(own, json.dumps(this_process())):
             _refuse_if_alive(self.run, own)
             raise DloError(f"another process has locked {self.run} at the same time; start this one again")
         try:
@@ -179,24 +178,10 @@ def _newest(run: Path) -> tuple[int, Path | None]:
 
 def _create(path: Path, text: str) -> bool:
     """Creates a file with its content atomically; returns False if it exists."""
-    draft = path.with_name(f".{NAME}-{uuid4().hex}")
     try:
-        draft.write_text(text)
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        except OSError:  # The file system has no hard links.
-            try:
-                with open(path, "x") as file:
-                    file.write(text)
-            except FileExistsError:
-                return False
-        return True
+        return create_once(path, text)
     except OSError as error:
         raise DloError(f"cannot lock the run {path.parent}: {error.strerror}; choose another with --run.dir") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _refuse_if_alive(run: Path, path: Path) -> None:
@@ -204,7 +189,7 @@ def _refuse_if_alive(run: Path, path: Path) -> None:
         holder = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return  # Released, or half written by a process that was killed as it began.
-    if holder.get("pid") == os.getpid() and holder.get("start") == _start_time(os.getpid()):
+    if holder.get("pid") == os.getpid() and holder.get("start") == start_time(os.getpid()):
         return
     if not _is_alive(run, path, holder):
         return
@@ -218,9 +203,9 @@ def _refuse_if_alive(run: Path, path: Path) -> None:
 
 def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
     """Returns whether a lock's process is alive; if it is on another host, waits for a touch."""
-    here = _this_process()
+    here = this_process()
     if holder.get("machine") == here["machine"]:
-        return holder.get("start") == _start_time(int(holder["pid"]))
+        return holder.get("start") == start_time(int(holder["pid"]))
     said, first = False, None
     while True:
         try:
@@ -230,7 +215,7 @@ def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
         if first is not None and touched != first:
             return True
         first = touched
-        if _file_systems_time(run) - touched > DEAD:
+        if file_system_time(run) - touched > DEAD:
             return False
         if not said:
             print(
@@ -240,50 +225,3 @@ def _is_alive(run: Path, path: Path, holder: dict[str, Any]) -> bool:
             )
             said = True
         time.sleep(1.0)
-
-
-def _file_systems_time(run: Path) -> float:
-    """Returns the time by the clock that stamps files: a server's may differ from this host's."""
-    probe = run / f".{NAME}-{uuid4().hex}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "start": _start_time(pid),
-        "machine": _machine(),
-        "job": os.environ.get("SLURM_JOB_ID", ""),
-    }
-
-
-def _machine() -> str:
-    """Returns an identifier of the processes visible to this one: a boot of a host, and a container in it."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-def _start_time(pid: int) -> str:
-    """Returns the start time of a process, in the system's own units; empty if it does not exist."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return ""
-    try:  # No such files here (macOS): the process id must suffice.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        pass
-    return str(pid)

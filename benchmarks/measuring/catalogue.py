@@ -44,6 +44,7 @@ ENTRIES = (
     _entry("startup", 8, "", "--rounds 1"),
     _entry("data_path", 1, "--quality 75 --workers", "--rounds 1 --images 32 --quality 75 --workers"),
     _entry("data_path", 2, "--quality 90", "--rounds 1 --images 32"),
+    _entry("data_scale", 4, "", "--rounds 1 --gigabytes 1 --megabytes 8 --steps 2 --samples 4096"),
     _entry("batch_mix", 3, "", "--rounds 1 --calls 1"),
     _entry("progressive_resizing", 16, "", "--rounds 1 --seeds 1 --epochs 2"),
     _entry("race", 16, "", "--seeds 1 --epochs 1"),

@@ -3,23 +3,38 @@
 * :class:`ResumableBatchSampler` decides which samples each rank sees, and gives each its own random seed.
 * :class:`ResumableLoader` loads them and counts how many the trainer has received.
 * :class:`ResumableDataModule` builds such loaders for a Lightning trainer and saves their position in checkpoints.
+
+For data at scale, :class:`GlobalShuffle`, :class:`BufferShuffle` and :class:`MixtureOrder` compute the sample at a
+position without an array of all samples; :mod:`dlo_framework.data.remote` reads remote files through a bounded cache.
 """
 
 from dlo_framework.data.evaluation import step_samples
 from dlo_framework.data.hashing import hash64, uniform
-from dlo_framework.data.loader import CountedBatch, ResumableLoader, seed_all
+from dlo_framework.data.loader import CountedBatch, ReadAheadDataset, ResumableLoader, seed_all
+from dlo_framework.data.mixture import Mixture, MixtureOrder, MixturePoint
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
+from dlo_framework.data.order import BufferShuffle, GlobalShuffle, InOrder, SampleOrder
+from dlo_framework.data.permutation import Permutation
 from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
 from dlo_framework.data.workers import ignore_stop_signals
 
 __all__ = [
     "VOID",
+    "BufferShuffle",
     "CountedBatch",
     "Draw",
+    "GlobalShuffle",
+    "InOrder",
+    "Mixture",
+    "MixtureOrder",
+    "MixturePoint",
+    "Permutation",
     "Position",
+    "ReadAheadDataset",
     "ResumableBatchSampler",
     "ResumableDataModule",
     "ResumableLoader",
+    "SampleOrder",
     "Window",
     "data_parallel_coordinates",
     "gradient_ranks",

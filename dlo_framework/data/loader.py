@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -26,6 +27,17 @@ class BatchDataset(Protocol):
 
     def fetch(self, draws: list[Draw]) -> Any:
         """Returns the collated batch, or a :class:`CountedBatch` if it leaves out some draws."""
+
+
+@runtime_checkable
+class ReadAheadDataset(Protocol):
+    """Dataset that begins to fetch the data of coming batches, so that reading them later does not wait."""
+
+    batches_ahead: int
+    """Number of batches that are announced before they are loaded; 0 for none."""
+
+    def read_ahead(self, draws: list[Draw]) -> None:
+        """Begins to fetch the data of a batch; called in the main process, and must return at once."""
 
 
 class CountedBatch(NamedTuple):
@@ -127,7 +139,7 @@ class ResumableLoader:
         self._collate = collate_fn
         self._in_work, self._before_step = in_work, before_step
         self._loader: DataLoader | None = None
-        self._batches = _Batches(self.batch_sampler)
+        self._batches = _Batches(self.batch_sampler, dataset if isinstance(dataset, ReadAheadDataset) else None)
         self._epoch = 0
         self._samples = 0  # samples handed out in this epoch, over all ranks
         self._samples_before = 0  # the same without the batch that was handed out last
@@ -175,7 +187,9 @@ class ResumableLoader:
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == sampler.epoch else 0
         self._epoch, self._samples, self._samples_before = sampler.epoch, start, start
-        spans = list(sampler.spans_from(start))  # Before the yield: a schedule may plan the next epoch meanwhile.
+        spans = sampler.spans_from(start)
+        if sampler.window_at is not None:
+            spans = iter(list(spans))  # Before the yield: a schedule may plan the next epoch meanwhile.
         for loaded, (first, past) in zip(self._start(start), spans, strict=False):
             if isinstance(loaded, DloError):
                 self.close()
@@ -236,19 +250,33 @@ class ResumableLoader:
 class _Batches:
     """Iterable of the inner loader: the sampler's batches from the position where the epoch begins.
 
-    It holds a reference to the sampler only. With one to the loader, both would wait for the garbage collector, which
-    ends workers out of order: each then takes five seconds to notice.
+    It holds references to the sampler and the dataset only. With one to the loader, both would wait for the garbage
+    collector, which ends workers out of order: each then takes five seconds to notice.
     """
 
-    def __init__(self, sampler: ResumableBatchSampler) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: ResumableBatchSampler, announced_to: ReadAheadDataset | None) -> None:
+        self.sampler, self.announced_to = sampler, announced_to
         self.first_sample = 0
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        return self.sampler.batches_from(self.first_sample)
+        batches = self.sampler.batches_from(self.first_sample)
+        if self.announced_to is None or not self.announced_to.batches_ahead:
+            return batches
+        return announce_batches(batches, self.announced_to)
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+
+def announce_batches(batches: Iterator[list[Draw]], dataset: ReadAheadDataset) -> Iterator[list[Draw]]:
+    """Yields the batches, each after the dataset was told about the ``batches_ahead`` batches that follow it."""
+    waiting: deque[list[Draw]] = deque()
+    for draws in batches:
+        dataset.read_ahead(draws)
+        waiting.append(draws)
+        if len(waiting) > dataset.batches_ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _as_is(batch: Any) -> Any:

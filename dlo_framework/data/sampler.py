@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import SequentialSampler
 
 from dlo_framework.data.hashing import hash64
+from dlo_framework.data.order import SampleOrder
 from dlo_framework.errors import DloError
 
 VOID = -1
@@ -23,7 +24,7 @@ class Draw(NamedTuple):
     Attributes:
         index: Index of the item in the dataset.
         seed: Seed of every random choice for this sample; 0 <= seed < 2**63. It is a function of (sampler seed, epoch,
-            index, repeat) alone.
+            index, repeat, earlier passes over the source) alone.
         real: False for the one draw of a rank that has no sample in a batch. The loader does not pass such a draw on:
             every draw that a dataset receives is real.
         size: (height, width) of the image to make of it, equal for all draws of a batch; None for the dataset's own.
@@ -110,6 +111,9 @@ class ResumableBatchSampler:
             once an epoch for all steps, from the epoch's start. None for ``batch_size`` throughout.
         image_size_at: Function from a batch's position to the height and width of its images; None for the dataset's
             own.
+        order: Order of the samples in each epoch, computed position by position, for data whose order does not fit in
+            memory, or that is mixed from several sources. None sorts hashes of all indices. Without ``shuffle``, each
+            epoch has the order of the first.
 
     Raises:
         DloError: for sizes that give no batch at all, and for a rank outside the world size.
@@ -128,7 +132,9 @@ class ResumableBatchSampler:
         repeats: int = 1,
         window_at: Callable[[Position], Window] | None = None,
         image_size_at: Callable[[Position], int] | None = None,
+        order: SampleOrder | None = None,
     ) -> None:
+        assert order is None or order.size == size
         if batch_size < 1 or repeats < 1:
             raise DloError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}")
         if not 0 <= rank < world_size:
@@ -153,6 +159,7 @@ class ResumableBatchSampler:
         self.repeats = repeats
         self.window_at = window_at
         self.image_size_at = image_size_at
+        self.order = order
         self.epoch = 0
         #: Whether a last batch of fewer samples than ranks takes some from the batch before.
         self.evens_out = not drop_last
@@ -210,18 +217,31 @@ class ResumableBatchSampler:
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
-        indices, seeds = self._epoch_draws()
+        draws_between = self._draw_function()
         for start, stop in self.spans_from(samples):
             share, over = divmod(stop - start, self.world_size)  # only evaluation's last batches have a remainder
             first = start + self.rank * share + min(self.rank, over)
             last = first + share + (self.rank < over)
             side = self.image_size_at and self.image_size_at(Position(self.epoch, start, self.size))
             size = (side, side) if side else None
-            draws = [
-                Draw(index, seed, True, size)
-                for index, seed in zip(indices[first:last].tolist(), seeds[first:last].tolist(), strict=True)
-            ]
-            yield draws or [Draw(int(indices[start]), int(seeds[start]), False, size)]
+            real = last > first
+            indices, seeds = draws_between(first, last) if real else draws_between(start, start + 1)
+            yield [Draw(index, seed, real, size) for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True)]
+
+    def draws_at(self, epoch: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the dataset indices and the draws' seeds at some positions of ``order``, both int64 [P]."""
+        assert self.order is not None
+        repeat = positions % self.repeats
+        placed = self.order.place(epoch if self.shuffle else 0, positions // self.repeats)
+        return placed.sample, self._seeds(placed.sample, epoch, placed.copy * self.repeats + repeat)
+
+    def _draw_function(self) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
+        """Returns a function that returns the indices and seeds between two positions of the current epoch."""
+        if self.order is not None:
+            epoch = self.epoch
+            return lambda first, last: self.draws_at(epoch, np.arange(first, last))
+        indices, seeds = self._epoch_draws()
+        return lambda first, last: (indices[first:last], seeds[first:last])
 
     def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the epoch's dataset indices and the draws' seeds, both int64 of shape [size]."""
@@ -234,8 +254,11 @@ class ResumableBatchSampler:
         if self.repeats > 1:
             copy = np.arange(self.size) % self.repeats
             indices = np.repeat(indices, self.repeats)[: self.size]
-        seeds = hash64(hash64(indices, self.seed, self.epoch, _AUGMENT) + copy.astype(np.uint64))
-        return indices, (seeds >> np.uint64(1)).astype(np.int64)
+        return indices, self._seeds(indices, self.epoch, copy)
+
+    def _seeds(self, indices: np.ndarray, epoch: int, copy: np.ndarray) -> np.ndarray:
+        seeds = hash64(hash64(indices, self.seed, epoch, _AUGMENT) + copy.astype(np.uint64))
+        return (seeds >> np.uint64(1)).astype(np.int64)
 
 
 def plan_epoch(window_at: Callable[[Position], Window], epoch: int, size: int) -> list[Span]:

@@ -23,7 +23,17 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "dlo_framework": (
         (
             "utilities",
-            ("_version", "versions", "errors", "extensions", "units", "atomic_file", "disk_space", "agreement"),
+            (
+                "_version",
+                "versions",
+                "errors",
+                "extensions",
+                "units",
+                "atomic_file",
+                "disk_space",
+                "agreement",
+                "process_identity",
+            ),
         ),
         (
             "description",

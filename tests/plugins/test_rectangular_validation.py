@@ -23,8 +23,8 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.imagenet.folder_dataset import EvalView
 from dlo_tasks.imagenet.rectangles import RectangleBatchSampler, read_sizes, rectangle
+from dlo_tasks.imagenet.views import EvalView
 
 SHAPES = [(60, 90), (64, 64), (90, 60), (50, 200), (60, 92), (100, 40), (66, 90)]  # height, width; of both classes
 

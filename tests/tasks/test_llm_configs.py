@@ -23,7 +23,7 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("curriculum", "distill", "dpo", "mesh", "one_bit_adam", "quickstart")
+SMALL = ("curriculum", "distill", "dpo", "mesh", "mixture", "one_bit_adam", "quickstart")
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import os
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dlo_framework.data import ResumableLoader, data_parallel_coordinates
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_parallel_coordinates
+from dlo_framework.data.mix_options import MixOptions
+from dlo_framework.data.mixture import Ramp
+from dlo_framework.data.remote import BlockCache, is_remote
+from dlo_framework.data.sampler import InOrderBatchSampler
+from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
+from dlo_framework.units import parse_bytes
 from dlo_tasks.imagenet.augment import build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
-from dlo_tasks.imagenet.folder_dataset import EvalView, ImageDataset, TrainView, View
-from dlo_tasks.imagenet.folder_sources import ImageSource, find_classes, open_source
+from dlo_tasks.imagenet.decode import CorruptImageError
+from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
+from dlo_tasks.imagenet.device_measure import measure_decoders
+from dlo_tasks.imagenet.folder_dataset import ImageDataset
+from dlo_tasks.imagenet.folder_sources import ImageSource
+from dlo_tasks.imagenet.image_streams import ImageStorage, JoinedImages, find_streams
+from dlo_tasks.imagenet.open_images import find_classes, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
+from dlo_tasks.imagenet.views import EvalView, TrainView, View
 
 
 class ImageFolderData(ImageData):
@@ -29,6 +46,9 @@ class ImageFolderData(ImageData):
       init_args: {root: /data/imagenet, image_size: 224, batch_size: 1024, rand_augment: rand-m9-mstd0.5}
     ```
 
+    ``root`` may be a URL of fsspec (``hf://``, ``s3://``, ``gs://``, ``https://``) with tar shards. Local or remote,
+    ``train/index.json`` is an MDS dataset, and ``train-*.parquet`` or ``train/*.parquet`` are Parquet files.
+
     Class indices are the positions in the sorted list of ``train/``'s folders. A shard contains ``key.jpg`` and
     ``key.cls`` with the class index, or ``key.json`` with the index under ``label`` (webdataset's layout); an
     optional ``root/classes.txt`` has one class name per line. Shards are read in any order through an index that is
@@ -39,7 +59,7 @@ class ImageFolderData(ImageData):
     loaded as by torchvision's ``ImageFolder``: as RGB, EXIF orientation ignored.
 
     Args:
-        root: Folder that contains ``train/`` and ``val/``.
+        root: Folder or URL that contains ``train/`` and ``val/``.
         image_size: Height and width of training images, in pixels.
         batch_size: Number of images per micro-step over all data-parallel ranks (the global batch), so that the number
             of ranks does not change the loss curve. Must be divisible by the number of ranks.
@@ -61,6 +81,25 @@ class ImageFolderData(ImageData):
         erase_mode: Fill of an erased box: the "mean" colour, or random values for each "pixel".
         repeated_augment: Number of differently augmented copies of an image in a batch (Hoffer et al. 2020,
             arXiv:1901.09335); the length of an epoch stays the same. 1 is off.
+        sources: Roots by name, in place of ``root`` for training: a mixture of them, with the classes of ``root``.
+        mix: Weights by source, such as ``{clean: 0.7, web: 0.3}``; or a list of moments,
+            ``[{samples: 0, weights: {...}}, ...]``, counted in samples of the run. Default: in proportion to the number
+            of images.
+        mix_ramp: Change between two moments of ``mix``: "step" or "linear".
+        shuffle: Shuffle of each source: "global", any image at any time; or "buffer", for remote shards: chunks of
+            neighbouring images in random order, shuffled in a buffer.
+        shuffle_chunk: Images of a chunk, under ``shuffle: buffer``.
+        shuffle_buffer: Images of the buffer, under ``shuffle: buffer``.
+        epoch_samples: Images per epoch of the mixture. Default: those of all sources together.
+        columns: Names of the columns of MDS and Parquet, such as ``{image: x, label: y}``. Default: known names.
+        storage_options: Options of the remote file system, such as ``{anon: true}``.
+        cache_dir: Folder on a local disk for indices and blocks of remote files. Default: ``~/.cache/dlo/images``.
+        cache_bytes: Maximum size of the blocks, such as ``20GB``; the least recently used ones are removed.
+        batches_ahead: Batches whose images are fetched ahead of the loader, of shards other than local tar files.
+        decode: Place where training images are decoded: "cpu", in the workers; "gpu", on a CUDA device by torchvision's
+            nvJPEG, with the same crops, and without augmentations other than crop and flip; or "auto", which measures
+            both for half a minute each when training begins, and otherwise uses the CPU. The GPU path has been tested
+            on a CPU only.
         on_corrupt: Reaction to a corrupt image: "raise" stops with the file's name; "skip" replaces it by another image
             (in evaluation: leaves it out) and counts it in ``corrupt_images``.
         num_workers: Number of loader processes per rank. Default: from the rank's CPU cores, see
@@ -99,6 +138,19 @@ class ImageFolderData(ImageData):
         random_erase: float = 0.0,
         erase_mode: Literal["mean", "pixel"] = "mean",
         repeated_augment: int = 1,
+        sources: dict[str, str] | None = None,
+        mix: dict[str, float] | list[dict[str, Any]] | None = None,
+        mix_ramp: Ramp = "step",
+        shuffle: Literal["global", "buffer"] = "global",
+        shuffle_chunk: int = 64,
+        shuffle_buffer: int = 4096,
+        epoch_samples: int | None = None,
+        columns: dict[str, str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        cache_dir: str | None = None,
+        cache_bytes: str | int = "20GB",
+        batches_ahead: int = 4,
+        decode: Literal["cpu", "gpu", "auto"] = "cpu",
         on_corrupt: Literal["raise", "skip"] = "raise",
         num_workers: int | None = None,
         prefetch_factor: int | None = None,
@@ -130,7 +182,25 @@ class ImageFolderData(ImageData):
             raise DloError(f"eval_image_size must be at least 1 pixel, got {eval_image_size}; leave it out")
         if repeated_augment < 1:
             raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}; 1 switches it off")
-        self.root = Path(root)
+        if batches_ahead < 0:
+            raise DloError(f"batches_ahead must be at least 0, got {batches_ahead}; 0 switches it off")
+        unknown = sorted(set(columns or {}) - {"image", "label"})
+        if unknown:
+            raise DloError(f"columns must rename image and label, got {', '.join(unknown)}; remove it")
+        if sources is None and (mix is not None or mix_ramp != "step" or epoch_samples is not None):
+            raise DloError("mix, mix_ramp and epoch_samples must be set with sources, got no sources; name them")
+        if sources is not None and not sources:
+            raise DloError("sources must name at least one source, got none; write {clean: /data/imagenet}")
+        self.mixed_roots = sources
+        self.mix_options = MixOptions(mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples)
+        self.mix_options.check(list(sources or {"root": root}))
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "images"
+        folder = Path(cache_dir).expanduser() if cache_dir is not None else default
+        self._storage = ImageStorage(
+            BlockCache(folder, parse_bytes(cache_bytes, "cache_bytes")), folder, storage_options or {}, columns or {}
+        )
+        self.batches_ahead = batches_ahead
+        self.root = root if is_remote(root) else Path(root)
         self.eval_image_size = eval_image_size or image_size
         self.on_corrupt = on_corrupt
         self.repeated_augment = repeated_augment
@@ -143,6 +213,12 @@ class ImageFolderData(ImageData):
             mean=mean,
         )
         self._train_view = TrainView(image_size, scale, ratio, flip, interpolation, distortions)
+        if decode == "gpu" and distortions:
+            raise DloError(
+                "decode must be cpu with rand_augment, three_augment, color_jitter or random_erase, got gpu; set"
+                " decode: cpu, whose workers apply them, or remove them"
+            )
+        self.decode = decode
         self._eval_view = EvalView(self.eval_image_size, crop_pct, interpolation)
         self._datasets: dict[str, ImageDataset] = {}
         self._sources: dict[str, ImageSource] = {}
@@ -151,7 +227,7 @@ class ImageFolderData(ImageData):
     @cached_property
     def class_names(self) -> list[str]:
         """Names of the classes; a name's position is its class index."""
-        return find_classes(self.root)
+        return find_classes(self.root, self._storage)
 
     @property
     def num_classes(self) -> int:
@@ -170,13 +246,56 @@ class ImageFolderData(ImageData):
         size = len(self._source("train"))
         if size < self.batch_size:
             raise DloError(
-                f"batch_size must be at most {size}, the number of images in {self.root / 'train'}, got"
+                f"batch_size must be at most {size}, the number of images in {self.root}/train, got"
                 f" {self.batch_size}; set batch_size to at most {size}"
             )
 
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of random crops of the training images, in random order."""
-        return self.train_loader(self._dataset("train", "train", self._train_view), repeats=self.repeated_augment)
+        dataset = self._dataset("train", "train", self._train_view)
+        dataset.encoded = self._choose_decoder(dataset) == "gpu"
+        if self.mixed_roots is None and self.mix_options.shuffle == "global":
+            return self.train_loader(dataset, repeats=self.repeated_augment)
+        parts = dataset.source.sources if isinstance(dataset.source, JoinedImages) else [dataset.source]
+        order = self.mix_options.order(list(self.mixed_roots or {"root": ""}), list(map(len, parts)), self.seed)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        make_sampler = partial(InOrderBatchSampler if overfit else ResumableBatchSampler, order.size, order=order)
+        return self.train_loader(dataset, repeats=self.repeated_augment, make_sampler=make_sampler)
+
+    def _choose_decoder(self, dataset: ImageDataset) -> str:
+        """Returns where training images are decoded, ``cpu`` or ``gpu``, the same on all ranks."""
+        if self.decode == "cpu":
+            return "cpu"
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self.decode == "gpu":
+            check_device_decoding(device)
+            return "gpu"
+        if device.type != "cuda" or self._train_view.distortions:
+            return "cpu"
+        try:
+            check_device_decoding(device)
+        except DloError as error:
+            rank_zero_warn(f"decode: auto uses the CPU: {error}")
+            return "cpu"
+        chosen = [measure_decoders(dataset, device, self._worker_options()["num_workers"])]
+        group = control_group(self.trainer) if self.trainer is not None else None
+        if group is not None:
+            dist.broadcast_object_list(chosen, src=0, group=group)
+        rank_zero_info(f"decode: auto measured that {chosen[0]} is faster")
+        return chosen[0]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Decodes encoded images on the device, and normalises."""
+        images, targets = batch
+        if isinstance(images, EncodedImages):
+            try:
+                images = images.decode(targets.device)
+            except CorruptImageError as error:
+                raise CorruptImageError(
+                    f"corrupt image in a batch that is decoded on {targets.device}: {error}; set decode: cpu, which"
+                    " names it, and can skip it"
+                ) from error
+        return super().on_after_batch_transfer((images, targets), dataloader_idx)
 
     def val_dataloader(self) -> ResumableLoader:
         """Returns the loader of centre crops of ``val/``."""
@@ -184,7 +303,9 @@ class ImageFolderData(ImageData):
 
     def test_dataloader(self) -> ResumableLoader:
         """Returns the loader of centre crops of ``test/`` if it exists with labels, else of ``val/``."""
-        labelled = (self.root / "test").is_dir() or any(self.root.glob("test-*.tar"))
+        labelled = bool(find_streams(str(self.root), "test", self._storage.options))
+        if isinstance(self.root, Path):
+            labelled |= (self.root / "test").is_dir() or any(self.root.glob("test-*.tar"))
         return self._eval_dataloader("test", "test" if labelled else "val")
 
     def predict_dataloader(self) -> ResumableLoader:
@@ -212,7 +333,13 @@ class ImageFolderData(ImageData):
 
     def _source(self, split: str) -> ImageSource:
         if split not in self._sources:
-            self._sources[split] = open_source(self.root, split, self.class_names)
+            roots = self.mixed_roots if split == "train" else None
+            if roots is None:
+                self._sources[split] = open_source(self.root, split, self.class_names, self._storage)
+            else:
+                places = [root if is_remote(root) else Path(root) for root in roots.values()]
+                opened = [open_source(place, split, self.class_names, self._storage) for place in places]
+                self._sources[split] = JoinedImages(opened)
         return self._sources[split]
 
     def _dataset(self, name: str, split: str, view: View) -> ImageDataset:
@@ -224,6 +351,7 @@ class ImageFolderData(ImageData):
             training=name == "train",
             rank=data_parallel_coordinates(self.trainer)[0],
             slots=workers + 1,
+            batches_ahead=self.batches_ahead if hasattr(self._source(split), "read_ahead") else 0,
         )
         self._datasets[name] = dataset
         return dataset

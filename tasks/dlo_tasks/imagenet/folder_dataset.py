@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,94 +12,13 @@ from torch.utils.data import get_worker_info
 
 from dlo_framework.data import CountedBatch, Draw, hash64
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.augment import Transform, random_numbers, random_resized_box
-from dlo_tasks.imagenet.decode import Box, CorruptImageError, decode_crop, resize_into
+from dlo_tasks.imagenet.augment import random_numbers
+from dlo_tasks.imagenet.decode import CorruptImageError
+from dlo_tasks.imagenet.device_decode import EncodedImage, EncodedImages, encode_view
 from dlo_tasks.imagenet.folder_sources import ImageSource
+from dlo_tasks.imagenet.views import TrainView, View
 
 _REPLACEMENTS = 100  # corrupt samples in a row at which a run stops: the data are wrong
-
-
-class View(Protocol):
-    """Interface that renders an image at a given height and width."""
-
-    size: int
-    """Height and width in pixels, unless a draw asks for others."""
-
-    def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes the image into ``out``, uint8 [height, width, 3]."""
-
-
-class TrainView:
-    """View for training: RandomResizedCrop, flip and distortions; random choices do not depend on the result's size.
-
-    Args:
-        size: Height and width in pixels, unless a draw asks for others.
-        scale: Minimum and maximum area of the crop, as fractions of the image's area.
-        ratio: Minimum and maximum aspect ratio (width / height) of the crop.
-        flip: Probability of a horizontal flip.
-        interpolation: Resampling filter, "bilinear" or "bicubic".
-        distortions: Transforms of the uint8 [3, height, width] image, in order, with torch seeded by the draw.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        scale: tuple[float, float],
-        ratio: tuple[float, float],
-        flip: float,
-        interpolation: str,
-        distortions: list[Transform],
-    ) -> None:
-        self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
-        self.interpolation, self.distortions = interpolation, distortions
-
-    def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes one random view of the image into ``out``, uint8 [height, width, 3]."""
-        largest = max(out.shape[:2])
-        pixels, box = decode_crop(
-            data, lambda h, w: random_resized_box(h, w, numbers, self.scale, self.ratio), largest, exact=False
-        )
-        resize_into(out, pixels, box, self.interpolation, flip=bool(numbers[22] < self.flip))
-        if self.distortions:
-            torch.default_generator.manual_seed(draw.seed)
-            image = out.permute(2, 0, 1)
-            for distort in self.distortions:
-                image = distort(image)
-            out.copy_(image.permute(1, 2, 0))
-
-
-class EvalView:
-    """View for evaluation: resizes the shorter side, then crops the centre; pixel for pixel torchvision's result.
-
-    Args:
-        size: Height and width in pixels, unless a draw asks for others.
-        crop_pct: Fraction of the shorter side that is cropped.
-        interpolation: Resampling filter, "bilinear" or "bicubic".
-    """
-
-    def __init__(self, size: int, crop_pct: float, interpolation: str) -> None:
-        self.size, self.crop_pct, self.interpolation = size, crop_pct, interpolation
-
-    def render(self, data: bytes, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> None:
-        """Writes the image's centre into ``out``, uint8 [height, width, 3]."""
-        height, width = out.shape[:2]
-        size = min(height, width)
-        shorter = max(size, int(size / self.crop_pct + 1e-6))
-        pixels, box = decode_crop(data, lambda h, w: Box(0, 0, h, w), shorter, exact=True)
-        resized = torch.empty(*self._resized(box.height, box.width, shorter, height, width), 3, dtype=torch.uint8)
-        resize_into(resized, pixels, box, self.interpolation)
-        top, left = round((resized.shape[0] - height) / 2), round((resized.shape[1] - width) / 2)
-        out.copy_(resized[top : top + height, left : left + width])
-
-    @staticmethod
-    def _resized(rows: int, columns: int, shorter: int, height: int, width: int) -> tuple[int, int]:
-        """Returns the size to resize to: the given shorter side, but never less than the crop in either dim."""
-        longer = int(shorter * max(rows, columns) / min(rows, columns))
-        sides = (shorter, longer) if rows <= columns else (longer, shorter)
-        if sides[0] >= height and sides[1] >= width:
-            return sides
-        scale = max(height / rows, width / columns)
-        return max(height, int(rows * scale)), max(width, int(columns * scale))
 
 
 class ImageDataset:
@@ -112,6 +33,9 @@ class ImageDataset:
         training: Whether the dataset is for training, not for evaluation.
         rank: Rank of this process, for messages.
         slots: Number of processes that may count corrupt images: the workers and the main process.
+        encoded: Whether to return training images encoded, for decoding on the device; ``view`` is then a
+            :class:`dlo_tasks.imagenet.views.TrainView` without distortions.
+        batches_ahead: Number of batches whose images are fetched ahead; 0 for none, as for files on a disk.
     """
 
     def __init__(
@@ -123,8 +47,11 @@ class ImageDataset:
         training: bool,
         rank: int = 0,
         slots: int = 1,
+        batches_ahead: int = 0,
+        encoded: bool = False,
     ) -> None:
         self.source = source
+        self.batches_ahead, self.encoded = batches_ahead, encoded
         self.view = view
         self.on_corrupt = on_corrupt
         self.training = training
@@ -140,7 +67,13 @@ class ImageDataset:
         """Number of times that a corrupt image was read on this rank, over all its workers."""
         return int(self._corrupt.sum())
 
-    def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor, torch.Tensor] | CountedBatch:
+    def read_ahead(self, draws: list[Draw]) -> None:
+        """Begins to fetch the drawn images, if their source is a stream."""
+        fetch = getattr(self.source, "read_ahead", None)
+        if fetch is not None:
+            fetch([draw.index for draw in draws])
+
+    def fetch(self, draws: list[Draw]) -> tuple[torch.Tensor | EncodedImages, torch.Tensor] | CountedBatch:
         """Returns uint8 images [B, 3, height, width] in channels-last memory, and int64 targets [B].
 
         If evaluation leaves corrupt images out, B is smaller than the number of draws; if all of them are corrupt, the
@@ -149,9 +82,17 @@ class ImageDataset:
         if get_worker_info() is not None:
             _one_thread()
         height, width = draws[0].size or (self.view.size, self.view.size)
-        images = torch.empty(len(draws), height, width, 3, dtype=torch.uint8)
         numbers = random_numbers([draw.seed for draw in draws])
-        labels = [self._load(draw, numbers[place], images[place]) for place, draw in enumerate(draws)]
+        if self.encoded:
+            return self._fetch_encoded(draws, numbers, (height, width))
+        images = torch.empty(len(draws), height, width, 3, dtype=torch.uint8)
+        labels = [
+            self._load(draw, partial(self.view.render, draw=draw, numbers=numbers[place], out=images[place]))
+            for place, draw in enumerate(draws)
+        ]
+        for place, label in enumerate(labels):
+            if label is None:
+                images[place] = 0
         kept = [place for place, label in enumerate(labels) if label is not None]
         if len(kept) < len(draws):
             rows = kept or [0]
@@ -159,12 +100,23 @@ class ImageDataset:
             return CountedBatch((images[rows].permute(0, 3, 1, 2), targets), len(kept))
         return images.permute(0, 3, 1, 2), torch.tensor(labels)
 
-    def _load(self, draw: Draw, numbers: np.ndarray, out: torch.Tensor) -> int | None:
-        """Writes one image into ``out`` and returns its class, or None if evaluation skips it."""
+    def _fetch_encoded(
+        self, draws: list[Draw], numbers: np.ndarray, size: tuple[int, int]
+    ) -> tuple[EncodedImages, torch.Tensor]:
+        assert isinstance(self.view, TrainView)
+        images: list[EncodedImage] = []
+        labels = []
+        for place, draw in enumerate(draws):
+            encode = partial(encode_view, self.view, numbers=numbers[place], size=size)
+            labels.append(self._load(draw, partial(_append_encoded, images, encode)))
+        return EncodedImages(images, size, self.view.interpolation), torch.tensor(labels)
+
+    def _load(self, draw: Draw, make: Callable[[bytes], object]) -> int | None:
+        """Calls ``make`` with the bytes of one image and returns its class, or None if evaluation skips it."""
         index = draw.index
         for attempt in range(_REPLACEMENTS):
             try:
-                self.view.render(self._read(index), draw, numbers, out)
+                make(self._read(index))
                 return int(self.source.labels[index])
             except CorruptImageError as error:
                 if self.on_corrupt == "raise":
@@ -175,7 +127,6 @@ class ImageDataset:
                 worker = get_worker_info()
                 self._corrupt[0 if worker is None else worker.id + 1] += 1
                 if not self.training:
-                    out.zero_()
                     return None
                 index = int(hash64(np.array([draw.seed]), attempt)[0] % np.uint64(len(self.source)))
         raise DloError(
@@ -188,6 +139,10 @@ class ImageDataset:
             return self.source.read(index)
         except OSError as error:
             raise CorruptImageError(f"cannot be read: {error.strerror or error}") from error
+
+
+def _append_encoded(images: list[EncodedImage], encode: Callable[[bytes], EncodedImage], data: bytes) -> None:
+    images.append(encode(data))
 
 
 def _one_thread() -> None:

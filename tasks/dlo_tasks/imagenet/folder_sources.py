@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards, load_index
+from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, load_index
 
 HEAD = 1 << 16
 """Number of bytes that usually contain an image file's header; thumbnails and large colour profiles need more."""
@@ -171,79 +170,3 @@ class ShardSource:
 
 def _ascii(keys: list[str]) -> bool:
     return all(key.isascii() for key in keys)
-
-
-def find_classes(root: Path) -> list[str]:
-    """Returns the class names of a dataset: its training class folders, or ``classes.txt`` for shards.
-
-    Shards without a ``classes.txt`` use the numbers up to the largest label as names.
-
-    Raises:
-        DloError: If there is neither; the message has the expected paths.
-    """
-    if not root.is_dir():
-        raise DloError(
-            f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
-        )
-    names = _listed_classes(root)
-    shards = find_shards(root, "train")
-    if shards:
-        if names is not None:
-            return names
-        return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
-    if not (root / "train").is_dir():
-        raise DloError(f"no such folder: {root / 'train'}; expected train/<class>/*.jpg, train-*.tar or train/*.tar")
-    folders = class_folders(root / "train")
-    if not folders:
-        raise DloError(f"{root / 'train'} has no class folders; expected train/<class>/*.jpg")
-    return folders
-
-
-def _listed_classes(root: Path) -> list[str] | None:
-    listing = root / "classes.txt"
-    return listing.read_text().splitlines() if listing.is_file() else None
-
-
-def open_source(root: Path, split: str, class_names: list[str]) -> ImageSource:
-    """Returns the source of one split.
-
-    Raises:
-        DloError: If a folder is missing, a class is empty, training does not have a class, or a label exceeds the
-            number of classes; the message has its name.
-    """
-    shards = find_shards(root, split)
-    if shards:
-        source = ShardSource(shards, _listed_classes(root))
-        if not len(source):
-            raise DloError(f"the shards {shards[0]} ... must contain images ({', '.join(IMAGE_SUFFIXES)}), got none")
-        largest = int(source.labels.max())
-        if largest >= len(class_names):
-            raise DloError(
-                f"labels of {split} shards must be class indices in 0..{len(class_names) - 1}, got {largest}; training"
-                f" has {len(class_names)} classes"
-            )
-        return source
-    folder = root / split
-    if not folder.is_dir():
-        raise DloError(f"no such folder: {folder}; expected {split}/<class>/*.jpg, {split}-*.tar or {split}/*.tar")
-    present = class_folders(folder)
-    foreign = sorted(set(present) - set(class_names))
-    if foreign:
-        raise DloError(
-            f"{folder} must have only the classes of train/, got {_some(foreign)}; remove them or add them to train/"
-        )
-    if not present:
-        raise DloError(f"{folder} has no class folders; expected {split}/<class>/*.jpg")
-    files = FolderSource(folder, class_names)
-    counts = np.bincount(files.labels, minlength=len(class_names))
-    empty = [name for name, count in zip(class_names, counts, strict=True) if not count and name in present]
-    if empty:
-        raise DloError(
-            f"each class must have an image ({', '.join(IMAGE_SUFFIXES)}), got the empty folder"
-            f" {_some([str(folder / name) for name in empty])}; add images or remove the folder"
-        )
-    return files
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

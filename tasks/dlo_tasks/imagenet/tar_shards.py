@@ -20,8 +20,8 @@ from dlo_framework.atomic_file import open_atomic
 from dlo_framework.errors import DloError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-_LABEL_SUFFIXES = (".cls", ".json")
-_MAX_LABEL_BYTES = 1 << 16
+LABEL_SUFFIXES = (".cls", ".json")
+MAX_LABEL_BYTES = 1 << 16
 _FORMAT = 1
 
 
@@ -88,12 +88,12 @@ def build_index(path: Path, class_names: list[str] | None = None) -> ShardIndex:
                     if member.size < 0 or member.offset_data + member.size > length:
                         raise DloError(f"{path}: {member.name!r} exceeds the file's {length} bytes; truncated?")
                     images[key] = (member.offset_data, member.size, member.name)
-                elif suffix in _LABEL_SUFFIXES:
-                    if member.size > _MAX_LABEL_BYTES:
+                elif suffix in LABEL_SUFFIXES:
+                    if member.size > MAX_LABEL_BYTES:
                         raise DloError(f"{path}: the label {member.name!r} must be at most 64 KiB, got {member.size}")
                     content = tar.extractfile(member)
                     assert content is not None
-                    labels[key] = _parse_label(content.read(), suffix, f"{path}: {member.name}", class_names)
+                    labels[key] = parse_label(content.read(), suffix, f"{path}: {member.name}", class_names)
     except tarfile.TarError as error:
         raise DloError(f"{path} is not a readable, uncompressed tar file: {error}") from error
     missing = next((name for key, (_, _, name) in images.items() if key not in labels), None)
@@ -103,7 +103,18 @@ def build_index(path: Path, class_names: list[str] | None = None) -> ShardIndex:
     return ShardIndex(rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), [images[key][2] for key in images])
 
 
-def _parse_label(content: bytes, suffix: str, where: str, class_names: list[str] | None) -> int:
+def parse_label(content: bytes, suffix: str, where: str, class_names: list[str] | None) -> int:
+    """Returns the class index in the bytes of a label.
+
+    Args:
+        content: Bytes of the file.
+        suffix: Suffix of the file, ``.cls`` or ``.json``.
+        where: Place of the file, for messages.
+        class_names: Names that labels may use; None allows only class indices.
+
+    Raises:
+        DloError: If it has none.
+    """
     try:
         label = content.decode().strip()
         if suffix == ".json":

@@ -79,6 +79,10 @@ class PackedWindows:
     def __len__(self) -> int:
         return len(self._first) - 1
 
+    def count_targets(self, index: np.ndarray) -> np.ndarray:
+        """Returns the number of targets of windows, int64 of the shape of ``index``."""
+        return self.targets[index]
+
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn windows."""
         first = self._first[[draw.index for draw in draws]]

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dlo_framework.data.build_lock import build_once
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.cache_folder import cached_file
 from dlo_tasks.llm.records import content_hash, read_text
@@ -99,9 +100,14 @@ def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> 
             return _wrap(path)
         except Exception as error:  # tokenizers raises plain Exceptions; the cache can be rebuilt.
             rank_zero_warn(f"{path}: the trained tokenizer cannot be read ({error}); it is trained again")
-    text = _train(files, vocab_size)
-    with cached_file(path, "the trained tokenizer") as partial:
-        partial.write_text(text, encoding="utf-8")
+        path.unlink(missing_ok=True)
+
+    def build() -> None:
+        text = _train(files, vocab_size)
+        with cached_file(path, "the trained tokenizer") as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    build_once(path, build, "training the tokenizer")
     return _wrap(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from dlo_tasks.llm.preference_rows import LongAnswers, PreferenceRows, lay_out_p
 from dlo_tasks.llm.preference_tokens import tokenize_preferences
 from dlo_tasks.llm.style_preferences import style_preferences
 from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.token_build import cached_documents
+from dlo_tasks.llm.token_build import cached_documents, total_size
 from dlo_tasks.llm.token_cache import Document, TokenStore
+from dlo_tasks.llm.tokenize_processes import choose_processes, tokenize_in_processes
 from dlo_tasks.llm.tokenizer import find_filler_id
 
 #: Version of the documents that are made of preferences.
@@ -61,6 +63,7 @@ class PreferenceData(TextData):
     """
 
     column_names = COLUMNS
+    mixes_sources = False
 
     def __init__(
         self,
@@ -98,7 +101,9 @@ class PreferenceData(TextData):
                 found = style_preferences(files, on_bytes, unpaired=self.unpaired)
             else:
                 found = read_preferences(files, self.columns, unpaired=self.unpaired, on_bytes=on_bytes)
-            return tokenize_preferences(found, tokenizer, files)
+            tokenize = partial(tokenize_preferences, tokenizer=tokenizer, files=files)
+            processes = choose_processes(self.tokenize_processes, total_size(files))
+            return tokenize_in_processes(found, tokenize, processes)
 
         options = ["preferences", _FORMAT, self.unpaired, embedded, sorted(self.columns.items())]
         return cached_documents(files, tokenizer, self.cache_dir, documents, options)

@@ -10,6 +10,7 @@ import codecs
 import glob
 import hashlib
 import json
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipyth
 _IN_PLACE_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
 _LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = (".parquet",)
+_LIBRARY = "stdlib://"
 _BLOCK = 1 << 20
 _NO_BAR: Callable[[int], object] = lambda size: None
 
@@ -56,14 +58,17 @@ def expand_patterns(patterns: str | Sequence[str], option: str) -> list[Path]:
     """Returns the files that paths and globs (``**`` included) name, each once, those of a glob sorted by name.
 
     Args:
-        patterns: Path or glob, or several.
+        patterns: Path or glob, or several. ``stdlib://`` is the folder of this Python's standard library.
         option: Name of the argument, for messages.
 
     Raises:
         DloError: If a path is not a file, a glob matches no file, or a file is empty.
     """
     found: dict[Path, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for named in [patterns] if isinstance(patterns, str) else patterns:
+        pattern = named
+        if named.startswith(_LIBRARY):
+            pattern = str(Path(sysconfig.get_path("stdlib"), named.removeprefix(_LIBRARY)))
         path = Path(pattern).expanduser()
         if path.is_file():
             files = [path]

@@ -105,6 +105,62 @@ class TextBatchSampler(ResumableBatchSampler):
         return indices[order], seeds[order]
 
 
+class StreamBatchSampler(ResumableBatchSampler):
+    """A :class:`ResumableBatchSampler` for data at scale: counts the targets of each step when the step comes.
+
+    Args:
+        size: Number of samples per epoch.
+        count_targets: Function that returns the number of targets of samples, by their indices, int64 [P].
+        accumulation: Function that returns the trainer's accumulation; called when an epoch begins.
+        options: Arguments of :class:`ResumableBatchSampler`, with ``order``.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        count_targets: Callable[[np.ndarray], np.ndarray],
+        accumulation: Callable[[], AccumulationPlan],
+        **options: Any,
+    ) -> None:
+        super().__init__(size, **options)
+        self._count_targets, self._accumulation = count_targets, accumulation
+
+    def batches_from(self, samples: int) -> Iterator[list[Draw]]:
+        """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
+        epoch = self.epoch
+        last: tuple[int, int] | None = None
+        total: int | None = None
+        for draws, step in zip(super().batches_from(samples), self._steps_from(samples), strict=False):
+            if step is not None and step != last:
+                last, total = step, int(self._count_targets(self.draws_at(epoch, np.arange(*step))[0]).sum())
+            known = StepDraws(draws)
+            known.tokens_in_step = None if step is None else total
+            yield known
+
+    def _steps_from(self, samples: int) -> Iterator[tuple[int, int] | None]:
+        """Yields the first position of each batch's optimizer step and the one after; None if it is not known yet."""
+        size, batches = self._accumulation()
+        if self.window_at is not None:
+            spans = self.planned()
+            first = sum(span.start < samples for span in spans)
+            unknown = first < len(spans) and spans[first].batches != size  # DynamicBatchSize with noise_scale
+            for span in spans[first:]:
+                past = spans[span.first + span.batches - 1].stop
+                yield None if unknown else (spans[span.first].start, past)
+            return
+        step = self.global_batch_size
+        begin = -(-samples // step)
+        for number, (start, _) in enumerate(self.spans_from(samples), begin):
+            first, length = find_window(number, size, min(batches, len(self)))
+            low = max(0, start - (number - first) * step)
+            yield low, min(start + (first + max(length, 1) - number) * step, self.size)
+
+
+class InOrderStreamBatchSampler(StreamBatchSampler, InOrderBatchSampler):  # type: ignore[misc]
+    """A :class:`StreamBatchSampler` without shuffling, which Lightning recognises; see :class:`InOrderBatchSampler`."""
+
+
 def _running(counts: np.ndarray) -> np.ndarray:
     """Returns the sum of the counts before each sample, and of all, int64 [N + 1]."""
     return np.concatenate([[0], np.cumsum(counts)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -15,9 +16,14 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.data import ResumableDataModule, ResumableLoader
+from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
+from dlo_framework.data.mix_options import MixOptions, ShuffleName
+from dlo_framework.data.mixture import Ramp
+from dlo_framework.data.remote import BlockCache
+from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.units import parse_bytes
 from dlo_tasks.llm import batch_counts
 from dlo_tasks.llm.batches import Prompts
 from dlo_tasks.llm.cache_folder import cache_folder
@@ -27,10 +33,20 @@ from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
 from dlo_tasks.llm.sample_layout import PackingName, lay_out_samples, split_documents
-from dlo_tasks.llm.step_tokens import AccumulationPlan, InOrderTextBatchSampler, TextBatchSampler
+from dlo_tasks.llm.step_tokens import (
+    AccumulationPlan,
+    InOrderStreamBatchSampler,
+    InOrderTextBatchSampler,
+    StreamBatchSampler,
+    TextBatchSampler,
+)
+from dlo_tasks.llm.streams.source_layout import SourceStatistics, hold_out
+from dlo_tasks.llm.streams.text_sources import TextSource, read_sources
+from dlo_tasks.llm.streams.token_sources import Storage, list_token_files, open_tokens
+from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 from dlo_tasks.llm.token_build import cached_tokens
 from dlo_tasks.llm.token_cache import TokenStore
-from dlo_tasks.llm.tokenizer import find_filler_id, load_tokenizer, set_chat_template
+from dlo_tasks.llm.tokenizer import find_filler_id, load_tokenizer, set_chat_template, vocabulary_size
 
 
 class TextData(ResumableDataModule):
@@ -47,9 +63,12 @@ class TextData(ResumableDataModule):
     Without files, the data is the source code of Python's standard library, and the tokenizer is a byte-level BPE
     trained on it.
 
-    One process per node tokenises the documents once, into a memory-mapped file in the user's cache folder. Its name
-    is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without attention
-    between documents; or padded, in batches of similar length. Statistics of the packing are printed.
+    With `sources`, the data is a mixture of text and of tokenised shards (Megatron-LM, MDS, WebDataset, Parquet, dlo's
+    own), local or remote, by weights that may change during the run.
+
+    One process tokenises the documents once for all nodes, into a memory-mapped file in the user's cache folder. Its
+    name is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without
+    attention between documents; or padded, in batches of similar length. Statistics of the packing are printed.
 
     Batches are dicts of int64 tensors `[batch, length]`: `input_ids`; `labels`, the id of the next token, or -100
     where it is not a target; `position_ids`, which restart at 0 with each document. Training batches also have
@@ -60,6 +79,25 @@ class TextData(ResumableDataModule):
     Args:
         train_files: Path or glob, or a list of them. Default: the sources of Python's standard library.
         val_files: Path or glob, or a list of them. Default: `val_fraction` of the training documents.
+        sources: Sources by name, in place of `train_files`. Each has `files`, text as in `train_files`; or `path`,
+            tokenised shards: a file, folder or glob, local or a URL of fsspec, with optional `format` (`megatron`,
+            `mds`, `webdataset`, `parquet`, `dlo`), `column` and `dtype`. Documents of shards are cut into windows of
+            `seq_len` without packing.
+        mix: Weights by source, such as `{code: 0.3, web: 0.7}`; or a list of moments,
+            `[{samples: 0, weights: {...}}, {samples: 100000, weights: {...}}]`, counted in samples of the run. Default:
+            in proportion to the number of windows.
+        mix_ramp: Change between two moments of `mix`: `step` or `linear`.
+        shuffle: Shuffle of each source: `global`, any window at any time; or `buffer`, for remote shards: chunks of
+            neighbouring windows in random order, shuffled in a buffer.
+        shuffle_chunk: Windows of a chunk, under `shuffle: buffer`.
+        shuffle_buffer: Windows of the buffer, under `shuffle: buffer`.
+        epoch_samples: Windows per epoch of the mixture. Default: those of all sources together.
+        storage_options: Options of the remote file system, such as `{anon: true}`.
+        remote_cache: Folder on a local disk for blocks of remote files. Default: `~/.cache/dlo/remote`.
+        cache_bytes: Maximum size of that folder, such as `20GB`; the least recently used blocks are removed.
+        batches_ahead: Batches whose shards are fetched ahead of the loader; 0 for none.
+        tokenize_processes: Processes that tokenise. Default: all cores for more than 64 MiB of text, and one, with the
+            tokenizer's threads, for less.
         predict_files: Files of prompts for `dlo predict`: text with one prompt per line, or JSON lines or Parquet with
             a `prompt`, or with `messages` and `tools`.
         tokenizer: Folder or hub name. Default: the model's own tokenizer; for a model without one, the byte-level BPE
@@ -97,12 +135,26 @@ class TextData(ResumableDataModule):
     shapes_batches = True
     #: Columns of records, which `columns` may rename.
     column_names: tuple[str, ...] = ("messages", "tools", "prompt", "completion", "text")
+    #: Whether `sources` are possible.
+    mixes_sources = True
 
     def __init__(
         self,
         train_files: str | list[str] | None = None,
         val_files: str | list[str] | None = None,
         predict_files: str | list[str] | None = None,
+        sources: dict[str, Any] | None = None,
+        mix: dict[str, float] | list[dict[str, Any]] | None = None,
+        mix_ramp: Ramp = "step",
+        shuffle: ShuffleName = "global",
+        shuffle_chunk: int = 256,
+        shuffle_buffer: int = 8192,
+        epoch_samples: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        remote_cache: str | None = None,
+        cache_bytes: str | int = "20GB",
+        batches_ahead: int = 4,
+        tokenize_processes: int | None = None,
         tokenizer: str | None = None,
         chat_template: str | None = None,
         columns: dict[str, str] | None = None,
@@ -140,6 +192,21 @@ class TextData(ResumableDataModule):
                 f"columns must rename {', '.join(self.column_names)}, got {', '.join(unknown)}"
                 f"{did_you_mean(unknown[0], self.column_names) or '; remove it'}"
             )
+        for name, number, least in (("batches_ahead", batches_ahead, 0), ("tokenize_processes", tokenize_processes, 1)):
+            if number is not None and number < least:
+                raise DloError(f"{name} must be at least {least}, got {number}")
+        self.sources: list[TextSource] = []
+        self.mix_options = MixOptions(mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples)
+        if sources is not None:
+            self.sources = self._check_sources(sources, train_files, packing)
+        elif self.mix_options != MixOptions(None, "step", "global", 256, 8192, None) or storage_options:
+            raise DloError(
+                "mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples and storage_options must be set"
+                " with sources, got no sources; name them under sources, such as {web: {files: web/*.jsonl}}"
+            )
+        self._cache_bytes, self._storage_options = parse_bytes(cache_bytes, "cache_bytes"), storage_options or {}
+        self._remote_cache, self.batches_ahead = remote_cache, batches_ahead
+        self.tokenize_processes = tokenize_processes
         self.train_files, self.val_files, self.predict_files = train_files, val_files, predict_files
         self.chat_template, self.columns = chat_template, dict(columns or {})
         self.seq_len, self.packing, self.long_samples = seq_len, packing, long_samples
@@ -157,6 +224,19 @@ class TextData(ResumableDataModule):
         self._datasets: dict[str, Any] = {}
         self._counts: dict[str, batch_counts.Rows] = {}  # of the batch that is being moved
 
+    def _check_sources(self, sources: dict[str, Any], train_files: Any, packing: str) -> list[TextSource]:
+        if not self.mixes_sources:
+            raise DloError(f"sources must not be set for {type(self).__name__}, got {len(sources)}; set train_files")
+        if train_files is not None:
+            raise DloError(
+                f"train_files must not be set with sources, got {train_files}; add it as a source with files"
+            )
+        if packing != "best_fit":
+            raise DloError(f"packing must be best_fit with sources, got {packing}; remove it")
+        found = read_sources(sources)
+        self.mix_options.check([source.name for source in found])
+        return found
+
     # --- before the run -------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -168,7 +248,12 @@ class TextData(ResumableDataModule):
             files = expand_patterns(patterns, option)
             if option != "predict_files":
                 next(self.read(files), None)
-        if self.train_files is None:
+        for source in self.sources:
+            if source.files is not None:
+                next(self.read(expand_patterns(source.files, f"sources.{source.name}.files")), None)
+            elif source.tokens is not None:
+                list_token_files(source.tokens, self._storage())
+        if self.train_files is None and not self.sources:
             assert self._library  # finding none is an error
         if self._source is not None:
             self.check_template(self._source)
@@ -190,8 +275,9 @@ class TextData(ResumableDataModule):
         Raises:
             DloError: If the tokenizer has no chat template.
         """
-        for option in ("train_files", "val_files"):
-            patterns = getattr(self, option)
+        texts = {option: getattr(self, option) for option in ("train_files", "val_files")}
+        texts |= {f"sources.{source.name}.files": source.files for source in self.sources}
+        for option, patterns in texts.items():
             files = expand_patterns(patterns, option) if patterns is not None else []
             first = next(self.read(files), None) if files else None
             if first is not None and first.kind == "messages":
@@ -205,7 +291,7 @@ class TextData(ResumableDataModule):
 
     def tokenize(self, files: Sequence[Path], tokenizer: Any) -> str:
         """Tokenises some files, unless they are cached; returns the name of the cache file."""
-        return cached_tokens(files, tokenizer, self.cache_dir, self.columns)
+        return cached_tokens(files, tokenizer, self.cache_dir, self.columns, self.tokenize_processes)
 
     def lay_out(self, split: str, store: TokenStore, documents: np.ndarray, files: Sequence[Path]) -> tuple[Any, Any]:
         """Returns the dataset of some documents of a store, and its statistics.
@@ -228,6 +314,9 @@ class TextData(ResumableDataModule):
     def _files(self, split: str) -> list[Path]:
         if split == "val":
             return expand_patterns(self.val_files or [], "val_files")
+        source = next((source for source in self.sources if split == _split_of(source)), None)
+        if source is not None:
+            return expand_patterns(source.files or [], f"sources.{source.name}.files")
         if self.train_files is None:
             return self._library
         return expand_patterns(self.train_files, "train_files")
@@ -238,15 +327,30 @@ class TextData(ResumableDataModule):
             return []
         if stage in ("validate", "test") and self.val_files is not None:
             return ["val"]
-        return ["train"] if self.val_files is None else ["train", "val"]
+        texts = [_split_of(source) for source in self.sources if source.files is not None]
+        return [*(texts if self.sources else ["train"]), *([] if self.val_files is None else ["val"])]
 
     def prepare_data(self) -> None:
-        """Trains the tokenizer and tokenises the files, unless they are cached; runs in one process per node."""
+        """Trains the tokenizer, tokenises the files and indexes the shards, unless that was done.
+
+        It runs in one process per node. Of the nodes that share `cache_dir`, one works and the others wait.
+        """
         state = self.trainer.state.fn if self.trainer is not None else None
         stages = {TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
         tokenizer = self._load_tokenizer()
         splits = self._splits(stages.get(state) if state is not None else None)
         self._names = {split: self.tokenize(self._files(split), tokenizer) for split in splits}
+        if state != TrainerFn.PREDICTING:
+            for source in self.sources:
+                if source.tokens is not None:
+                    open_tokens(source.tokens, self._storage())
+
+    def _storage(self) -> Storage:
+        """Returns the places for remote files and indices."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "remote"
+        folder = Path(self._remote_cache).expanduser() if self._remote_cache is not None else default
+        cache = BlockCache(folder, self._cache_bytes)
+        return Storage(cache, self.cache_dir / "token-indices", self._storage_options)
 
     def _load_tokenizer(self) -> Any:
         """Returns the tokenizer, loaded once; clears everything that was made with another one."""
@@ -282,7 +386,10 @@ class TextData(ResumableDataModule):
         wanted = ("train", "val") if stage == "fit" else ("val",)
         for split in wanted:
             if split not in self._datasets and (split == "train" or self.val_files is not None or self.val_fraction):
-                self._lay_out(split, names)
+                if self.sources and (split == "train" or self.val_files is None):
+                    self._lay_out_sources(split, names)
+                else:
+                    self._lay_out(split, names)
 
     def _agreed_names(self) -> dict[str, str]:
         """Returns the names of the caches, broadcast from rank 0."""
@@ -301,6 +408,29 @@ class TextData(ResumableDataModule):
 
     def _lay_out(self, split: str, names: dict[str, str]) -> None:
         origin = split if split in names else "train"
+        dataset, statistics = self._lay_out_text(split, origin, names)
+        self._keep(split, dataset, statistics)
+
+    def _lay_out_sources(self, split: str, names: dict[str, str]) -> None:
+        """Lays out the windows of all sources, of which ``val_fraction`` is held out."""
+        parts: list[Any] = []
+        for source in self.sources:
+            if source.tokens is None:
+                parts.append(self._lay_out_text(split, _split_of(source), names)[0])
+                continue
+            shards = open_tokens(source.tokens, self._storage())
+            windows = TokenWindows(shards, self.seq_len, vocabulary_size(self.tokenizer), source.name)
+            fraction = self.val_fraction if self.val_files is None else 0.0
+            parts.append(hold_out(windows, fraction)[split == "val"])
+        sizes = dict(zip((source.name for source in self.sources), map(len, parts), strict=True))
+        self._keep(split, JoinedWindows(parts, self.batches_ahead), SourceStatistics(sizes, self.seq_len))
+
+    def _keep(self, split: str, dataset: Any, statistics: Any) -> None:
+        self._datasets[split], self.statistics[split] = dataset, statistics
+        if self.trainer is None or self.trainer.is_global_zero:
+            print(f"{split}: {statistics}", flush=True)
+
+    def _lay_out_text(self, split: str, origin: str, names: dict[str, str]) -> tuple[Any, Any]:
         path = self.cache_dir / names[origin]
         if not path.is_file():
             raise DloError(
@@ -317,14 +447,23 @@ class TextData(ResumableDataModule):
                     f" {self.val_fraction} of {len(store)} documents; change it, or set val_files"
                 )
         dataset, statistics = self.lay_out(split, store, documents, self._files(origin))
-        self._datasets[split], self.statistics[split] = dataset, statistics
-        if self.trainer is None or self.trainer.is_global_zero:
-            print(f"{split}: {statistics}", flush=True)
+        return dataset, statistics
 
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of the training windows, in random order."""
         dataset = self._datasets["train"]
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        if isinstance(dataset, JoinedWindows):
+            names = [source.name for source in self.sources]
+            order = self.mix_options.order(names, list(map(len, dataset.parts)), self.seed)
+            make_stream = partial(
+                InOrderStreamBatchSampler if overfit else StreamBatchSampler,
+                order.size,
+                order=order,
+                count_targets=dataset.count_targets,
+                accumulation=_accumulation_of(self),
+            )
+            return self.train_loader(dataset, make_sampler=make_stream)
         make_sampler = partial(
             InOrderTextBatchSampler if overfit else TextBatchSampler,
             len(dataset),
@@ -361,7 +500,14 @@ class TextData(ResumableDataModule):
         return batch
 
     def _held_out(self, name: str) -> Any:
-        return self.eval_loader(self._datasets["val"], name=name) if "val" in self._datasets else []
+        dataset = self._datasets.get("val")
+        if dataset is None:
+            return []
+        if not isinstance(dataset, JoinedWindows):
+            return self.eval_loader(dataset, name=name)
+        size = len(dataset)
+        make_sampler = partial(InOrderBatchSampler, size, shuffle=False, drop_last=False, order=InOrder(size))
+        return self.eval_loader(dataset, name=name, make_sampler=make_sampler)
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -395,7 +541,14 @@ class TextData(ResumableDataModule):
     def _made_of(self) -> str:
         parts: list[Any] = [self._names, self.seq_len, self.packing, self.long_samples]
         parts.append(self.val_fraction if self.val_files is None else None)
+        if self.sources:
+            parts += [self.sources, self.mix_options]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _split_of(source: TextSource) -> str:
+    """Returns the key of a source's token cache."""
+    return f"sources.{source.name}"
 
 
 def _accumulation_of(module: LightningDataModule) -> Callable[[], AccumulationPlan]:

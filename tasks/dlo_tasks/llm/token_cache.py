@@ -109,7 +109,7 @@ class TokenStore:
         """Number of tokens of all documents."""
         return len(self._tokens)
 
-    def read(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, index: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens at these indices, int64, and whether they are targets, bool; both of ``index``'s shape."""
         raw = self._tokens[index]
         return (raw & ~self._flag).astype(np.int64), (raw & self._flag) != 0

@@ -1,0 +1,122 @@
+"""Orders of the samples of data at scale: pure functions from a position in an epoch to a sample, without arrays.
+
+The default order of :class:`dlo_framework.data.sampler.ResumableBatchSampler` sorts one hash per sample, which takes
+gigabytes for a billion samples. The orders here take a position and return the sample, in constant memory:
+
+* :class:`GlobalShuffle`: any sample at any position, for data with random access.
+* :class:`BufferShuffle`: neighbours stay near each other, for data that is fetched in blocks.
+* :class:`InOrder`: the dataset's own order.
+* :class:`dlo_framework.data.mixture.MixtureOrder`: several sources with weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dlo_framework.data.permutation import Permutation
+from dlo_framework.errors import DloError
+
+_GLOBAL, _CHUNKS, _BUFFER = 11, 12, 13  # streams of random numbers
+
+
+class Placed(NamedTuple):
+    """Samples at some positions of an epoch.
+
+    Attributes:
+        sample: Indices of the samples in the dataset, int64 [P].
+        copy: Number of earlier occurrences of each sample since the beginning of the run that its epoch does not
+            count, int64 [P]. Random choices of a draw depend on it.
+    """
+
+    sample: np.ndarray
+    copy: np.ndarray
+
+
+class SampleOrder(Protocol):
+    """Order of a dataset's samples in each epoch."""
+
+    size: int
+    """Number of samples per epoch."""
+
+    def place(self, epoch: int, positions: np.ndarray) -> Placed:
+        """Returns the samples at ``positions``, int64 [P] in 0..size - 1, of an epoch."""
+
+
+class InOrder:
+    """The dataset's own order, in each epoch.
+
+    Args:
+        size: Number of samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def place(self, epoch: int, positions: np.ndarray) -> Placed:
+        """Returns the positions themselves."""
+        return Placed(positions.astype(np.int64), np.zeros(len(positions), np.int64))
+
+
+class GlobalShuffle:
+    """Another permutation of all samples in each epoch.
+
+    Args:
+        size: Number of samples.
+        seed: Seed of the permutations.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+
+    def place(self, epoch: int, positions: np.ndarray) -> Placed:
+        """Returns the samples at these positions."""
+        index = Permutation(self.size, self.seed, epoch, _GLOBAL)(positions)
+        return Placed(index, np.zeros(len(positions), np.int64))
+
+
+class BufferShuffle:
+    """Shuffles chunks of neighbours, and then samples inside a buffer of several chunks.
+
+    It is what a shuffle buffer does to a stream of shards, but as a function of the position: readers fetch a chunk
+    once, and resuming needs no state of the buffer. Samples of one buffer come from ``buffer // chunk`` random places.
+
+    Args:
+        size: Number of samples.
+        seed: Seed of the order.
+        chunk: Number of neighbouring samples that stay together, usually those of a few blocks of a remote file.
+        buffer: Number of samples that are shuffled together; a larger one is nearer to a global shuffle.
+
+    Raises:
+        DloError: If ``chunk`` or ``buffer`` is out of range.
+    """
+
+    def __init__(self, size: int, seed: int, *, chunk: int, buffer: int) -> None:
+        if chunk < 1:
+            raise DloError(f"chunk must be at least 1 sample, got {chunk}; use 256")
+        if buffer < chunk:
+            raise DloError(
+                f"buffer must have at least one chunk of {chunk} samples, got {buffer}; set it to {4 * chunk}"
+            )
+        self.size, self.seed, self.chunk, self.buffer = size, seed, chunk, buffer
+
+    def place(self, epoch: int, positions: np.ndarray) -> Placed:
+        """Returns the samples at these positions."""
+        positions = positions.astype(np.int64)
+        shuffled = np.empty_like(positions)
+        for number in np.unique(positions // self.buffer).tolist():
+            chosen = positions // self.buffer == number
+            start = number * self.buffer
+            length = min(self.buffer, self.size - start)
+            within = Permutation(length, self.seed, epoch, _BUFFER, number)
+            shuffled[chosen] = start + within(positions[chosen] - start)
+        chunks = self.size // self.chunk  # The rest, less than a chunk, stays at the end.
+        index = shuffled
+        if chunks:
+            inside = shuffled < chunks * self.chunk
+            order = Permutation(chunks, self.seed, epoch, _CHUNKS)
+            moved = order(shuffled[inside] // self.chunk) * self.chunk + shuffled[inside] % self.chunk
+            index = shuffled.copy()
+            index[inside] = moved
+        return Placed(index, np.zeros(len(positions), np.int64))

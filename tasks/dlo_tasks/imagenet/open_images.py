@@ -1,0 +1,116 @@
+"""Finds the classes and the images of a root: class folders, tar shards, MDS or Parquet, local or remote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.folder_sources import FolderSource, ImageSource, ShardSource, class_folders
+from dlo_tasks.imagenet.image_streams import ImageStorage, find_streams, open_stream
+from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards
+
+
+def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
+    """Returns the class names of a dataset: its training class folders, or ``classes.txt`` for shards.
+
+    Shards without a ``classes.txt`` use the numbers up to the largest label as names.
+
+    Raises:
+        DloError: If there is neither; the message has the expected paths.
+    """
+    streams = find_streams(str(root), "train", storage.options)
+    if streams:
+        listed = _listed_classes(root, storage)
+        labels = open_stream(streams, storage, listed).labels
+        return listed or [str(number) for number in range(int(labels.max()) + 1)]
+    if isinstance(root, str):
+        raise DloError(
+            f"root must have train-*.tar, train/*.tar, train/index.json or train-*.parquet, got {root} without them"
+        )
+    if not root.is_dir():
+        raise DloError(
+            f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
+        )
+    names = _listed_classes(root, storage)
+    shards = find_shards(root, "train")
+    if shards:
+        if names is not None:
+            return names
+        return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
+    if not (root / "train").is_dir():
+        raise DloError(f"no such folder: {root / 'train'}; expected train/<class>/*.jpg, train-*.tar or train/*.tar")
+    folders = class_folders(root / "train")
+    if not folders:
+        raise DloError(f"{root / 'train'} has no class folders; expected train/<class>/*.jpg")
+    return folders
+
+
+def _listed_classes(root: Path | str, storage: ImageStorage) -> list[str] | None:
+    if isinstance(root, str):
+        try:
+            file = storage.open(f"{root.rstrip('/')}/classes.txt")
+        except DloError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        return file.read(0, file.size).decode().splitlines()
+    listing = root / "classes.txt"
+    return listing.read_text().splitlines() if listing.is_file() else None
+
+
+def open_source(root: Path | str, split: str, class_names: list[str], storage: ImageStorage) -> ImageSource:
+    """Returns the source of one split.
+
+    Raises:
+        DloError: If a folder is missing, a class is empty, training does not have a class, or a label exceeds the
+            number of classes; the message has its name.
+    """
+    streams = find_streams(str(root), split, storage.options)
+    if streams:
+        stream = open_stream(streams, storage, _listed_classes(root, storage))
+        _check_labels(stream.labels, split, class_names)
+        return stream
+    if isinstance(root, str):
+        raise DloError(f"root must have shards of {split}, such as {split}-*.tar, got {root} without them; add them")
+    shards = find_shards(root, split)
+    if shards:
+        source = ShardSource(shards, _listed_classes(root, storage))
+        if not len(source):
+            raise DloError(f"the shards {shards[0]} ... must contain images ({', '.join(IMAGE_SUFFIXES)}), got none")
+        _check_labels(source.labels, split, class_names)
+        return source
+    folder = root / split
+    if not folder.is_dir():
+        raise DloError(f"no such folder: {folder}; expected {split}/<class>/*.jpg, {split}-*.tar or {split}/*.tar")
+    present = class_folders(folder)
+    foreign = sorted(set(present) - set(class_names))
+    if foreign:
+        raise DloError(
+            f"{folder} must have only the classes of train/, got {_some(foreign)}; remove them or add them to train/"
+        )
+    if not present:
+        raise DloError(f"{folder} has no class folders; expected {split}/<class>/*.jpg")
+    files = FolderSource(folder, class_names)
+    counts = np.bincount(files.labels, minlength=len(class_names))
+    empty = [name for name, count in zip(class_names, counts, strict=True) if not count and name in present]
+    if empty:
+        raise DloError(
+            f"each class must have an image ({', '.join(IMAGE_SUFFIXES)}), got the empty folder"
+            f" {_some([str(folder / name) for name in empty])}; add images or remove the folder"
+        )
+    return files
+
+
+def _check_labels(labels: np.ndarray, split: str, class_names: list[str]) -> None:
+    largest = int(labels.max())
+    if largest >= len(class_names):
+        raise DloError(
+            f"labels of {split} shards must be class indices in 0..{len(class_names) - 1}, got {largest}; training"
+            f" has {len(class_names)} classes"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

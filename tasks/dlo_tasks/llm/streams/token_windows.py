@@ -1,0 +1,206 @@
+"""Windows of equal length over tokenised shards, computed from a window's index; and several such datasets as one.
+
+Window i of a shard has the tokens ``i * seq_len`` to ``(i + 1) * seq_len``; the last one is only a target. Positions
+restart at 0 with each document, and the last token of a document has no target, as in packed windows. The tokens after
+the last full window of a shard are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dlo_framework.data import Draw
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.batches import IGNORE_INDEX, Batch, finish
+from dlo_tasks.llm.streams.token_shards import TokenShard, document_of
+
+
+class WindowDataset(Protocol):
+    """Dataset of windows of ``seq_len`` positions."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, draws: list[Draw]) -> Batch:
+        """Returns the batch of the drawn windows."""
+
+    def count_targets(self, index: np.ndarray) -> np.ndarray:
+        """Returns the number of targets of windows, int64 of the shape of ``index``."""
+
+
+class TokenWindows:
+    """Windows of a source's shards, from ``first`` to ``past``.
+
+    Args:
+        shards: Shards of the source.
+        seq_len: Positions per window.
+        vocab_size: Number of ids that the model knows.
+        name: Name of the source, for messages.
+        first: First window; for a part of the windows, as for validation.
+        past: Window after the last; None for all.
+
+    Raises:
+        DloError: If no shard fills a window, or an id at the beginning of a shard is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[TokenShard],
+        seq_len: int,
+        vocab_size: int,
+        name: str,
+        first: int = 0,
+        past: int | None = None,
+    ) -> None:
+        self._shards, self._seq_len, self._vocab_size, self.name = list(shards), seq_len, vocab_size, name
+        counts = [max(0, (shard.tokens - 1) // seq_len) for shard in shards]
+        self._starts = np.cumsum([0, *counts])  # first window of each shard [shards + 1]
+        if not self._starts[-1]:
+            raise DloError(
+                f"sources.{name} must have more than {seq_len} tokens in a file, got"
+                f" {sum(shard.tokens for shard in shards)} in {len(self._shards)} files; lower seq_len, or name more"
+            )
+        self._first, self._past = first, int(self._starts[-1]) if past is None else past
+        for shard, count in zip(self._shards[:1], counts, strict=False):
+            if count:
+                self._check_ids(shard.read(0, min(shard.tokens, seq_len + 1)), shard)
+
+    def __len__(self) -> int:
+        return self._past - self._first
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions of all windows."""
+        return len(self) * self._seq_len
+
+    def part(self, first: int, past: int) -> TokenWindows:
+        """Returns the windows ``first`` to ``past - 1`` as a dataset."""
+        return TokenWindows(
+            self._shards, self._seq_len, self._vocab_size, self.name, self._first + first, self._first + past
+        )
+
+    def fetch(self, draws: list[Draw]) -> Batch:
+        """Returns the batch of the drawn windows."""
+        length = self._seq_len
+        ids = np.empty((len(draws), length + 1), np.int64)
+        begins = np.zeros((len(draws), length + 1), bool)
+        for shard, rows, starts in self._places(np.array([draw.index for draw in draws])):
+            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+                ids[row] = shard.read(start, start + length + 1)
+            at, token = self._document_starts(shard, starts)
+            begins[rows[at], token - starts[at]] = True
+            self._check_ids(ids[rows], shard)
+        labels = np.where(begins[:, 1:], IGNORE_INDEX, ids[:, 1:])
+        places = np.arange(length)
+        newest = np.maximum.accumulate(np.where(begins[:, :-1], places, 0), axis=1)
+        arrays = {"input_ids": ids[:, :-1].copy(), "labels": labels, "position_ids": places - newest}
+        return finish({name: torch.from_numpy(values) for name, values in arrays.items()}, draws)
+
+    def count_targets(self, index: np.ndarray) -> np.ndarray:
+        """Returns the number of targets of windows: all positions but those whose next token begins a document."""
+        targets = np.full(index.shape, self._seq_len, np.int64)
+        for shard, rows, starts in self._places(index):
+            last = document_of(shard, starts + self._seq_len)
+            targets[rows] -= last - document_of(shard, starts)
+        return targets
+
+    def read_ahead(self, draws: list[Draw]) -> None:
+        """Begins to fetch the drawn windows."""
+        for shard, _, starts in self._places(np.array([draw.index for draw in draws])):
+            for start in starts.tolist():
+                shard.read_ahead(start, start + self._seq_len + 1)
+
+    def _places(self, index: np.ndarray) -> list[tuple[TokenShard, np.ndarray, np.ndarray]]:
+        """Returns the shards of windows, each with the rows of ``index`` in it and the first token of each."""
+        index = index + self._first
+        which = np.searchsorted(self._starts, index, side="right") - 1
+        found = []
+        for number in np.unique(which).tolist():
+            rows = np.flatnonzero(which == number)
+            found.append((self._shards[number], rows, (index[rows] - self._starts[number]) * self._seq_len))
+        return found
+
+    def _document_starts(self, shard: TokenShard, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the documents that begin after the first token of windows: the window's number, and the token."""
+        first, last = document_of(shard, np.stack([starts, starts + self._seq_len]))
+        counts = last - first
+        at = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return at, shard.bounds(np.repeat(first, counts) + 1 + within)
+
+    def _check_ids(self, ids: np.ndarray, shard: TokenShard) -> None:
+        largest, least = int(ids.max()), int(ids.min())
+        if largest >= self._vocab_size or least < 0:
+            raise DloError(
+                f"sources.{self.name}: token ids must be below the tokenizer's vocabulary size {self._vocab_size}, got"
+                f" {largest if least >= 0 else least} in {shard.name}; set the tokenizer that the source was tokenised"
+                " with"
+            )
+
+
+class JoinedWindows:
+    """Windows of several datasets, one after the other; a :class:`dlo_framework.data.ReadAheadDataset`.
+
+    Args:
+        parts: Datasets, all with windows of the same length.
+        batches_ahead: Number of batches that are fetched ahead; 0 for none.
+    """
+
+    #: None: all windows have the same length.
+    lengths: np.ndarray | None = None
+    #: None: the data has no preferences.
+    pairs: np.ndarray | None = None
+
+    def __init__(self, parts: Sequence[Any], batches_ahead: int = 0) -> None:
+        self.parts, self.batches_ahead = list(parts), batches_ahead
+        self._starts = np.cumsum([0] + [len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fetch(self, draws: list[Draw]) -> Batch:
+        """Returns the batch of the drawn windows, in the order of the draws."""
+        batches = []
+        for part, rows, some in self._draws_of(draws):
+            batches.append((rows, part.fetch(some)))
+        if len(batches) == 1:
+            return finish(batches[0][1], draws)
+        joined: Batch = {}
+        for name, first in batches[0][1].items():
+            out = torch.empty((len(draws), *first.shape[1:]), dtype=first.dtype)
+            for rows, batch in batches:
+                out[rows] = batch[name]
+            joined[name] = out
+        return finish(joined, draws)
+
+    def count_targets(self, index: np.ndarray) -> np.ndarray:
+        """Returns the number of targets of windows."""
+        targets = np.empty(index.shape, np.int64)
+        which = self.part_of(index)
+        for number in np.unique(which).tolist():
+            chosen = which == number
+            targets[chosen] = self.parts[number].count_targets(index[chosen] - self._starts[number])
+        return targets
+
+    def part_of(self, index: np.ndarray) -> np.ndarray:
+        """Returns the number of the dataset of each window."""
+        return np.searchsorted(self._starts, index, side="right") - 1
+
+    def read_ahead(self, draws: list[Draw]) -> None:
+        """Begins to fetch the drawn windows."""
+        for part, _, some in self._draws_of(draws):
+            if hasattr(part, "read_ahead"):
+                part.read_ahead(some)
+
+    def _draws_of(self, draws: list[Draw]) -> list[tuple[Any, torch.Tensor, list[Draw]]]:
+        index = np.array([draw.index for draw in draws])
+        which = self.part_of(index)
+        found = []
+        for number in np.unique(which).tolist():
+            rows = np.flatnonzero(which == number)
+            some = [draws[row]._replace(index=int(index[row] - self._starts[number])) for row in rows.tolist()]
+            found.append((self.parts[number], torch.from_numpy(rows), some))
+        return found

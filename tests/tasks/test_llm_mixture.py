@@ -1,0 +1,319 @@
+"""TextData of several sources: proportions, exact resume on other ranks, kills, processes that tokenise, refusals."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+
+from dlo_framework.data import ResumableLoader
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
+from dlo_tasks.llm.streams.token_windows import JoinedWindows
+from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.llm.token_cache import TokenStore
+from dlo_tasks.llm.tokenize_processes import choose_processes, tokenize_in_processes
+from support.texts import lines, sentences
+from support.token_files import documents, write_megatron
+
+MIX = [{"samples": 0, "weights": {"text": 0.5, "web": 0.5}}, {"samples": 400, "weights": {"text": 0.1, "web": 0.9}}]
+
+
+@pytest.fixture
+def mixed(tmp_path, cache):
+    """Makes the datamodule of a text source and a tokenised one."""
+    file = lines(tmp_path / "texts.jsonl", *({"text": text} for text in sentences(80)))
+    write_megatron(tmp_path / "web", documents(400, 90))
+
+    def made(**options) -> TextData:
+        sources = {"text": {"files": str(file)}, "web": {"path": str(tmp_path / "web")}}
+        defaults = {"sources": sources, "mix": MIX, "mix_ramp": "linear", "cache_dir": str(cache), "seq_len": 24}
+        return TextData(
+            **defaults
+            | {"batch_size": 8, "vocab_size": 320, "corpus_bytes": 60_000, "val_fraction": 0.1, "epoch_samples": 200}
+            | options
+        )
+
+    return made
+
+
+def sources_of(data: TextData, index: np.ndarray) -> np.ndarray:
+    dataset = data._datasets["train"]
+    assert isinstance(dataset, JoinedWindows)
+    return dataset.part_of(index)
+
+
+def test_batches_mix_the_sources_by_weights_that_change(mixed, capsys):
+    data = mixed()
+    data.setup("fit")
+    loader = data.train_dataloader()
+    found = []
+    for epoch in range(4):
+        loader.sampler.set_epoch(epoch)
+        found += [draw.index for batch in loader.sampler for draw in batch]
+    source = sources_of(data, np.array(found))
+    assert len(source) == 800
+    # linear from 0.5 to 0.1 over 400 samples, then 0.1
+    assert (source[:400] == 0).sum() == pytest.approx(0.3 * 400, abs=1)
+    assert (source[400:] == 0).sum() == pytest.approx(0.1 * 400, abs=1)
+    assert (source[:40] == 0).mean() > 0.4
+    said = capsys.readouterr().out
+    assert "windows of 24 in 2 sources: text" in said
+    batch = next(iter(loader))
+    assert {name: tuple(values.shape) for name, values in batch.items()} == {
+        "input_ids": (8, 24),
+        "labels": (8, 24),
+        "position_ids": (8, 24),
+        "tokens_in_step": (),
+    }
+
+
+def test_validation_has_windows_that_training_does_not(mixed):
+    data = mixed()
+    data.setup("fit")
+    seen = {row.tobytes() for index in (0, 1) for row in all_rows(data._datasets["train"].parts[index])}
+    held = [row.tobytes() for part in data._datasets["val"].parts for row in all_rows(part)]
+    assert held
+    assert not seen & set(held)
+    batches = list(data.val_dataloader())
+    assert sum(len(batch["labels"]) for batch in batches) == len(held)
+
+
+def all_rows(part) -> list:
+    from dlo_framework.data import Draw
+
+    return [part.fetch([Draw(index, 0, True)])["input_ids"].numpy() for index in range(len(part))]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("start", [0, 40])
+def test_the_targets_of_a_step_are_counted_over_ranks_and_micro_batches(mixed, accumulate, start):
+    data = mixed()
+    data.setup("fit")
+    dataset, order = data._datasets["train"], data.mix_options.order(["text", "web"], [10, 20], 0)
+    order = data.train_dataloader().sampler.order
+    ranks = [
+        StreamBatchSampler(
+            order.size, batch_size=4, shuffle=True, drop_last=True, rank=rank, world_size=2, order=order,
+            count_targets=dataset.count_targets, accumulation=lambda: AccumulationPlan(accumulate, float("inf")),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = list(zip(*(rank.batches_from(start) for rank in ranks), strict=True))
+    assert len(found) == (200 - start) // 8
+    counted, said = [], []
+    for batches in found:
+        counted.append(sum(int((dataset.fetch(batch)["labels"] != IGNORE_INDEX).sum()) for batch in batches))
+        said.append({batch.tokens_in_step for batch in batches})
+    first = start // 8
+    for number, totals in enumerate(said, first):
+        begin = number - number % accumulate
+        if begin >= first:
+            assert totals == {sum(counted[begin - first : begin - first + accumulate])}
+
+
+class Counter(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        import torch
+
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += [tuple(row) for row in batch["input_ids"].tolist()]
+        return self.weight.sum()
+
+    def configure_optimizers(self):
+        import torch
+
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_run_resumes_in_mid_epoch_with_other_workers(mixed, tmp_path):
+    def fit(steps: int, workers: int, checkpoint: str | None = None) -> tuple[Counter, Trainer]:
+        model = Counter()
+        trainer = Trainer(
+            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, limit_val_batches=0,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[ExactResume()],
+        )  # fmt: skip
+        trainer.fit(model, datamodule=mixed(num_workers=workers), ckpt_path=checkpoint, weights_only=False)
+        return model, trainer
+
+    whole, _ = fit(40, 0)
+    first, trainer = fit(31, 2)
+    trainer.save_checkpoint(tmp_path / "mid.ckpt")
+    rest, _ = fit(40, 1, str(tmp_path / "mid.ckpt"))
+    assert whole.seen == first.seen + rest.seen
+    assert len(whole.seen) == 320
+
+
+def consume(options: dict, folder: str, ranks: int, workers: int) -> None:
+    """Loads three epochs on some ranks, logs their samples, and commits the position after each batch."""
+    data = TextData(**options)
+    data.setup("fit")
+    dataset, order = data._datasets["train"], data.train_dataloader().sampler.order
+    loaders = []
+    for rank in range(ranks):
+        place = {"batch_size": 16 // ranks, "shuffle": True, "drop_last": True, "rank": rank, "world_size": ranks}
+        sampler = StreamBatchSampler(
+            order.size, **place, order=order, count_targets=dataset.count_targets,
+            accumulation=lambda: AccumulationPlan(1, float("inf")),
+        )  # fmt: skip
+        loaders.append(ResumableLoader(dataset, **place, num_workers=workers, batch_sampler=sampler))
+    kept = Path(folder, "state")
+    state = json.loads(kept.read_text()) if kept.exists() else {"epoch": 0, "samples": 0, "bytes": 0}
+    with open(f"{folder}/log", "a") as log:
+        log.truncate(state["bytes"])
+        for loader in loaders:
+            loader.load_state_dict(state)
+        while state["epoch"] < 3:
+            for loader in loaders:
+                loader.sampler.set_epoch(state["epoch"])
+            for batches in zip(*loaders, strict=True):
+                for batch in batches:
+                    log.writelines(f"{row}\n" for row in batch["input_ids"].tolist())
+                log.flush()
+                state = {**loaders[0].state_dict(), "bytes": os.fstat(log.fileno()).st_size}
+                Path(folder, "new").write_text(json.dumps(state))
+                os.replace(f"{folder}/new", kept)
+                time.sleep(0.01)
+            state = {"epoch": state["epoch"] + 1, "samples": 0, "bytes": os.fstat(log.fileno()).st_size}
+
+
+def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, cache, mixed):
+    options = {
+        "sources": {"text": {"files": str(tmp_path / "texts.jsonl")}, "web": {"path": str(tmp_path / "web")}},
+        "mix": MIX, "mix_ramp": "linear", "shuffle": "buffer", "shuffle_chunk": 8, "shuffle_buffer": 64,
+        "cache_dir": str(cache), "seq_len": 24, "batch_size": 16, "vocab_size": 320, "corpus_bytes": 60_000,
+        "epoch_samples": 200,
+    }  # fmt: skip
+    mixed().setup("fit")  # the caches are there: starts are fast
+    context = multiprocessing.get_context("fork")
+
+    def start(name: str, ranks: int, workers: int) -> multiprocessing.process.BaseProcess:
+        (tmp_path / name).mkdir(exist_ok=True)
+        process = context.Process(target=consume, args=(options, str(tmp_path / name), ranks, workers))
+        process.start()
+        return process
+
+    whole = start("whole", 1, 0)
+    whole.join(120)
+    assert whole.exitcode == 0
+    generator, kills = random.Random(0), 0
+    for ranks, workers in [(1, 0), (2, 1), (4, 0), (2, 0), (8, 0), (1, 1)]:
+        process = start("killed", ranks, workers)
+        state, before = tmp_path / "killed" / "state", time.time()
+        while process.is_alive() and not (state.exists() and state.stat().st_mtime > before):
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0.0, 0.05))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join(30)
+    assert kills >= 3
+    last = start("killed", 4, 0)
+    last.join(120)
+    assert last.exitcode == 0
+    found = {name: (tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed")}
+    assert len(found["whole"]) == 3 * (200 // 16 * 16)
+    assert found["killed"] == found["whole"]
+
+
+def test_processes_tokenise_as_one_does(tmp_path, make):
+    texts = sentences(1500)
+    one, many = (
+        make(texts, cache_dir=str(tmp_path / f"cache{n}"), tokenize_processes=n, tokenizer=None) for n in (1, 3)
+    )
+    stores = []
+    for data in (one, many):
+        data.prepare_data()
+        stores.append(TokenStore(data.cache_dir / data._names["train"]))
+    assert len(stores[0]) == 1500
+    assert all(
+        np.array_equal(getattr(stores[0], name), getattr(stores[1], name)) for name in ("bounds", "hashes", "rows")
+    )
+    assert np.array_equal(stores[0].read(slice(None))[0], stores[1].read(slice(None))[0])
+    assert choose_processes(None, 1000) == 1
+    assert choose_processes(None, 1 << 40) >= 1
+    assert choose_processes(5, 0) == 5
+
+
+def _pids(records):
+    return [os.getpid()] * len(records)
+
+
+def _killed(records):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _refuses(records):
+    raise DloError("the third record is broken")
+
+
+def test_several_processes_work_and_their_errors_arrive():
+    pids = set(tokenize_in_processes(range(20_000), _pids, 3))
+    assert os.getpid() not in pids
+    assert len(pids) > 1
+    with pytest.raises(DloError, match="the third record is broken"):
+        list(tokenize_in_processes(range(2000), _refuses, 2))
+    with pytest.raises(DloError, match="3 processes must tokenise to the end, got one that was killed"):
+        list(tokenize_in_processes(range(2000), _killed, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mix": {"text": 0, "web": 1}}, "mix.text must be positive, got 0"),
+        ({"mix": {"text": 1, "wbe": 1}}, "mix must name sources, got 'wbe'; did you mean 'web'"),
+        ({"sources": {}, "mix": None}, "sources must name at least one source"),
+        ({"sources": {"a": "x"}, "mix": None}, "sources.a must be an object with files or path, got 'x'"),
+        ({"sources": {"a": {"file": "x"}}, "mix": None}, "got 'file'; did you mean 'files'"),
+        ({"sources": {"a": {}}, "mix": None}, "sources.a must have either files, for text, or path"),
+        ({"sources": {"a": {"files": "x", "dtype": "int32"}}, "mix": None}, "sources.a.dtype must not be set for text"),
+        ({"sources": {"a": {"path": "x", "format": "megaton"}}, "mix": None}, "did you mean 'megatron'"),
+        ({"sources": {"a": {"path": "x", "dtype": "float"}}, "mix": None}, "sources.a.dtype must be one of uint8"),
+        ({"packing": "none"}, "packing must be best_fit with sources, got none"),
+        ({"train_files": "x"}, "train_files must not be set with sources, got x"),
+        ({"sources": None}, "must be set with sources, got no sources"),
+        ({"shuffle": "buffer", "shuffle_buffer": 8}, "buffer must have at least one chunk of 256 samples, got 8"),
+        ({"epoch_samples": 0}, "epoch_samples must be at least 1, got 0"),
+        ({"batches_ahead": -1}, "batches_ahead must be at least 0, got -1"),
+        ({"tokenize_processes": 0}, "tokenize_processes must be at least 1, got 0"),
+        ({"cache_bytes": "lots"}, "cache_bytes must be a size of at least one byte, got lots"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(mixed, options, message):
+    with pytest.raises(DloError) as error:
+        mixed(**options)
+    assert message in str(error.value)
+
+
+def test_missing_files_are_refused_before_the_run(mixed, tmp_path):
+    data = mixed(sources={"text": {"files": str(tmp_path / "texts.jsnl")}, "web": {"path": str(tmp_path / "web")}})
+    with pytest.raises(DloError, match=r"sources.text.files must name files, got .*texts.jsnl"):
+        data.check()
+    data = mixed(sources={"text": {"files": str(tmp_path / "texts.jsonl")}, "web": {"path": str(tmp_path / "wed")}})
+    with pytest.raises(DloError, match=r"sources.web.path must name files, got .*wed, which does not exist"):
+        data.check()
+    small = mixed(vocab_size=300)
+    write_megatron(tmp_path / "web", documents(400, 90, vocab=5000))
+    with pytest.raises(DloError, match=r"sources.web: token ids must be below the tokenizer's vocabulary size"):
+        small.setup("fit")
+
+
+def test_the_standard_library_is_a_source(mixed, cache):
+    data = mixed(sources={"json": {"files": "stdlib://json/*.py"}}, mix=None, epoch_samples=None, val_fraction=0.0)
+    data.check()
+    data.setup("fit")
+    assert data.statistics["train"].samples == len(data.train_dataloader().dataset) > 100

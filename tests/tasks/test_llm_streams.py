@@ -1,0 +1,290 @@
+"""Tokenised shards of each format: their windows have the documents' tokens, also of files that others have written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from dlo_framework.data import Draw
+from dlo_framework.data.remote import BlockCache
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
+from dlo_tasks.llm.token_cache import Document, write_store
+from support.token_files import documents, mds_array, npy, write_mds, write_megatron, write_tar
+
+SEQ = 16
+
+
+@pytest.fixture
+def storage(tmp_path) -> Storage:
+    return Storage(BlockCache(tmp_path / "cache", 1 << 20, 1 << 12), tmp_path / "indices", {})
+
+
+def write_parquet(path: Path, docs: list[np.ndarray]) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"tokens": [doc.tolist() for doc in docs], "id": list(range(len(docs)))})
+    parquet.write_table(table, path, row_group_size=17)
+
+
+def write_foreign_mds(path: Path, docs: list[np.ndarray], encoding: str) -> None:
+    streaming = pytest.importorskip("streaming")
+    columns = {"tokens": encoding, "name": "str"} if encoding != "ndarray:int32" else {"tokens": encoding}
+    with streaming.MDSWriter(out=str(path), columns=columns, size_limit=4096) as writer:
+        for number, doc in enumerate(docs):
+            tokens = doc.astype(np.int32)
+            sample = {"tokens": tokens.tobytes() if encoding == "bytes" else tokens, "name": f"document {number}"}
+            writer.write({name: sample[name] for name in columns})
+
+
+def write_foreign_tars(folder: Path, docs: list[np.ndarray], suffix: str) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    folder.mkdir()
+    with webdataset.ShardWriter(str(folder / "shard-%03d.tar"), maxcount=30, verbose=0) as writer:
+        for number, doc in enumerate(docs):
+            value = doc.tolist() if suffix == "json" else doc.astype(np.int32)
+            writer.write({"__key__": f"{number:05}", suffix: value, "txt": "other"})
+
+
+def write(kind: str, folder: Path, docs: list[np.ndarray]) -> TokenFiles:
+    path = folder / "data"
+    if kind == "dlo":
+        path = folder / "tokens-0123.bin"
+        write_store(path, (Document(doc, np.ones(len(doc), bool), n, 0, n) for n, doc in enumerate(docs)), 300)
+    elif kind in ("uint16", "int32"):
+        write_megatron(path, docs, kind)
+    elif kind.startswith("ndarray"):
+        write_mds(path, {"tokens": kind, "x": "int"}, [{"tokens": mds_array(doc, kind), "x": bytes(8)} for doc in docs])
+    elif kind == "mds bytes":
+        columns = {"tokens": "bytes", "text": "str"}
+        write_mds(path, columns, [{"tokens": doc.astype("<u2").tobytes(), "text": b"t" * len(doc)} for doc in docs])
+        return TokenFiles("some", str(path), dtype="uint16")
+    elif kind in ("npy", "json"):
+        path.mkdir()
+        for shard in range(3):
+            members = []
+            for number in range(shard, len(docs), 3):
+                content = npy(docs[number]) if kind == "npy" else json.dumps(docs[number].tolist()).encode()
+                members += [(f"a/{number:04}.{kind}", content), (f"a/{number:04}.txt", b"other")]
+            write_tar(path / f"{shard}.tar", members)
+        return TokenFiles("some", f"{path}/*.tar", column=kind)
+    elif kind == "parquet":
+        path = folder / "data.parquet"
+        write_parquet(path, docs)
+    elif kind.startswith("foreign ndarray"):
+        write_foreign_mds(path, docs, kind.removeprefix("foreign "))
+    elif kind == "foreign bytes":
+        write_foreign_mds(path, docs, "bytes")
+        return TokenFiles("some", str(path), dtype="int32")
+    else:
+        write_foreign_tars(path, docs, kind.removeprefix("foreign "))
+        return TokenFiles("some", str(path), column=kind.removeprefix("foreign "))
+    return TokenFiles("some", str(path))
+
+
+KINDS = ["dlo", "uint16", "int32", "ndarray", "ndarray:uint16", "mds bytes", "npy", "json", "parquet"]
+FOREIGN = ["foreign ndarray", "foreign ndarray:int32", "foreign bytes", "foreign npy", "foreign json"]
+
+
+def check_windows(windows: TokenWindows, shards: list[list[np.ndarray]]) -> None:
+    """Compares all windows with those of the documents, computed token by token."""
+    number = 0
+    order = np.random.default_rng(0).permutation(len(windows))
+    batch = windows.fetch([Draw(int(index), 0, True) for index in order])
+    rows = {name: values.numpy()[np.argsort(order)] for name, values in batch.items()}
+    for docs in shards:
+        flat = np.concatenate(docs)
+        document = np.repeat(np.arange(len(docs)), [len(doc) for doc in docs])
+        for start in range(0, len(flat) - SEQ, SEQ):
+            assert np.array_equal(rows["input_ids"][number], flat[start : start + SEQ])
+            same = document[start : start + SEQ] == document[start + 1 : start + SEQ + 1]
+            assert np.array_equal(
+                rows["labels"][number], np.where(same, flat[start + 1 : start + SEQ + 1], IGNORE_INDEX)
+            )
+            place = 0
+            for offset, position in enumerate(rows["position_ids"][number].tolist()):
+                place = place + 1 if offset and same[offset - 1] else 0
+                assert position == place
+            number += 1
+    assert number == len(windows)
+    assert np.array_equal(windows.count_targets(order), (batch["labels"] != IGNORE_INDEX).sum(1).numpy())
+
+
+def shards_of(kind: str, docs: list[np.ndarray], opened: list) -> list[list[np.ndarray]]:
+    """Returns the documents of each shard, whose order their names give."""
+    if kind in ("npy", "json"):
+        return [docs[shard::3] for shard in range(3)]
+    counts = [shard.documents for shard in opened]
+    bounds = np.cumsum([0, *counts])
+    assert bounds[-1] == len(docs)
+    return [docs[first:past] for first, past in pairwise(bounds.tolist())]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *FOREIGN])
+def test_windows_of_every_format_have_the_documents_tokens(kind, tmp_path, storage):
+    docs = documents(90)
+    opened = open_tokens(write(kind, tmp_path, docs), storage)
+    assert kind in ("dlo", "uint16", "int32", "parquet") or len(opened) > 1
+    check_windows(TokenWindows(opened, SEQ, 300, "some"), shards_of(kind, docs, opened))
+    again = pickle.loads(pickle.dumps(opened))
+    check_windows(TokenWindows(again, SEQ, 300, "some"), shards_of(kind, docs, opened))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "foreign bytes"])
+def test_remote_files_give_the_same_windows(kind, tmp_path, storage):
+    docs = documents(90)
+    files = write(kind, tmp_path, docs)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), f"/streams/{kind}".replace(" ", "-").replace(":", "-"), recursive=True)
+    base = f"memory:///streams/{kind}".replace(" ", "-")
+    base = "memory://" + base.removeprefix("memory://").replace(":", "-")
+    remote = files._replace(path=files.path.replace(str(tmp_path), base))
+    if kind in ("uint16", "int32"):
+        remote = remote._replace(path=f"{remote.path}.bin")
+    opened = open_tokens(remote, storage)
+    windows = TokenWindows(opened, SEQ, 300, "some")
+    windows.read_ahead([Draw(index, 0, True) for index in range(len(windows))])
+    check_windows(windows, shards_of(kind, docs, opened))
+    memory.rm("/streams", recursive=True)
+
+
+def test_an_index_is_built_once_and_again_for_other_files(tmp_path, storage):
+    files = write("npy", tmp_path, documents(30))
+    open_tokens(files, storage)
+    stamps = {path: path.stat().st_mtime_ns for path in storage.indices.glob("*.npy")}
+    open_tokens(files, storage)
+    assert stamps == {path: path.stat().st_mtime_ns for path in storage.indices.glob("*.npy")}
+    write_tar(tmp_path / "data" / "0.tar", [("b.npy", npy(np.arange(40)))])
+    opened = open_tokens(files, storage)
+    assert opened[0].read(0, 40).tolist() == list(range(40))
+
+
+OPEN_LARGE = """
+import sys, time
+from pathlib import Path
+import numpy, torch
+from dlo_framework.data import Draw
+from dlo_framework.data.remote import BlockCache
+from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
+from dlo_framework.data.mix_options import MixOptions
+from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
+def kilobytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # forgets the peak of the imports
+before = kilobytes("VmRSS")
+begin = time.perf_counter()
+storage = Storage(BlockCache(Path(sys.argv[2]) / "cache", 1 << 30), Path(sys.argv[2]) / "indices", {})
+windows = TokenWindows(open_tokens(TokenFiles("large", sys.argv[1]), storage), 2048, 65536, "large")
+data = JoinedWindows([windows])
+order = MixOptions(None, "step", "global", 256, 8192, None).order(["large"], [len(windows)], 0)
+sampler = StreamBatchSampler(order.size, batch_size=8, shuffle=True, drop_last=True, order=order,
+    count_targets=data.count_targets, accumulation=lambda: AccumulationPlan(2, float("inf")))
+batch = data.fetch(next(sampler.batches_from(len(windows) // 2)))
+seconds = time.perf_counter() - begin
+print(len(windows), int(batch["tokens_in_step"]), kilobytes("VmHWM") - before, seconds)
+"""
+
+
+def write_sparse_megatron(prefix: Path, tokens: int, length: int) -> None:
+    """Writes a corpus of zeros as a sparse file, with a real index of documents of equal length."""
+    import struct
+
+    count = tokens // length
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(count * length * 2)
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1))
+        np.full(count, length, "<i4").tofile(file)
+        (np.arange(count, dtype="<i8") * (length * 2)).tofile(file)
+        np.arange(count + 1, dtype="<i8").tofile(file)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
+def test_a_corpus_of_100_gigabytes_opens_in_little_memory(tmp_path):
+    write_sparse_megatron(tmp_path / "large", 50_000_000_000, 8192)
+    found = subprocess.run(
+        [sys.executable, "-c", OPEN_LARGE, str(tmp_path / "large"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    windows, targets, kilobytes, _ = map(float, found.stdout.split())
+    assert windows == (50_000_000_000 // 8192 * 8192 - 1) // 2048
+    assert targets == pytest.approx(2 * 8 * 2048, abs=16)
+    assert 0 < kilobytes < 100_000
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, storage):
+    docs = documents(60)
+    docs[30][0] = 999
+    opened = open_tokens(write("uint16", tmp_path, docs), storage)
+    windows = TokenWindows(opened, SEQ, 300, "web")
+    with pytest.raises(DloError, match=r"sources.web: token ids must be below the tokenizer's .* size 300, got 999"):
+        windows.fetch([Draw(index, 0, True) for index in range(len(windows))])
+    with pytest.raises(DloError, match="set the tokenizer that the source was tokenised"):
+        TokenWindows(opened, SEQ, 100, "web")
+
+
+def test_joined_datasets_keep_the_order_of_the_draws(tmp_path, storage):
+    docs = documents(90)
+    opened = open_tokens(write("uint16", tmp_path, docs), storage)
+    windows = TokenWindows(opened, SEQ, 300, "some")
+    middle = len(windows) // 3
+    joined = JoinedWindows([windows.part(0, middle), windows.part(middle, len(windows))])
+    order = np.random.default_rng(1).permutation(len(windows))[:40]
+    draws = [Draw(int(index), 0, True) for index in order]
+    for name, values in windows.fetch(draws).items():
+        assert values.equal(joined.fetch(draws)[name])
+    assert np.array_equal(joined.count_targets(order), windows.count_targets(order))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "data.idx").write_bytes(b"x" * 50), "must be an index of Megatron-LM"),
+        (lambda folder: (folder / "data.bin").write_bytes(b"x" * 50), "must have the .* bytes that"),
+        (lambda folder: (folder / "data.idx").write_bytes((folder / "data.idx").read_bytes()[:-8]), "copy it again"),
+        (lambda folder: (folder / "data.idx").unlink(), "cannot be read"),
+    ],
+)
+def test_damaged_megatron_files_are_refused(change, message, tmp_path, storage):
+    files = write("uint16", tmp_path, documents(20))
+    change(tmp_path)
+    with pytest.raises(DloError, match=message):
+        open_tokens(files, storage)
+
+
+def test_wrong_options_of_shards_are_refused(tmp_path, storage):
+    docs = documents(20)
+    bytes_files = write("mds bytes", tmp_path, docs)
+    for files, message in [
+        (bytes_files._replace(dtype=None), "sources.some.dtype must be set for a column of bytes"),
+        (bytes_files._replace(column="token"), "column must be one of text, tokens .* got 'token'"),
+        (bytes_files._replace(column="text"), "must be an ndarray or bytes, got the encoding str"),
+        (bytes_files._replace(path=f"{tmp_path}/dat"), "which does not exist; did you mean"),
+        (bytes_files._replace(format="parquet"), "must name files of the format parquet"),
+    ]:
+        with pytest.raises(DloError, match=message):
+            open_tokens(files, storage)
+    index = json.loads((tmp_path / "data" / "index.json").read_text())
+    index["shards"][0]["zip_data"] = {"basename": "shard.00000.mds.zstd"}
+    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DloError, match=r"shards must not be compressed, got shard.00000.mds.zstd"):
+        open_tokens(bytes_files, storage)
+    write_mds(tmp_path / "pickled", {"tokens": "pkl"}, [{"tokens": b"x"}])
+    with pytest.raises(DloError, match="must not be a pickle"):
+        open_tokens(TokenFiles("some", str(tmp_path / "pickled")), storage)
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(DloError, match="format must be one of dlo, megatron"):
+        open_tokens(TokenFiles("some", str(tmp_path / "x.txt")), storage)
