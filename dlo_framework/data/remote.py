@@ -423,7 +423,7 @@ def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
 
     protocol = pattern.partition("://")[0]
     names = sorted(_try(found, pattern))
-    return [name if "://" in name else f"{protocol}://{name.lstrip('/')}" for name in names]
+    return [name if "://" in name else f"{protocol}://{name}" for name in names]
 
 
 def _find_local(path: Path) -> list[str]:

@@ -226,5 +226,6 @@ def test_files_are_listed_by_folder_glob_and_name_everywhere(tmp_path):
         assert [name.rpartition("/")[2] for name in found] == ["a.tar", "b.tar"]
         assert found[0].startswith("slow://" if prefix == "slow://" else "/")
         assert len(list_files(f"{prefix}{tmp_path}/c.txt")) == 1
+        assert open_bytes(found[0], BlockCache(tmp_path / "cache", 1 << 20, 1024)).read(0, 10) == b"x"
         with pytest.raises(DloError):
             list_files(f"{prefix}{tmp_path}/*.zip")
