@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_framework.process_identity import create_once, file_system_time, start_time, this_process
+from dlo_framework.process_identity import create_once, file_system_time, machine_id, start_time, this_process
 
 NAME = "run.lock"
 #: Seconds between touches of a lock, and without a touch until its process counts as dead on another host.
@@ -138,9 +138,9 @@ def is_held(run: Path) -> bool:
         return False
     try:
         holder = json.loads(path.read_text())
-        if holder.get("machine") == _machine():
-            return bool(holder.get("start") == _start_time(int(holder["pid"])))
-        return _file_systems_time(run) - path.stat().st_mtime <= DEAD
+        if holder.get("machine") == machine_id():
+            return bool(holder.get("start") == start_time(int(holder["pid"])))
+        return file_system_time(run) - path.stat().st_mtime <= DEAD
     except (FileNotFoundError, json.JSONDecodeError):
         return False  # Released, or half written by a process that was killed as it began.
 

@@ -138,7 +138,8 @@ class DifficultyOrder(Callback):
     def _difficulty(self, size: int) -> np.ndarray:
         if self._known is None:
             assert self._trainer is not None
-            dataset: Any = self._trainer.train_dataloader.dataset
+            loader: Any = self._trainer.train_dataloader
+            dataset: Any = loader.dataset
             found = read_scores(self.scores) if self.scores is not None else self._measure(dataset)
             if len(found) != size:
                 raise DloError(
