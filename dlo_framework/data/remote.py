@@ -341,7 +341,10 @@ class _InFlight:
             future = self._blocks.get(number)
             if future is None:
                 future = self._blocks[number] = _threads().submit(fetch, number)
-                future.add_done_callback(lambda done: self._forget(number))
+            else:
+                return future
+        # Outside of the lock: a callback of a future that is done is called at once, by this thread.
+        future.add_done_callback(lambda done: self._forget(number))
         return future
 
     def result(self, number: int, fetch: Any) -> bytes:

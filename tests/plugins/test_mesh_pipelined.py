@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,9 +85,10 @@ def test_the_losss_factor_is_in_single_precision_whatever_the_default_dtype(defa
 
 
 def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "broadcast", lambda value, **_: None)
+    monkeypatch.setattr(dist, "broadcast", lambda value, **_: SimpleNamespace(wait=lambda: None))
     placement = SimpleNamespace(stages=2, rank_of=lambda stage: stage)
     pipeline: Any = SimpleNamespace(placement=placement, device=torch.device("cpu"), group=None)
+    pipeline._start_broadcast = partial(Pipeline._start_broadcast, pipeline)
     total = nn.Parameter(torch.tensor(3.5, dtype=torch.float64))
     with Waits() as waits:
         found = [Pipeline._broadcast_total(pipeline, given) for given in (0.0, total)]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dlo_framework.run_lock import _start_time
+from dlo_framework.process_identity import start_time
 from dlo_plugins.sweep import sweep_worker
 from dlo_plugins.sweep.sweep_settings import SweepSettings
 from dlo_plugins.sweep.sweep_worker import SweepWorker, environment_of_job, visible_gpus
@@ -144,6 +144,6 @@ def test_a_process_ends_with_its_worker(tmp_path, fake):
         time.sleep(0.05)
     worker.kill()
     worker.communicate()
-    while _start_time(pid):  # Empty once the process has ended.
+    while start_time(pid):  # Empty once the process has ended.
         assert time.monotonic() < until
         time.sleep(0.05)
