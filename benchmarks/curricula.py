@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
+from measuring.rounds import PROCESS
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_plugins.callbacks.difficulty_order import DifficultyOrder
@@ -86,18 +86,18 @@ class Watch(Callback):
         self._spent, self._since = 0.0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._since = time.process_time()
+        self._since = PROCESS.now()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.curve.samples += self.count(batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._spent += time.process_time() - self._since
+        self._spent += PROCESS.now() - self._since
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.curve.seconds.append(self._spent)
         self.curve.values.append(float(trainer.callback_metrics[self.metric]))
-        self._since = time.process_time()
+        self._since = PROCESS.now()
 
 
 def configured(name: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
-from measuring.rounds import ELAPSED, all_ratios, take_turns
+from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
 from dlo_framework.data import GlobalShuffle, Mixture, MixtureOrder, MixturePoint, ResumableBatchSampler
 from dlo_framework.data.loader import ResumableLoader
@@ -212,7 +211,7 @@ class Distant(LocalFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes:
         """Returns bytes after a delay."""
-        time.sleep(LATENCY)
+        pause(LATENCY)
         return bytes(super().cat_file(path, start=start, end=end, **options))
 
 
@@ -237,11 +236,11 @@ def latency_table(folder: Path, steps: int, rounds: int) -> Table:
             with tempfile.TemporaryDirectory() as cache:
                 coming = batches(path, ahead, Path(cache))
                 next(coming)  # the first one is waited for
-                begin = time.perf_counter()
+                begin = ELAPSED.now()
                 for _ in range(steps):
-                    time.sleep(COMPUTE)
+                    pause(COMPUTE)
                     next(coming)
-                return time.perf_counter() - begin
+                return ELAPSED.now() - begin
 
         return run
 

@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Any
 import yaml
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
-from measuring.rounds import ELAPSED, all_ratios, take_turns
+from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_plugins.sweep.search_space import apply_values
@@ -104,7 +103,7 @@ class Curves:
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
-        self.path, self._until = path, time.monotonic() + seconds
+        self.path, self._until = path, ELAPSED.now() + seconds
         self.known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def __call__(
@@ -117,7 +116,7 @@ class Curves:
         """
         key = f"{seed}/{number}"
         if key not in self.known or self.known[key]["values"] != values:
-            if time.monotonic() > self._until:
+            if ELAPSED.now() > self._until:
                 raise TimeoutError
             points = train(apply_values(config, values), seed)
             self.known[key] = {"values": values, "points": points}
@@ -224,7 +223,7 @@ def work(folder: Path) -> int:
         path = claim.folder / "checkpoint.txt"
         done = int(path.read_text()) if path.exists() else 0
         for step in range(done + 1, _VALIDATIONS + 1):
-            time.sleep(STEP * random.random())
+            pause(STEP * random.random())
             answer({"step": step, "value": float(step)})
             write_atomic(path, str(step))  # Like a checkpoint, which a run saves after it has reported.
             note(folder, claim.number, f"validation {step}")
@@ -239,7 +238,7 @@ def work(folder: Path) -> int:
 
 def note(folder: Path, number: int, what: str) -> None:
     """Appends a line to the file of executions, in one system call."""
-    line = json.dumps({"trial": number, "what": what, "pid": os.getpid(), "time": time.monotonic()}) + "\n"
+    line = json.dumps({"trial": number, "what": what, "pid": os.getpid(), "time": ELAPSED.now()}) + "\n"
     descriptor = os.open(folder / EXECUTIONS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, line.encode())
     os.close(descriptor)
@@ -264,14 +263,14 @@ def kill_workers(folder: Path, kills: int, seed: int, storage: str = "", workers
     chance, died = random.Random(seed), {}
     running = [start_worker(folder) for _ in range(workers)]
     while len(died) < kills and any(worker.poll() is None for worker in running):
-        time.sleep(chance.uniform(0.02, 0.3))
+        pause(chance.uniform(0.02, 0.3))
         begun = {line["pid"] for line in read_executions(folder)}
         ready = [place for place, worker in enumerate(running) if worker.poll() is None and worker.pid in begun]
         if ready:  # A worker that is still importing would lose nothing.
             place = chance.choice(ready)
             running[place].kill()
             running[place].wait()
-            died[running[place].pid] = time.monotonic()
+            died[running[place].pid] = ELAPSED.now()
             running[place] = start_worker(folder)
     for worker in running:
         worker.wait(timeout=120)
@@ -357,18 +356,18 @@ def overhead_table(options: argparse.Namespace) -> Table:
         worker = SweepWorker(queue)
 
         def fit() -> float:
-            began = time.perf_counter()
+            began = ELAPSED.now()
             command = [sys.executable, "-m", "dlo_framework", "fit", "--config", "base.yaml"]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
-            return time.perf_counter() - began
+            return ELAPSED.now() - began
 
         def trial() -> float:
-            began = time.perf_counter()
+            began = ELAPSED.now()
             claim = queue.claim()
             assert claim is not None
             worker._run_claim(claim)
             assert queue.describe(claim.number).startswith(": val_acc1")
-            return time.perf_counter() - began
+            return ELAPSED.now() - began
 
         seconds = take_turns({"dlo fit": fit, "dlo fit again": fit, "dlo sweep": trial}, options.rounds)
     for row, values in all_ratios(seconds, "dlo fit").items():

@@ -56,6 +56,11 @@ PROCESS = Clock("CPU time of one thread", time.process_time)
 ELAPSED = Clock("elapsed time", time.perf_counter)
 
 
+def pause(seconds: float) -> None:
+    """Waits without computing, as for a distant server."""
+    time.sleep(seconds)
+
+
 class DeviceClock(Clock):
     """Clock with events on an accelerator's stream; waits for the device only when a time is read."""
 

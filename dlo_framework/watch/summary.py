@@ -115,7 +115,8 @@ class RunRecord(Callback):
                 if is_tensorboard(logger):
                     # With a prefix: under the curves' names they would be points of the curves.
                     final = {f"final/{name}": value for name, value in summary["metrics"].items()}
-                    logger.log_hyperparams(_flat(yaml.safe_load(self.config)), final, step=summary["steps"])
+                    known = {**logger.hparams, **_flat(yaml.safe_load(self.config))}  # Callbacks may have added some.
+                    logger.log_hyperparams(known, final, step=summary["steps"])
             print_table(self.folder, summary)
             _print_curves(self.folder, trainer.loggers)
 
