@@ -399,7 +399,10 @@ def main() -> None:
     if "search" in options.parts:
         try:
             for table in search_tables(Curves(options.curves, options.seconds), options):
-                record.add(table)
+                if table.rows:
+                    record.add(table)
+                else:
+                    record.without(table.title, f"no seed reached {TARGET:.0%}")
         except TimeoutError:
             record.without("search", f"not all curves are in {options.curves}; start it again")
     if "kills" in options.parts:
