@@ -23,6 +23,7 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import run_folder
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.media import log_figure, log_text
@@ -118,6 +119,14 @@ class Profile(Callback):
         if self.ranks is not None and max(self.ranks) >= trainer.world_size:
             raise DloError(
                 f"Profile: ranks must be below {trainer.world_size}, the number of ranks, got {self.ranks}; set [0]"
+            )
+        strategy: Any = contract_of(trainer.strategy)
+        stage = strategy.zero_stage
+        on_cpu = not isinstance(trainer.accelerator, CUDAAccelerator)
+        if trainer.world_size > 1 and on_cpu and stage in (1, 2) and type(strategy).__name__ == "ZeroStrategy":
+            raise DloError(
+                f"Profile: strategy must not be zero1 or zero2 on ranks of a CPU, where processes have ended by memory"
+                f" errors after torch's profiler, got zero{stage}; profile with zero3, fsdp or ddp"
             )
         if "nvtx" in self.formats and not isinstance(trainer.accelerator, CUDAAccelerator):
             raise DloError(
