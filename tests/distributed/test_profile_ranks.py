@@ -88,6 +88,23 @@ def trained(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def overlapped(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Profiles under strategies whose gathers go on after a step: only dlo's callbacks are there."""
+    silence_lightning()
+    found = []
+    for number, stage in enumerate((1, 2, 1, 2)):
+        profile = Profile(wait=1, warmup=1, active=2, machine="cpu")
+        data = DigitsData(image_size=16, batch_size=32)
+        train(folder / str(number), ZeroStrategy(stage), classifier(), data, [profile])
+        found.append(0 if profile.report is None else len(profile.report.ranks))
+    return found
+
+
+def test_collectives_in_flight_end_before_the_profiler(tmp_path) -> None:
+    """Processes ended by memory errors where gloo completed a gather after the profiler had stopped."""
+    assert run_distributed(overlapped, 2, tmp_path, backend=None) == [[2, 2, 2, 2], [0, 0, 0, 0]]
+
+
 def test_a_run_with_a_profile_equals_one_without_and_each_rank_adds_up(tmp_path) -> None:
     first, second = run_distributed(trained, 2, tmp_path, backend=None)
     for name in STRATEGIES:

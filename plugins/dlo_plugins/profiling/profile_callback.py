@@ -120,14 +120,6 @@ class Profile(Callback):
             raise DloError(
                 f"Profile: ranks must be below {trainer.world_size}, the number of ranks, got {self.ranks}; set [0]"
             )
-        strategy: Any = contract_of(trainer.strategy)
-        stage = strategy.zero_stage
-        on_cpu = not isinstance(trainer.accelerator, CUDAAccelerator)
-        if trainer.world_size > 1 and on_cpu and stage in (1, 2) and type(strategy).__name__ == "ZeroStrategy":
-            raise DloError(
-                f"Profile: strategy must not be zero1 or zero2 on ranks of a CPU, where processes have ended by memory"
-                f" errors after torch's profiler, got zero{stage}; profile with zero3, fsdp or ddp"
-            )
         if "nvtx" in self.formats and not isinstance(trainer.accelerator, CUDAAccelerator):
             raise DloError(
                 "Profile: formats must be of chrome, tensorboard and memory without an NVIDIA GPU, got nvtx; set"
@@ -517,6 +509,8 @@ class _Window:
                 self._phase = None
             torch.cuda.profiler.stop()
         if self._profiler is not None:
+            # A collective of gloo that ends after the profiler would write into what the profiler has freed.
+            contract_of(trainer.strategy).finish_step()
             profiler, self._profiler = self._profiler, None
             profiler.stop()  # Exports the trace.
 
