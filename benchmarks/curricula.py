@@ -66,7 +66,7 @@ class Curve:
 
         Args:
             target: Value to reach.
-            better: Function of a value and the target that tells whether the value reaches it.
+            better: Function of a value and the target that returns whether the value reaches it.
         """
         pairs = list(zip(self.seconds, self.values, strict=True))
         for number, (at, value) in enumerate(pairs):

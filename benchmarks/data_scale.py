@@ -283,7 +283,7 @@ def main() -> None:
         if Path("/proc/self/clear_refs").exists():
             record.add(opening_table(root, options.gigabytes, options.rounds))
         else:
-            record.without("opening", "this system does not tell the peak of memory")
+            record.without("opening", "this system has no peak of memory to read")
         record.add(proportions_table(options.samples))
         if hasattr(os, "posix_fadvise"):
             record.add(reading_table(root, options.megabytes, options.rounds))

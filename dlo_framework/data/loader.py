@@ -269,7 +269,7 @@ class _Batches:
 
 
 def announce_batches(batches: Iterator[list[Draw]], dataset: ReadAheadDataset) -> Iterator[list[Draw]]:
-    """Yields the batches, each after the dataset was told about the ``batches_ahead`` batches that follow it."""
+    """Yields the batches, each after the ``batches_ahead`` batches that follow it were announced to the dataset."""
     waiting: deque[list[Draw]] = deque()
     for draws in batches:
         dataset.read_ahead(draws)

@@ -178,8 +178,8 @@ def decode_mds_scalar(content: bytes, encoding: str) -> Any:
 def array_lengths(shard: MdsShard, column: str, on_sample: Callable[[int], object] | None = None) -> np.ndarray:
     """Returns the number of elements of an array column in each sample, int64 [samples].
 
-    Sizes alone tell it where the type of the elements is fixed and no other column is variable; otherwise each sample
-    is read.
+    Sizes alone determine it where the type of the elements is fixed and no other column is variable; otherwise each
+    sample is read.
 
     Args:
         shard: Shard to read.

@@ -238,7 +238,7 @@ class RemoteFile:
         system, path = file_system(url, self.options)
         details = _try(lambda: system.info(path), url)
         if details.get("size") is None:
-            raise DloError(f"{url} must tell its size, got none from its server; copy it to a local disk")
+            raise DloError(f"{url} must have a size, got none from its server; copy it to a local disk")
         self.size = int(details["size"])
         version = [str(details.get(key, "")) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")]
         self._key = hashlib.sha256("\0".join([url, str(self.size), *version]).encode()).hexdigest()[:40]

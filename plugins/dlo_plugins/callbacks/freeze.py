@@ -14,30 +14,28 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework.errors import DloError, did_you_mean, mark_agreed
-from dlo_framework.progress import check_end
+from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
+from dlo_plugins.callbacks.block_schedule import BlockSchedule
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.callbacks.layer_drop import check_block_callbacks
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
-from dlo_plugins.curricula.block_handlers import BlockHandle, call_with_forward, handle_calls, hidden_of, pass_gradient
+from dlo_plugins.curricula.block_handlers import call_with_forward, handle_calls, hidden_of, pass_gradient
 from dlo_plugins.curricula.group_factors import GroupFactors
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.step_fraction import StepFraction
 from dlo_plugins.curricula.unit_schedules import FreezeOutSchedule, UnfreezeSchedule, UnitSchedule
 
 METHODS = ("freeze_out", "unfreeze")
 
 
-class Freeze(Callback):
+class Freeze(BlockSchedule):
     """Trains a part of the model at a time, and saves the backward of the frozen part below it.
 
     Units are the stem, each block of the parallel plan, and the head, from below. `freeze_out` anneals the learning
@@ -82,6 +80,7 @@ class Freeze(Callback):
         every: str | float | None = None,
         lr_decay: float | None = None,
     ) -> None:
+        super().__init__()
         if method not in METHODS:
             raise DloError(
                 f"Freeze: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'} available:"
@@ -107,8 +106,6 @@ class Freeze(Callback):
                 f"Freeze: every must be a number of epochs or a percentage above 0, got {every!r}; write '1 epochs'"
             )
         self.needs_max_epochs = self.every is not None and self.every.unit == "epochs"
-        self._clock = StepFraction()
-        self._handles: list[BlockHandle] = []
         self._factors: dict[int, GroupFactors] = {}
         self._schedule: UnitSchedule | None = None
         self._blocks: ModelBlocks | None = None
@@ -124,13 +121,17 @@ class Freeze(Callback):
         Raises:
             DloError: If they do not go with parameters that are frozen for a part of the run.
         """
-        self._check_run(trainer)
+        self.check_trainer(trainer)
         if isinstance(module, Task) or next(module.parameters(), None) is not None:
             ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "Freeze")
 
-    def _check_run(self, trainer: Trainer) -> None:
-        check_end(trainer)
-        check_block_callbacks(trainer, "Freeze")
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Checks the strategy and the other callbacks.
+
+        Raises:
+            DloError: If they do not go with parameters that are frozen for a part of the run.
+        """
+        super().check_trainer(trainer)
         strategy = trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             raise DloError(
@@ -151,15 +152,6 @@ class Freeze(Callback):
         if self.every is not None:
             run_fraction(trainer, self.every, "Freeze", "every")
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and checks this one."""
-        self._clock = StepFraction()
-        if stage == "fit":
-            try:
-                self._check_run(trainer)
-            except DloError as error:
-                raise mark_agreed(error) from None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls and the optimizers' steps."""
         self._remove()
@@ -178,19 +170,10 @@ class Freeze(Callback):
         self._factors = {id(optimizer): GroupFactors(optimizer) for optimizer in trainer.optimizers}
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        super()._remove()
         for factors in self._factors.values():
             factors.remove()
-        self._handles, self._factors = [], {}
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes blocks and optimizers run as before."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes blocks and optimizers run as before."""
-        self._remove()
+        self._factors = {}
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -241,16 +224,6 @@ class Freeze(Callback):
         """Restores the parameter groups after a step that the loss scaler skipped."""
         for factors in self._factors.values():
             factors.restore()
-
-    # --- state ---------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)
 
 
 def _frozen_forward(block: nn.Module, name: str) -> Callable[..., Tensor]:

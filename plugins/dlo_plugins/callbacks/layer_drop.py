@@ -10,19 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from dlo_framework.errors import DloError, mark_agreed
-from dlo_framework.progress import check_end
+from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.callbacks.block_schedule import BlockSchedule
 from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.curricula.block_handlers import (
-    BlockHandle,
     call_with_forward,
     check_hidden,
     handle_calls,
@@ -30,10 +27,9 @@ from dlo_plugins.curricula.block_handlers import (
     pass_gradient,
 )
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.step_fraction import StepFraction
 
 
-class LayerDrop(Callback):
+class LayerDrop(BlockSchedule):
     """Leaves blocks out of training steps, more of them as training goes on: progressive layer drop.
 
     In a step, block `i` of `L` runs with probability `p = 1 - i / L * (1 - theta)`; otherwise its input is its output,
@@ -72,13 +68,12 @@ class LayerDrop(Callback):
         scale: bool = True,
         seed: int = 0,
     ) -> None:
+        super().__init__()
         if not 0 < theta <= 1:
             raise DloError(f"LayerDrop: theta must be above 0 and at most 1, got {theta}; the paper has 0.5")
         if rate <= 0:
             raise DloError(f"LayerDrop: rate must be above 0, got {rate}; the paper has 100")
         self.theta, self.rate, self.skip, self.scale, self.seed = theta, rate, list(skip or []), scale, seed
-        self._clock = StepFraction()
-        self._handles: list[BlockHandle] = []
         self._names: list[str] = []
         self._probabilities: list[float] = []
         self._kept: list[bool] = []
@@ -93,8 +88,7 @@ class LayerDrop(Callback):
         Raises:
             DloError: If they do not go with blocks that are left out.
         """
-        check_end(trainer)
-        check_block_callbacks(trainer, "LayerDrop")
+        self.check_trainer(trainer)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
             raise DloError(
                 "LayerDrop: strategy must know which parameters a step uses, got DeepSpeed's stage 3, which records the"
@@ -109,16 +103,6 @@ class LayerDrop(Callback):
             blocks = ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "LayerDrop")
             blocks.without(self.skip, "LayerDrop")
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and checks this one."""
-        self._clock = StepFraction()
-        if stage == "fit":
-            try:
-                check_end(trainer)
-                check_block_callbacks(trainer, "LayerDrop")
-            except DloError as error:
-                raise mark_agreed(error) from None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
         self.check_run(trainer, pl_module)
@@ -130,19 +114,6 @@ class LayerDrop(Callback):
             handle_calls(blocks.block(name), self._handler(number, name, blocks.block(name)), self.order)
             for number, name in enumerate(self._names)
         ]
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the blocks run as before."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the blocks run as before."""
-        self._remove()
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -181,16 +152,6 @@ class LayerDrop(Callback):
 
         return call
 
-    # --- state ---------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)
-
 
 def _identity(block: nn.Module) -> Callable[..., Tensor]:
     """Returns a forward that returns its first argument, and gives the block's parameters gradients of zero."""
@@ -199,26 +160,3 @@ def _identity(block: nn.Module) -> Callable[..., Tensor]:
         return pass_gradient(hidden_of(args, kwargs), *block.parameters())
 
     return forward
-
-
-def check_block_callbacks(trainer: Trainer, what: str) -> None:
-    """Checks that no other callback needs the blocks' own calls.
-
-    Args:
-        trainer: Trainer of the run.
-        what: Name of the callback, for the message.
-
-    Raises:
-        DloError: If one does.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Rotor):
-            raise DloError(
-                f"{what}: Rotor must be left out, as it plans for blocks that always do the same, got both; use"
-                " ActivationCheckpoint, or recompute: true of the task"
-            )
-        if isinstance(callback, Compile) and callback.scope == "model":
-            raise DloError(
-                f"{what}: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope:"
-                " blocks"
-            )

@@ -11,22 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
-from dlo_framework.errors import DloError, mark_agreed
-from dlo_framework.progress import check_end
+from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.layer_drop import check_block_callbacks
+from dlo_plugins.callbacks.block_schedule import BlockSchedule
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
-from dlo_plugins.curricula.block_handlers import BlockHandle, check_hidden, handle_calls, hidden_of, replace_hidden
+from dlo_plugins.curricula.block_handlers import check_hidden, handle_calls, hidden_of, replace_hidden
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.step_fraction import StepFraction
 from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
-class TokenDrop(Callback):
+class TokenDrop(BlockSchedule):
     """Lets each middle block see a random selection of the tokens, fewer at the start: random layer token drop.
 
     The other tokens pass the block unchanged, and rejoin the sequence behind it, so that each block sees another
@@ -63,6 +61,7 @@ class TokenDrop(Callback):
         skip: list[str] | None = None,
         seed: int = 0,
     ) -> None:
+        super().__init__()
         if not 0 < start < 1:
             raise DloError(f"TokenDrop: start must be between 0 and 1, got {start}; 0.5 is the default")
         if multiple < 1:
@@ -73,8 +72,6 @@ class TokenDrop(Callback):
             raise DloError(f"TokenDrop: until must be in epochs or percent and above 0, got {until!r}; write '70%'")
         self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
-        self._clock = StepFraction()
-        self._handles: list[BlockHandle] = []
         self._always = 0
         self._index: dict[tuple[int, int], Tensor] = {}  # Of the current step, by block and length.
 
@@ -88,7 +85,7 @@ class TokenDrop(Callback):
         Raises:
             DloError: If they do not go with blocks that see some tokens only.
         """
-        self._check_run(trainer)
+        self.check_trainer(trainer)
         if isinstance(module, Task) or next(module.parameters(), None) is not None:
             self._choose_blocks(ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "TokenDrop"))
         if getattr(module, "looks_inside", False):
@@ -97,9 +94,13 @@ class TokenDrop(Callback):
                 " logits; set output_router_logits: false"
             )
 
-    def _check_run(self, trainer: Trainer) -> None:
-        check_end(trainer)
-        check_block_callbacks(trainer, "TokenDrop")
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Checks the strategy and the other callbacks.
+
+        Raises:
+            DloError: If they do not go with blocks that see some tokens only.
+        """
+        super().check_trainer(trainer)
         strategy = trainer.strategy
         if isinstance(strategy, MeshStrategy):
             spec = strategy.mesh_spec()
@@ -126,15 +127,6 @@ class TokenDrop(Callback):
             )
         return blocks.without([*self.skip, blocks.names[0], blocks.names[-1]], "TokenDrop")
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets an earlier run, and checks this one."""
-        self._clock = StepFraction()
-        if stage == "fit":
-            try:
-                self._check_run(trainer)
-            except DloError as error:
-                raise mark_agreed(error) from None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
         self._remove()
@@ -149,17 +141,8 @@ class TokenDrop(Callback):
         ]
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._index = [], {}
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the blocks run as before."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the blocks run as before."""
-        self._remove()
+        super()._remove()
+        self._index = {}
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -218,13 +201,3 @@ class TokenDrop(Callback):
             drawn = draw_tokens(length, self.kept(length), self._always, step, number, self.seed)
             self._index[key] = torch.from_numpy(drawn).to(device, non_blocking=True)
         return self._index[key]
-
-    # --- state ---------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)

@@ -28,7 +28,7 @@ CONFIG, LOG = "trial.yaml", "trial.log"
 #: Seconds between looks at whether the process has ended.
 _POLL = 0.2
 _PDEATHSIG = 1
-#: Variables that tell a process that it is one of several ranks, or where these meet: a trial starts its own.
+#: Variables that make a process one of several ranks, or say where these meet: a trial starts its own.
 _OF_RANKS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 #: Variables of a run that passes them to its own ranks.
 _OF_RUN = (runs.ENVIRONMENT, runs.FOUND, "DLO_LAUNCHER")

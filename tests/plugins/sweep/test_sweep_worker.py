@@ -127,7 +127,7 @@ def test_a_process_is_answered_until_it_ends(tmp_path, fake):
     assert last_error(tmp_path) == "an error: it ends"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_process_ends_with_its_worker(tmp_path, fake):
     code = (
         "import sys; from pathlib import Path; from dlo_plugins.sweep.trial_process import *\n"
