@@ -101,9 +101,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_the_environment():
-    """Lightning keeps a run's seed there, and dlo its folder and checkpoint, where the next test's run finds them."""
+    """Lightning keeps a run's seed and rank there, and dlo its folder and checkpoint, where the next run finds them."""
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DLO_RUN_FOLDER", "DLO_FOUND_CHECKPOINT", "DLO_LAUNCHER"):
+    for name in (
+        *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DLO_RUN_FOLDER", "DLO_FOUND_CHECKPOINT", "DLO_LAUNCHER"),
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"),
+    ):
         os.environ.pop(name, None)
 
 

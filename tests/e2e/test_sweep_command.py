@@ -21,13 +21,6 @@ SPACE = {"model.init_args.lr": {"log": ["1e-4", "1e-1"]}, "model.init_args.optim
 WORDS = ("--config", "tiny.yaml", "--space", "space.yml")
 
 
-@pytest.fixture(autouse=True)
-def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes what Lightning's launcher leaves in the environment of a test that ran before in this process."""
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
