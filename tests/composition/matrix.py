@@ -32,8 +32,10 @@ from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.distill import Distill
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
+from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
 from dlo_plugins.callbacks.one_cycle import OneCycle
@@ -43,7 +45,10 @@ from dlo_plugins.callbacks.prune import Prune
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
 from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.callbacks.sequence_length import SequenceLength
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
+from dlo_plugins.callbacks.token_drop import TokenDrop
+from dlo_plugins.profiling.profile_callback import Profile
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -147,13 +152,16 @@ BESIDE: dict[str, With] = {
     "DynamicBatchSize": With(
         lambda: [DynamicBatchSize({0: 240, "50%": 480})], trainer=(("limit_train_batches", 1.0),), batch_size=240
     ),
+    "Freeze": With(lambda: [Freeze("freeze_out")]),
     # Gradients are rounded, and one process has nothing to send.
     "GradientCompression": With(lambda: [GradientCompression("bf16")], alone=False, rtol=2**-7),
     "GradientNoise": With(lambda: [GradientNoise(seed=1)]),
+    "LayerDrop": With(lambda: [LayerDrop(theta=0.4, rate=10)]),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
+    "Profile": With(lambda: [Profile(wait=1, warmup=1, active=2, formats=["memory"])]),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
     "Prune": With(lambda: [Prune(amount=0.5, begin="0%", end="60%", every=1)]),
     # From the third of six steps on.
@@ -162,7 +170,9 @@ BESIDE: dict[str, With] = {
     # Four batches are measured; the last two run by the plan.
     "Rotor": With(lambda: [Rotor("90%")]),
     "Rotor, offloading": With(lambda: [Rotor("90%", offload=True, link="100GB/s")]),
+    "SequenceLength": With(lambda: [SequenceLength(start=8)], tasks=TEXTS),
     "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
+    "TokenDrop": With(lambda: [TokenDrop(multiple=1)]),
     "WeightEMA": With(lambda: [WeightEMA(0.8)]),
 }
 
