@@ -27,6 +27,7 @@ from dlo_plugins.curricula.block_handlers import (
     pass_gradient,
 )
 from dlo_plugins.curricula.model_blocks import ModelBlocks
+from dlo_plugins.strategies.mesh import MeshStrategy
 
 
 class LayerDrop(BlockSchedule):
@@ -102,6 +103,22 @@ class LayerDrop(BlockSchedule):
         if isinstance(module, Task) or next(module.parameters(), None) is not None:
             blocks = ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "LayerDrop")
             blocks.without(self.skip, "LayerDrop")
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Checks the strategy and the other callbacks.
+
+        Raises:
+            DloError: If they do not go with blocks that are left out.
+        """
+        super().check_trainer(trainer)
+        strategy = trainer.strategy
+        if not isinstance(strategy, MeshStrategy):
+            return
+        if strategy.appliers.tensor.sequence_parallel and strategy.mesh_spec().tp > 1:
+            raise DloError(
+                "LayerDrop: a block that is left out must keep the length of its input, got sequence_parallel: true,"
+                " where the last block joins the sequence; set sequence_parallel: false, or leave the callback out"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
