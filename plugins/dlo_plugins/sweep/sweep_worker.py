@@ -77,7 +77,11 @@ class SweepWorker:
         self._signum = 0
 
     def run(self) -> int:
-        """Runs trials until none is left; returns the exit code: 0, 1 if only failures came, 128 + a signal."""
+        """Runs trials until none is left; returns the exit code: 0, or 128 + a signal.
+
+        Raises:
+            DloError: The first three trials have failed, or a key of the space leads nowhere in the config.
+        """
         previous = {signum: signal.signal(signum, self._on_signal) for signum in _SIGNALS}
         try:
             return self._loop()
