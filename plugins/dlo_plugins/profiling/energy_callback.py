@@ -13,6 +13,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.profiling.energy_counters import JOULES_PER_KWH, EnergyCounter, find_counters
 
+#: Key of the joules in a checkpoint.
+KEY = "dlo_energy"
 #: Seconds between two reads: RAPL's counters wrap around.
 _EVERY = 30.0
 
@@ -48,13 +50,15 @@ class Energy(Callback):
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the joules so far of this rank, and those of earlier runs."""
-        return {"joules": self._before + self.read()}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the joules so far of all ranks, and those of earlier runs, to the checkpoint."""
+        # The last checkpoint may be saved after the counters were closed.
+        joules = sum(_gather(trainer, self.read())) if self._all is None else self._all["joules"]
+        checkpoint[KEY] = {"joules": self._before + joules}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores the joules of the run that is resumed."""
-        self._before = float(state_dict["joules"])
+        self._before = float(checkpoint.get(KEY, {"joules": 0.0})["joules"])
 
     def read(self) -> float:
         """Returns this rank's joules since the start of training."""
@@ -76,12 +80,7 @@ class Energy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sums the energy of all ranks, and closes the counters."""
-        own = self._own()
-        group = control_group(trainer)
-        found: list[Any] = [own]
-        if group is not None:
-            found = [None] * trainer.world_size
-            dist.all_gather_object(found, own, group=group)
+        found = _gather(trainer, self._own())
         self._all = {
             "joules": sum(each["joules"] for each in found),
             "sources": sorted({source for each in found for source in each["sources"]}),
@@ -140,3 +139,13 @@ class Energy(Callback):
                 "not_read": found["reasons"],
             }
         }
+
+
+def _gather(trainer: Trainer, value: Any) -> list[Any]:
+    """Returns every rank's value, by rank; all ranks call it."""
+    group = control_group(trainer)
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(found, value, group=group)
+    return found

@@ -3,16 +3,19 @@
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.profiling import energy_callback
 from dlo_plugins.profiling.energy_callback import Energy
 from dlo_plugins.profiling.energy_counters import CodecarbonCounter, NvmlCounter, RaplCounter, find_counters
-from support.monitored import fit
+from support.monitored import Net, fit
 
 
 def zone(folder: Path, path: str, name: str, energy: int, most: int = 1_000_000) -> Path:
@@ -133,16 +136,49 @@ def test_a_runs_energy_is_in_its_summary(tmp_path, monkeypatch) -> None:
     assert counter.closed
 
 
-def test_a_resumed_run_adds_to_the_joules_before() -> None:
-    energy = Energy()
-    energy._counters = [Steady()]
-    state = energy.state_dict()
-    resumed = Energy()
-    resumed.load_state_dict(state)
-    resumed._counters = [Steady()]
-    trainer = SimpleNamespace(callbacks=[])
-    assert resumed.summary_facts(trainer)["energy"]["joules"] == 20.0
-    assert resumed.summary_facts(trainer)["energy"]["co2_grams"] is None
+class TenPerStep(Steady):
+    """Counter of ten joules a step on rank 0, and a hundred on rank 1."""
+
+    def __init__(self, trainer: Trainer, rank: int) -> None:
+        self.trainer, self.first, self.joules_a_step = trainer, trainer.global_step, 100.0 if rank else 10.0
+
+    def read(self) -> float:
+        return (self.trainer.global_step - self.first) * self.joules_a_step
+
+    def close(self) -> None:
+        pass
+
+
+class CountedSteps(Energy):
+    """Energy of a made-up counter."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._counters = [TenPerStep(trainer, trainer.global_rank)]
+
+
+def _resumes(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Returns the joules of a run, and of another that goes on from its checkpoint."""
+    silence_lightning()
+    found, checkpoint = [], folder / "some.ckpt"
+    for steps in (3, 5):
+        energy, module = CountedSteps(), Net()
+        off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, callbacks=[energy], limit_val_batches=0,
+            default_root_dir=folder, **off,
+        )  # fmt: skip
+        data = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
+        trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None)
+        found.append(energy.summary_facts(trainer)["energy"]["joules"])
+        trainer.save_checkpoint(checkpoint)
+    leave_group()
+    return found
+
+
+def test_a_resumed_run_adds_to_the_joules_of_all_ranks_before(tmp_path) -> None:
+    first, _ = run_distributed(_resumes, 2, tmp_path, backend=None)
+    assert first == [3 * 110.0, 5 * 110.0]
 
 
 def test_grams_must_not_be_negative() -> None:
