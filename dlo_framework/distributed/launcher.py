@@ -102,8 +102,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._trainer = trainer
         set_run_end(None)
-        self._raised.clear()
-        self._handled.clear()
+        # New events: a thread of the last run may be about to look at its own.
+        self._raised, self._handled = threading.Event(), threading.Event()
         self._running = True
         self._interrupts = 0
         signals = SignalListener(self._on_signal)
