@@ -11,6 +11,7 @@ from dlo_plugins.commands.remat_command import main
 def test_it_plans_with_offloading_for_the_ranks_of_the_axes(capsys, tmp_path):
     picture = tmp_path / "schedule.png"
     options = ["--config", "digits/mesh", "--budget", "60%", "--offload", "--link", "1TB/s", "--json"]
+    options += ["--trainer.strategy.init_args.micro_batches", "2"]
     assert main([*options, "--png", str(picture), "--trainer.devices", "auto"]) == 0
     found = capsys.readouterr()
     assert "devices is auto; ranks: " in found.err
