@@ -304,6 +304,20 @@ def test_it_goes_with_data_and_tensor_parallelism(tmp_path: Path) -> None:
     assert len(ranks[0]["from 1F1B"][0]) == BATCHES - 4
 
 
+def test_a_description_counts_both_versions_of_full_parameters() -> None:
+    found = {}
+    for schedule in ("1F1B", "PipeDream2BW"):
+        strategy = MeshStrategy(pp=2, dp_shard=2, schedule=schedule)
+        Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+        found[schedule] = [rank.state_bytes for rank in strategy.describe(Regression()).ranks]
+    for rank, (plain, late) in enumerate(zip(found["1F1B"], found["PipeDream2BW"], strict=True)):
+        pair = found["1F1B"][rank // 2 * 2 : rank // 2 * 2 + 2]  # The two shards of a stage.
+        full = sum(state.parameters for state in pair)
+        assert late.parameters == full * (2 if rank < 2 else 1)
+        assert late.gradients == 2 * full
+        assert late.optimizer == plain.optimizer
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

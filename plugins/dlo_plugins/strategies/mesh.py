@@ -144,6 +144,8 @@ class MeshStrategy(ShardedStrategy):
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
             self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
+            if options.full_parameters:
+                self.zero_stage = 1
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Saving communicates shards in CPU memory.
         super()._configure_launcher()
