@@ -1,6 +1,6 @@
 """Does a schedule of what is trained save CPU time to the same accuracy or perplexity, beside the run without it?
 
-    python benchmarks/curricula.py [--seeds 5] [--text-seeds 5] [--plot curves.png]
+    python benchmarks/curricula.py [--seeds 5] [--text-seeds 5] [--runs runs.jsonl] [--plot curves.png]
 
 * images: the digits quick start's ViT with 12 blocks, until its last accuracy.
 * text: the text quick start's Llama, until its last perplexity. A schedule that trains on fewer tokens in a step has
@@ -10,15 +10,20 @@ Per seed (of weights and of the order of the data) the plain run comes first, an
 contestants, in a random order. Each has the plain run's options, and its learning-rate schedule over its own length.
 Time is the process's CPU time in training, without validation. The time to the target is interpolated between
 validations; a run that does not reach it has no time, and the table says how many did.
+
+`--contestants "text/lengths, truncated"` runs one comparison. `--runs FILE` writes each finished run to the file, and
+reads those of the same seeds and lengths from it: a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +199,38 @@ KINDS: dict[str, tuple[Any, Callable[[float, float], bool]]] = {
 }
 
 
-def contend(kind: str, seeds: int, length: int, names: list[str], folder: Path) -> dict[str, list[Curve]]:
+class FinishedRuns:
+    """Curves of finished runs, in a file with one JSON object a line.
+
+    Args:
+        path: Path of the file, which need not exist; None keeps nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._curves: dict[str, Curve] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            entry = json.loads(line)
+            self._curves[entry["run"]] = Curve(**entry["curve"])
+
+    def get(self, run: str, train: Callable[[], Curve]) -> Curve:
+        """Returns the curve of a run, which is trained if it is not in the file.
+
+        Args:
+            run: Name of the run, with all that it depends on.
+            train: Function that trains it.
+        """
+        if run not in self._curves:
+            self._curves[run] = curve = train()
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps({"run": run, "curve": asdict(curve)}) + "\n")
+        return self._curves[run]
+
+
+def contend(
+    kind: str, seeds: int, length: int, names: list[str], folder: Path, finished: FinishedRuns
+) -> dict[str, list[Curve]]:
     """Trains the plain run and the contestants for each seed."""
     train, _ = KINDS[kind]
     found: dict[str, list[Curve]] = {name: [] for name in (PLAIN, AGAIN, *names)}
@@ -203,7 +239,8 @@ def contend(kind: str, seeds: int, length: int, names: list[str], folder: Path) 
         random.Random(seed).shuffle(order)
         for name in (PLAIN, *order):
             one = CONTESTANTS[kind].get(name, Contestant(list))
-            curve = train(seed, length, one.make(), one.factor, folder)
+            start = functools.partial(train, seed, length, one.make(), one.factor, folder)
+            curve = finished.get(f"{kind}/{name}, length {length}, seed {seed}", start)
             found[name].append(curve)
             print(f"{kind}, seed {seed}: {name} {curve.values[-1]:.4f} in {curve.seconds[-1]:.1f} s", flush=True)
     return found
@@ -261,8 +298,14 @@ def main() -> None:
     parser.add_argument(
         "--contestants", nargs="+", default=None, help="names such as 'images/layer drop'; by default all"
     )
+    parser.add_argument("--runs", type=Path, default=None, help="file of finished runs, which are not repeated")
     parser.add_argument("--plot", type=Path, default=None, help="file of the curves")
     options = parse_options(parser, __file__)
+    known = [f"{kind}/{name}" for kind, names in CONTESTANTS.items() for name in names]
+    for name in options.contestants or ():
+        if name not in known:
+            parser.error(f"--contestants must be among {', '.join(map(repr, known))}, got {name!r}")
+    finished = FinishedRuns(options.runs)
     torch.set_num_threads(1)
     record = Record.of(__file__, __doc__, options)
     found: dict[str, dict[str, list[Curve]]] = {}
@@ -274,9 +317,9 @@ def main() -> None:
             names = [
                 key for key in CONTESTANTS[kind] if not options.contestants or f"{kind}/{key}" in options.contestants
             ]
-            if not seeds:
+            if not seeds or not names:
                 continue
-            found[kind] = contend(kind, seeds, length, names, Path(name))
+            found[kind] = contend(kind, seeds, length, names, Path(name), finished)
             for table in tables(kind, found[kind]):
                 record.add(table)
     if options.plot is not None:

@@ -164,19 +164,20 @@ class StrategyContract:
         for name, gradient in saved.items():
             parameters[name].grad = gradient.to(parameters[name].device)
 
-    def delayed_gradients(self) -> tuple[Mapping[str, Any], float] | None:
-        """Returns the gradients of the last step and its loss, which the next step applies, in a checkpoint's form.
+    def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
+        """Returns the gradients that the next step applies, in a checkpoint's form, and the loss of the last batch.
 
-        None if the strategy does not delay gradients, or no step has run; called on all ranks.
+        None if the strategy does not delay gradients, or no step has run; no gradients in the first accumulation.
+        Called on all ranks.
         """
         return None
 
-    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+    def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
         """Restores the gradients that the next step applies.
 
         Args:
-            saved: Gradients of a checkpoint, by parameter name.
-            loss: Loss of their step.
+            saved: Gradients of a checkpoint, by parameter name; None in the first accumulation of a run.
+            loss: Loss of the last batch.
         """
         rank_zero_info(
             "the checkpoint is of a run that applies gradients one step later, which this one does not: the gradients"

@@ -30,6 +30,8 @@ from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.difficulty_order import DifficultyOrder
+from dlo_plugins.callbacks.diloco import DiLoCo
 from dlo_plugins.callbacks.distill import Distill
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.freeze import Freeze
@@ -46,6 +48,8 @@ from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.callbacks.rectangular_validation import RectangularValidation
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.callbacks.sequence_length import SequenceLength
+from dlo_plugins.callbacks.stochastic_depth import StochasticDepthSchedule
+from dlo_plugins.callbacks.sweep_trial import SweepTrial
 from dlo_plugins.callbacks.time_to_target import TimeToTarget
 from dlo_plugins.callbacks.token_drop import TokenDrop
 from dlo_plugins.profiling.profile_callback import Profile
@@ -87,6 +91,9 @@ class With:
         photographs: whether images come from a folder, in sizes of their own.
         alone: whether one process can have it too; else it is compared with one that has nothing beside it.
         rtol: of losses and norms; weights are compared where it is that of single precision.
+        model_args: further arguments of the images' model.
+        optimizer: further arguments of the task's optimizer.
+        joint: whether ranks have the gradients of all; else each has its own, whose norms are not compared.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -96,6 +103,9 @@ class With:
     photographs: bool = False
     alone: bool = True
     rtol: float = 1e-5
+    model_args: tuple[tuple[str, Any], ...] = ()
+    optimizer: tuple[tuple[str, Any], ...] = ()
+    joint: bool = True
 
 
 def pictures(folder: Path, what: With) -> tuple[Any, Any]:
@@ -103,8 +113,9 @@ def pictures(folder: Path, what: With) -> tuple[Any, Any]:
     if what.photographs:
         data = ImageFolderData(root=str(folder / "photos"), image_size=16, batch_size=what.batch_size, num_workers=0)
     classes = 2 if what.photographs else 10
-    task = ImageClassifier("vit_tiny_patch16_224", model_args=dict(VIT), num_classes=classes, **_OPTIMIZER)
-    return task, data
+    args = VIT | dict(what.model_args)
+    options = _OPTIMIZER | dict(what.optimizer)
+    return ImageClassifier("vit_tiny_patch16_224", model_args=args, num_classes=classes, **options), data
 
 
 def words(folder: Path, what: With) -> tuple[Any, Any]:
@@ -116,7 +127,7 @@ def words(folder: Path, what: With) -> tuple[Any, Any]:
         vocab_size=320,
         corpus_bytes=60_000,
     )
-    return CausalLM(config=dict(LLAMA), **_OPTIMIZER), data
+    return CausalLM(config=dict(LLAMA), **(_OPTIMIZER | dict(what.optimizer))), data
 
 
 TASKS: dict[str, Callable[[Path, With], tuple[Any, Any]]] = {"ImageClassifier": pictures, "CausalLM": words}
@@ -147,6 +158,14 @@ BESIDE: dict[str, With] = {
     "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
     "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
     "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
+    "DifficultyOrder": With(lambda: [DifficultyOrder("scores.txt", until=1)], tasks=IMAGES),
+    "DifficultyOrder, a metric": With(lambda: [DifficultyOrder(metric="rarity", until=1)], tasks=TEXTS),
+    # The ranks' mean after each step: plain SGD on all samples. Another period has no like in one process.
+    "DiLoCo": With(
+        lambda: [DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)],
+        optimizer=(("optimizer", "momentum"), ("optimizer_args", {"momentum": 0.0})),
+        joint=False,
+    ),
     "Distill": With(lambda: taught(image_teacher()), tasks=IMAGES),
     "Distill, a vocabulary": With(lambda: taught(text_teacher()), tasks=TEXTS),
     "DynamicBatchSize": With(
@@ -171,6 +190,13 @@ BESIDE: dict[str, With] = {
     "Rotor": With(lambda: [Rotor("90%")]),
     "Rotor, offloading": With(lambda: [Rotor("90%", offload=True, link="100GB/s")]),
     "SequenceLength": With(lambda: [SequenceLength(start=8)], tasks=TEXTS),
+    # Rates of 0 and 1 draw nothing: the second block is there in the first epoch, and left out in the second.
+    "StochasticDepthSchedule": With(
+        lambda: [StochasticDepthSchedule(stages=2)],
+        tasks=IMAGES,
+        model_args=(("depth", 2), ("drop_path_rate", 1 - 1e-6)),
+    ),
+    "SweepTrial": With(lambda: [SweepTrial("val_loss")]),
     "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
     "TokenDrop": With(lambda: [TokenDrop(multiple=1)]),
     "WeightEMA": With(lambda: [WeightEMA(0.8)]),
@@ -247,7 +273,7 @@ def run_cell(folder: Path, task: str, beside: str, make: Callable[[], Any] | Non
         callbacks = add_default_callbacks(
             callbacks, run_folder=run, model=module, progress_bar=False, checkpoints=False
         )
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.chdir(folder):
             trainer = Trainer(callbacks=callbacks, **options)
             use_canonical_checkpoints(trainer)
             check = getattr(trainer.strategy, "check_model", None)
@@ -279,9 +305,11 @@ def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str
 
 
 def prepare(folder: Path) -> None:
-    """Makes the data that all cells read: texts, and photographs of two classes in many sizes."""
+    """Makes the data that all cells read: texts, photographs of two classes in many sizes, and the digits' scores."""
     lines(folder / "texts.jsonl", *({"text": text} for text in sentences(200)))
     draw = np.random.default_rng(0)
+    digits = len(DigitsData(image_size=16).train_dataloader().dataset)
+    np.savetxt(folder / "scores.txt", draw.random(digits))
     for split, number in (("train", 12), ("val", 8)):
         for label in ("one", "two"):
             home = folder / "photos" / split / label
@@ -320,6 +348,8 @@ def judge(name: str, ranks: list[Found], alone: Found) -> str:
         "gradient norm": max(_apart(norm, theirs.norms[0]) for mine, theirs in pairs for norm in mine.norms),
         "validation": max(_apart(cell.measures.get(key), of) for cell in ranks for key, of in alone.measures.items()),
     }
+    if name and not BESIDE[name].joint:
+        del found["gradient norm"]
     if rtol < 1e-4:  # Adam makes whole steps of the rounding of half precision.
         if both.weights.keys() != one.weights.keys():
             return f"broken: weights {sorted(both.weights.keys() ^ one.weights.keys())[:5]}"

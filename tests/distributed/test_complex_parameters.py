@@ -81,7 +81,7 @@ def _scalars(rank: int, world: int, folder: Path) -> tuple[complex, float]:
         module.net.temperature,
     )
     phase.grad, temperature.grad = torch.full_like(phase, 2 + 6j * rank), torch.full_like(temperature, 1 + rank * 2e-12)
-    sharded.average_scalars()
+    sharded.average_gradients()
     return complex(phase.grad), float(temperature.grad)
 
 

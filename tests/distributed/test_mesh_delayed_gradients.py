@@ -29,6 +29,7 @@ from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 BATCHES, ROWS, STOPS = 6, 8, (1, 4)
+ACCUMULATED_STOPS = (1, 4, 5)  # In the first accumulation, after the second and in the third.
 LR, DECAY = 0.05, 0.02
 
 
@@ -71,11 +72,11 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class Loader:
-    """Loader that a resumed run continues where it stopped."""
+    """Loader of a data-parallel rank's rows of each batch, which a resumed run continues where it stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0, places: int = 1) -> None:
         draw = torch.Generator().manual_seed(1)
-        self.x, self.begun = torch.randn(BATCHES, ROWS, 6, generator=draw), 0
+        self.x, self.begun = torch.randn(BATCHES, ROWS, 6, generator=draw).chunk(places, 1)[place], 0
 
     def __len__(self) -> int:
         return BATCHES
@@ -93,24 +94,33 @@ class Loader:
         self.begun = state["begun"]
 
 
-def simulate(skipped: int = -1) -> tuple[list[float], dict[str, Tensor]]:
-    """Returns losses and weights of W(t+1) = W(t) - lr * gradient of batch t-1 at W(t-1), in one process."""
+def simulate(skipped: int = -1, accumulated: int = 1, clip: float = 1e9) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns losses and weights of W(t+1) = W(t) - lr * gradient of step t-1 at W(t-1), in one process."""
     seed_everything(4, verbose=False)
     task = Regression()
     task.configure_model()
     optimizer, losses, late = optimizer_of(task), [], None
     for number, batch in enumerate(Loader()):
-        optimizer.zero_grad()
+        if number % accumulated == 0:
+            optimizer.zero_grad()
         loss = task.loss(task.model(batch[0]), batch)
-        loss.backward()
+        (loss / accumulated).backward()
+        if (number + 1) % accumulated:
+            losses.append(loss.item())
+            continue
         gradients = [parameter.grad for parameter in task.parameters()]
         if late is not None and number - 1 != skipped:
             for parameter, gradient in zip(task.parameters(), late, strict=True):
                 parameter.grad = gradient
+            nn.utils.clip_grad_norm_(task.parameters(), clip)
             optimizer.step()
         losses.append(loss.item())
         late = gradients
     return losses, task.state_dict()
+
+
+def delayed(losses: list[float]) -> list[float]:
+    return [losses[0], *losses[:-1]]
 
 
 class Notes(Callback):
@@ -125,8 +135,8 @@ class Notes(Callback):
         loss = batch_loss(trainer, outputs)
         assert loss is not None
         self.losses.append(loss.detach().clone())
-        if self.folder is not None and trainer.global_step in STOPS:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+        if self.folder is not None and batch_idx + 1 in ACCUMULATED_STOPS:
+            trainer.save_checkpoint(self.folder / f"{batch_idx + 1}.ckpt")
 
 
 def trainer_of(
@@ -138,7 +148,7 @@ def trainer_of(
     )
     return Trainer(
         accelerator="cpu",
-        devices=ranks * axes.get("tp", 1),
+        devices=ranks * axes.get("tp", 1) * axes.get("dp_replicate", 1) * axes["dp_shard"],
         strategy=MeshStrategy(schedule=schedule, micro_batches=4, **axes),
         max_epochs=1,
         num_sanity_val_steps=0,
@@ -162,7 +172,10 @@ def fit(
     seed_everything(4, verbose=False)
     notes = Notes(save)
     trainer = trainer_of(ranks, folder, notes, *callbacks, **options)
-    trainer.fit(task or Regression(), Loader(), Loader(), ckpt_path=resume)
+    spec = trainer.strategy.mesh_spec()  # type: ignore[attr-defined]
+    at = spec.coordinates(trainer.global_rank)
+    loaders = [Loader(at.dp_replicate * spec.dp_shard + at.dp_shard, spec.data_size) for _ in range(2)]
+    trainer.fit(task or Regression(), *loaders, ckpt_path=resume)
     return notes.losses, gather_full_weights(trainer)
 
 
@@ -204,8 +217,13 @@ def _trains(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found["1F1B"] = fit(2, folder, resume=folder / "4.ckpt", schedule="1F1B")
     with pytest.raises(DloError, match=r"the loss .* was not finite in step"):
         fit(2, folder, task=Regression(nan_at=2))
-    with pytest.raises(DloError, match=r"accumulate_grad_batches must be 1 for PipeDream2BW, .* got 2; set it to 1"):
-        fit(2, folder, accumulate_grad_batches=2)
+    found["accumulated"] = fit(2, folder, save=folder / "accumulated", accumulate_grad_batches=2)
+    found["accumulated, evaluated"] = fit(
+        2, folder, accumulate_grad_batches=2, val_check_interval=3, limit_val_batches=2
+    )
+    for stop in ACCUMULATED_STOPS:
+        resume = folder / "accumulated" / f"{stop}.ckpt"
+        found[f"accumulated {stop}"] = fit(2, folder, resume=resume, accumulate_grad_batches=2)
     # GracefulStop, which `dlo fit` adds, replaces Lightning's broadcast before each batch.
     fit(2, folder, NoWaits(), GracefulStop(folder), enable_checkpointing=True)
     leave_group()
@@ -218,7 +236,7 @@ def test_weights_are_those_of_a_simulation_and_resumed_runs_equal_others(tmp_pat
     expected, weights = simulate()
     for found in ranks:
         losses = [float(loss) for loss in found["whole"][0]]
-        assert losses == pytest.approx([expected[0], *expected[:-1]], rel=1e-5)
+        assert losses == pytest.approx(delayed(expected), rel=1e-5)
         assert all(map(torch.equal, found["evaluated"][0], found["whole"][0]))
         for name in ("whole", "noisy"):
             for stop in STOPS:
@@ -226,6 +244,18 @@ def test_weights_are_those_of_a_simulation_and_resumed_runs_equal_others(tmp_pat
                 assert len(resumed[0]) == BATCHES - stop
                 assert all(map(torch.equal, resumed[0], found[name][0][stop:])), (name, stop)
         assert len(found["1F1B"][0]) == BATCHES - 4
+        losses = [float(loss) for loss in found["accumulated"][0]]
+        assert losses == pytest.approx(delayed(simulate(accumulated=2)[0]), rel=1e-5)
+        assert all(map(torch.equal, found["accumulated, evaluated"][0], found["accumulated"][0]))
+        for stop in ACCUMULATED_STOPS:
+            resumed = found[f"accumulated {stop}"][0]
+            assert len(resumed) == BATCHES - stop
+            assert all(map(torch.equal, resumed, found["accumulated"][0][stop:])), stop
+    for name, value in simulate(accumulated=2)[1].items():
+        torch.testing.assert_close(ranks[0]["accumulated"][1][name], value, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ranks[0]["accumulated, evaluated"][1][name], ranks[0]["accumulated"][1][name])
+        for stop in ACCUMULATED_STOPS:
+            assert torch.equal(ranks[0][f"accumulated {stop}"][1][name], ranks[0]["accumulated"][1][name]), stop
     full = ranks[0]["whole"][1]
     assert full.keys() == weights.keys()
     for name, value in weights.items():
@@ -236,26 +266,62 @@ def test_weights_are_those_of_a_simulation_and_resumed_runs_equal_others(tmp_pat
         torch.testing.assert_close(ranks[0]["skipped"][1][name], value, rtol=1e-5, atol=1e-5)
 
 
-def _with_tp(rank: int, world_size: int, folder: Path) -> Any:
+#: Axes beside pp=2, and other options. The norm of the gradients is over all ranks.
+BESIDE: dict[str, dict[str, Any]] = {
+    "dp_replicate": {"axes": {"dp_replicate": 2}, "gradient_clip_val": 0.5},
+    "dp_shard": {"axes": {"dp_shard": 2}, "gradient_clip_val": 0.5},
+    "dp_shard, accumulated": {"axes": {"dp_shard": 2}, "accumulate_grad_batches": 2},
+    "tp": {"axes": {"tp": 2}, "gradient_clip_val": 0.5},
+}
+
+
+def _with_others(rank: int, world_size: int, folder: Path) -> Any:
     silence_lightning()
-    found = fit(2, folder, axes={"tp": 2}, gradient_clip_val=1e6)
+    found = {name: fit(2, folder, save=folder / name, **options) for name, options in BESIDE.items()}
+    for name in ("dp_replicate", "dp_shard"):
+        found[f"{name}, resumed"] = fit(2, folder, resume=folder / name / "4.ckpt", **BESIDE[name])
+    found["from 1F1B"] = fit(2, folder, resume=folder / "dp_shard" / "4.ckpt", schedule="1F1B", axes={"dp_shard": 2})
     leave_group()
     return found
 
 
-@pytest.mark.slow
-def test_it_goes_with_tensor_parallelism(tmp_path: Path) -> None:
-    losses, weights = run_distributed(_with_tp, 4, tmp_path, backend=None, timeout=200)[0]
-    expected, simulated = simulate()
-    assert [float(loss) for loss in losses] == pytest.approx([expected[0], *expected[:-1]], rel=1e-5)
-    for name, value in simulated.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
+@pytest.mark.timeout(280)
+def test_it_goes_with_data_and_tensor_parallelism(tmp_path: Path) -> None:
+    ranks = run_distributed(_with_others, 4, tmp_path, backend=None, timeout=280, group_timeout=90)
+    for name, options in BESIDE.items():
+        expected, simulated = simulate(
+            accumulated=options.get("accumulate_grad_batches", 1), clip=options.get("gradient_clip_val", 1e9)
+        )
+        losses = [[float(loss) for loss in found[name][0]] for found in ranks]
+        mean = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+        assert mean == pytest.approx(delayed(expected), rel=1e-5), name
+        assert (losses[0] != losses[1]) == ("dp" in name), "data-parallel ranks have other rows"
+        for key, value in simulated.items():
+            torch.testing.assert_close(ranks[0][name][1][key], value, rtol=1e-5, atol=1e-5)
+    for name in ("dp_replicate", "dp_shard"):
+        for key, value in ranks[0][name][1].items():
+            assert torch.equal(ranks[0][f"{name}, resumed"][1][key], value), (name, key)
+    assert len(ranks[0]["from 1F1B"][0]) == BATCHES - 4
+
+
+def test_a_description_counts_both_versions_of_full_parameters() -> None:
+    found = {}
+    for schedule in ("1F1B", "PipeDream2BW"):
+        strategy = MeshStrategy(pp=2, dp_shard=2, schedule=schedule)
+        Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+        found[schedule] = [rank.state_bytes for rank in strategy.describe(Regression()).ranks]
+    for rank, (plain, late) in enumerate(zip(found["1F1B"], found["PipeDream2BW"], strict=True)):
+        pair = found["1F1B"][rank // 2 * 2 : rank // 2 * 2 + 2]  # The two shards of a stage.
+        full = sum(state.parameters for state in pair)
+        assert late.parameters == full * (2 if rank < 2 else 1)
+        assert late.gradients == 2 * full
+        assert late.optimizer == plain.optimizer
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dp_shard": 2}, r"dp_replicate, dp_shard and cp must be 1 for PipeDream2BW, .* got 2 ranks; set"),
+        ({"cp": 2}, r"cp must be 1 for PipeDream2BW, .* got 2; set cp to 1 and dp_shard to 2, or"),
         ({"appliers": [FullyShard(param_dtype="bfloat16")]}, r"FullyShard must have no offload and no param_dtype"),
         ({"micro_batches": 1}, r"micro_batches must be at least 2, the number of stages, for PipeDream2BW"),
     ],
@@ -263,7 +329,7 @@ def test_it_goes_with_tensor_parallelism(tmp_path: Path) -> None:
 def test_what_it_cannot_run_is_refused(options: dict[str, Any], message: str) -> None:
     strategy = MeshStrategy(**{"pp": 2, "dp_shard": 1, "schedule": "PipeDream2BW", **options})
     with pytest.raises(DloError, match=message):
-        Trainer(accelerator="cpu", devices=2 * options.get("dp_shard", 1), strategy=strategy, logger=False)
+        Trainer(accelerator="cpu", devices=2 * options.get("cp", 1), strategy=strategy, logger=False)
 
 
 def test_a_loss_scale_is_refused() -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.errors import DloError, mark_agreed
+from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 from dlo_plugins.curricula.paced_order import competence, paced_order
 
@@ -73,6 +74,7 @@ class DifficultyOrder(Callback):
         self._max_epochs = float("inf")
         self._known: np.ndarray | None = None
         self._trainer: Trainer | None = None
+        self._hook = DataHook("order_at", "DifficultyOrder", "order the samples")
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -109,17 +111,19 @@ class DifficultyOrder(Callback):
         try:
             self.check_run(trainer, pl_module, datamodule)
             self._max_epochs = check_max_epochs([self.until], trainer.max_epochs, "DifficultyOrder")
+            self._hook.set(datamodule, self._order)
         except DloError as error:
             raise mark_agreed(error) from None
         self._trainer = trainer
-        datamodule.order_at = self._order
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the order from the datamodule."""
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(datamodule, ResumableDataModule):
-            datamodule.order_at = None
+        self._hook.remove()
         self._trainer = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Removes the order from the datamodule."""
+        self.teardown(trainer, pl_module, "fit")
 
     # --- the order -----------------------------------------------------------------------------------------
 

@@ -137,16 +137,14 @@ class WarmRestarts(LearningRateSchedule):
         _check_cycles("WarmRestarts", cycles)
         if ratio <= 0:
             raise DloError(f"WarmRestarts: ratio must be above 0, got {ratio}; 1 and 2 are usual")
-        if not 0 < peak_decay <= 1:
-            raise DloError(f"WarmRestarts: peak_decay must be above 0 and at most 1, got {peak_decay}; leave it out")
-        _check_final("WarmRestarts", final, "cosine")
+        _check_peaks("WarmRestarts", final, peak_decay)
         self.cycles, self.ratio, self.final, self.peak_decay = cycles, ratio, final, peak_decay
 
     def lr_factor(self, fraction: float) -> float:
         """Returns the ratio of the lr to its maximum after ``fraction`` of training."""
         number, position = cycle_position(fraction, self.cycles, self.ratio)
-        peak = self.peak_decay**number
-        return max(self.final, peak * decay_factor(position, self.final / peak, "cosine"))
+        peak = max(self.final, self.peak_decay**number)
+        return peak * decay_factor(position, self.final / peak, "cosine")
 
 
 class Cyclic(LearningRateSchedule):
@@ -235,9 +233,7 @@ class Rewarm(LearningRateSchedule):
             )
         if not 0 <= warmup < 1:
             raise DloError(f"Rewarm: warmup must be at least 0 and below 1, got {warmup}; 0.02 is usual")
-        if not 0 < peak_decay <= 1:
-            raise DloError(f"Rewarm: peak_decay must be above 0 and at most 1, got {peak_decay}; leave it out")
-        _check_final("Rewarm", final, "cosine")
+        _check_peaks("Rewarm", final, peak_decay)
         self.warmup, self.final, self.peak_decay = warmup, final, peak_decay
 
     def lr_factor(self, fraction: float) -> float:
@@ -255,6 +251,12 @@ class Rewarm(LearningRateSchedule):
 def _check_cycles(what: str, cycles: int) -> None:
     if cycles < 1:
         raise DloError(f"{what}: cycles must be at least 1, got {cycles}; 4 is the default")
+
+
+def _check_peaks(what: str, final: float, peak_decay: float) -> None:
+    if not 0 < peak_decay <= 1:
+        raise DloError(f"{what}: peak_decay must be above 0 and at most 1, got {peak_decay}; leave it out")
+    _check_final(what, final, "cosine")
 
 
 def _check_final(what: str, final: float, shape: str) -> None:

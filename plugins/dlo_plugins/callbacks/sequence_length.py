@@ -17,6 +17,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.hashing import uniform
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.progress import check_end, fraction_seen
+from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.curricula.token_rows import check_tokens, fitting_length, split_rows, truncate_rows
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -104,7 +105,8 @@ class SequenceLength(BatchTransform):
         self._points: list[tuple[float, list[int]]] = []
         self._until = 1.0
         self._step, self._fraction = -1, 0.0
-        self._shaped_by_data, self._logged_step, self._length = False, -1, 0
+        self._hook = DataHook("shape_batch", "SequenceLength", "shape the batches")
+        self._logged_step, self._length = -1, 0
 
     # --- the schedule --------------------------------------------------------------------------------------
 
@@ -184,9 +186,7 @@ class SequenceLength(BatchTransform):
             raise mark_agreed(error) from None
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule) and datamodule.shapes_batches:
-            if datamodule.shape_batch is not None:
-                raise DloError("SequenceLength: one callback must shape the batches, got two; remove one of them")
-            datamodule.shape_batch, self._shaped_by_data = lambda batch: self._shape(trainer, batch), True
+            self._hook.set(datamodule, lambda batch: self._shape(trainer, batch))
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class SequenceLength(BatchTransform):
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Returns the batch with rows of the current length, unless the datamodule has shaped it."""
-        return batch if self._shaped_by_data else self._shape(trainer, batch)
+        return batch if self._hook.is_set else self._shape(trainer, batch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Logs the length."""
@@ -225,15 +225,9 @@ class SequenceLength(BatchTransform):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the function from the datamodule."""
         super().teardown(trainer, pl_module, stage)
-        self._release(trainer)
+        self._hook.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the function from the datamodule, as Lightning calls no ``teardown`` after an exception."""
+        """Removes the function from the datamodule."""
         super().on_exception(trainer, pl_module, exception)
-        self._release(trainer)
-
-    def _release(self, trainer: Trainer) -> None:
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if self._shaped_by_data and datamodule is not None:
-            datamodule.shape_batch = None
-        self._shaped_by_data = False
+        self._hook.remove()

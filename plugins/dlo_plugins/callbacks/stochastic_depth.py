@@ -62,6 +62,9 @@ class StochasticDepthSchedule(Callback):
             `stages` is not set.
     """
 
+    #: Why `dlo parity` trains without it.
+    left_out_of_parity = "it drops branches at random, which each rank draws for its own samples"
+
     def __init__(self, start: float = 0.0, end: float = 1.0, until: float = 1.0, stages: int | None = None) -> None:
         if min(start, end) < 0 or start == end:
             raise DloError(
@@ -112,13 +115,16 @@ class StochasticDepthSchedule(Callback):
         """Forgets an earlier run."""
         self._clock = StepFraction()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the rates."""
         check_end(trainer)
         self._restore()
         self._rates = self._find_rates(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that a compiled model has few rates; callbacks may compile it in :meth:`on_fit_start`."""
         if is_compiled(pl_module) and (self.stages is None or self.stages > _MOST_COMPILED):
-            self._rates = []
+            self._restore()
             raise DloError(
                 f"StochasticDepthSchedule: stages must be at most {_MOST_COMPILED} for a compiled model, got"
                 f" {self.stages}; set stages: 4"

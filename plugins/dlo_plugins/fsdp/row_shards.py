@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
@@ -84,13 +85,20 @@ class RowGroup:
         self.owned = [piece.parameter for piece in held]
         self.pieces = [
             FlatShard(
-                local_tensor(self.parameters[piece.parameter]).view(-1),
+                self._rows(self.parameters[piece.parameter], piece),
                 self.parameters[piece.parameter].shape,
                 piece.start,
             )
             for piece in held
         ]
+        self._held = held
         self._buffer: Tensor | None = None
+
+    @staticmethod
+    def _rows(tensor: Tensor, piece: FlatSlice) -> Tensor:
+        """Returns this rank's rows of a parameter or a gradient in one dim, a view of it."""
+        flat = local_tensor(tensor).view(-1)
+        return flat if isinstance(tensor, DTensor) else flat[piece.start : piece.start + piece.length]
 
     def load_params(self) -> None:
         """Frees the flat copy, so that its next use has the parameters' present values."""
@@ -105,8 +113,11 @@ class RowGroup:
 
     def piece_gradients(self) -> list[Tensor]:
         """Returns the gradient of each piece, a view of the parameter's; empty where there is none."""
-        gradients = [self.parameters[number].grad for number in self.owned]
-        return [torch.empty(0) if gradient is None else local_tensor(gradient).view(-1) for gradient in gradients]
+        gradients = [self.parameters[piece.parameter].grad for piece in self._held]
+        return [
+            torch.empty(0) if gradient is None else self._rows(gradient, piece)
+            for gradient, piece in zip(gradients, self._held, strict=True)
+        ]
 
     # --- for optimizers of full tensors --------------------------------------------------------------------
 
@@ -138,6 +149,20 @@ class RowGroup:
         for parameter in self.parameters:
             if parameter.ndim == 0:
                 self.communicator.broadcast(parameter.data)
+        if self.communicator.size > 1 and not isinstance(self.parameters[0], DTensor):
+            self._all_gather_rows()
+
+    def _all_gather_rows(self) -> None:
+        """Gives each rank the others' rows, where all have full parameters."""
+        ranks = range(self.communicator.size)
+        held = [self.partition.pieces(rank) for rank in ranks]
+        own = concat([piece.data for piece in self.pieces], self.dtype, self.step_device)
+        lengths = [sum(piece.length for piece in pieces) for pieces in held]
+        received = self.communicator.exchange([own for _ in ranks], lengths)
+        for pieces, rows in zip(held, received, strict=True):
+            for piece in pieces:
+                target = self._rows(self.parameters[piece.parameter], piece)
+                target.copy_(rows[piece.offset : piece.offset + piece.length])
 
 
 class RowShard(ElementwiseShard[RowGroup]):

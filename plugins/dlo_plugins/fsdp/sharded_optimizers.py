@@ -134,6 +134,8 @@ class OptimizerShards:
         has_full = name not in layout.slices or isinstance(self.share_of(name), JoinedTensorShard)
         if name in layout.tied_copies or (place.tp and has_full):
             return False
+        if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
+            return False  # The optimizer steps full tensors on each rank.
         # A scalar without a local parameter is replicated on every rank.
         return not (id(tensor) in self._names and tensor.ndim == 0 and self.communicator.rank)
 

@@ -31,6 +31,9 @@ from dlo_plugins.fsdp.precision_policy import unit_policy
 from dlo_plugins.fsdp.step_state import drop_step_state
 from dlo_plugins.fsdp.unused_params import reduce_unused_params
 
+#: Elements of the gradients that are averaged in one message.
+_BUCKET = 2**23
+
 
 @dataclass(frozen=True)
 class ShardOptions:
@@ -46,6 +49,7 @@ class ShardOptions:
         backward_prefetch: Number of units that are gathered ahead in backward; None for FSDP's default, one.
         whole_steps: Whether the parameters outside units are gathered for a full step. Otherwise the model's outermost
             modules gather them, each when it is called.
+        full_parameters: Whether data-parallel ranks each have full parameters, and shard the optimizer state alone.
     """
 
     policy: MixedPrecisionPolicy
@@ -55,6 +59,7 @@ class ShardOptions:
     forward_prefetch: int
     backward_prefetch: int | None
     whole_steps: bool
+    full_parameters: bool = False
 
     @property
     def needs_fsdp(self) -> bool:
@@ -119,7 +124,7 @@ class ShardedModule:
         self.layout = layout or Layout()
         self.sharers, self.copy = Communicator(groups.shard_group), Communicator(groups.replica_group)
         self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
-        wanted = groups.has_data_parallelism or options.needs_fsdp
+        wanted = (groups.has_data_parallelism and not options.full_parameters) or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
         self._elsewhere = _named(module, self.layout.other_stages)
         self.units = separable_units(module, units)
@@ -143,6 +148,11 @@ class ShardedModule:
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the parameters and gathers them for each use."""
         return self._mesh is not None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks have the same full parameters, whose gradients :meth:`average_gradients` averages."""
+        return not self.is_sharded and self._data.size > 1
 
     def _params_here(self, part: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in part.parameters() if id(parameter) not in self._elsewhere]
@@ -282,7 +292,38 @@ class ShardedModule:
                 self._data.broadcast(buffer)
 
     @torch.no_grad()
-    def average_scalars(self) -> None:
+    def average_gradients(self) -> None:
+        """Averages the gradients of replicated parameters over the data-parallel ranks; missing ones count as 0.
+
+        FSDP2 averages the others: all but scalars, unless :attr:`is_replicated`.
+        """
+        if not self.is_replicated:
+            self._average_scalars()
+            return
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        has = self.any_rank([parameter.grad is not None for parameter in trained])
+        averaged = []
+        for parameter, wanted in zip(trained, has, strict=True):
+            if wanted and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                averaged.append(parameter.grad)
+        self.average(averaged)
+
+    @torch.no_grad()
+    def average(self, gradients: Iterable[Tensor]) -> None:
+        """Averages full gradients over the data-parallel ranks, in place, in buckets of one dtype."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients if self.is_replicated else ():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for same in by_dtype.values():
+            for bucket in _buckets(same):
+                joined = self.mean(torch.cat([gradient.reshape(-1) for gradient in bucket]))
+                for gradient, mean in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(mean.view_as(gradient))
+
+    @torch.no_grad()
+    def _average_scalars(self) -> None:
         """Averages the gradients of scalar parameters, which are replicated; missing gradients count as 0."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
         if not scalars:
@@ -295,6 +336,18 @@ class ShardedModule:
         for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(mean if parameter.is_complex() or not mean.is_complex() else mean.real)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields tensors in lists of about :data:`_BUCKET` elements."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(one.numel() for one in bucket) >= _BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def _shards_integers(mesh: DeviceMesh) -> bool:

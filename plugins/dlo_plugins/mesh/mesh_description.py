@@ -18,7 +18,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes, StateBytesPerRank, stages_by_name
-from dlo_plugins.pipeline.pipeline_schedules import make_placement
+from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement
 from dlo_plugins.pipeline.stage_assignment import Split, make_stages
 from dlo_plugins.tensor.coverage import NEARLY_ALL, Coverage, measure_coverage
 from dlo_plugins.tensor.tp_planner import make_tp_plan
@@ -235,7 +235,8 @@ def describe_mesh(
     if plan is not None and spec.pp > 1:
         stages = make_stages(model, plan, where.stages, split)
         by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
-    holdings = StateBytesPerRank(module, spec, divisions, by_name, where if spec.pp > 1 else None, element_size)
+    placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
+    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays)
     blocks = [] if plan is None else plan.block_names(model)
     described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
     if stages is not None:

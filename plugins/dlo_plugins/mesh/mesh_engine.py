@@ -78,6 +78,18 @@ class MeshEngine:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
         self._state = _Fit(OptimizerShards(optimizers, self.sharded), UsedParams(self.sharded))
         self._drop_delayed()
+        if self.pipelined is not None:
+            self.pipelined.pipeline.drain_context = self._announced
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Makes gradients inside the block count as those of the strategy's own backward."""
+        usage = self._fit.usage
+        before, usage.announced = usage.announced, True
+        try:
+            yield
+        finally:
+            usage.announced = before
 
     def stop_recording(self) -> None:
         """Stops recording the use of parameters; the module is as it was before :meth:`begin_fit`."""
@@ -101,10 +113,11 @@ class MeshEngine:
         """
         if self.pipelined is None:
             return self.sharded.call("training_step", batch, *args)
+        accumulates = self._fit.is_open
         self._open_window()
         self.sharded.set_sync(False)
         self.sharded.set_keep_gathered(True)
-        found = self.sharded.call(self.pipelined.train, batch, loss_scale())
+        found = self.sharded.call(self.pipelined.train, batch, loss_scale(), accumulates, self._ends_window)
         self._fit.usage.record_accumulated()
         return found
 
@@ -187,14 +200,15 @@ class MeshEngine:
         """
         fit, automatic = self._fit, self.module.automatic_optimization
         fit.usage.announced = False
-        if not (self._ends_window or self._shard.sync_every_micro_batch):
+        if not (self._ends_window or (self._shard.sync_every_micro_batch and not self._delays)):
             return
         if self.pipelined is not None and not self.pipelined.pipeline.has_gradients:
             fit.usage.used.clear()  # The first step of a run with delayed gradients applies none.
             fit.shares.set_grads(())
             return
         used = self._used(automatic)
-        self.sharded.average_scalars()
+        if self._ends_window or not self.sharded.is_replicated:
+            self.sharded.average_gradients()
         if self._ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
             self.sharded.reduce_partial_gradients()
             if self.pipelined is not None:
@@ -208,6 +222,10 @@ class MeshEngine:
             fit.is_open = not automatic
             if automatic:
                 fit.usage.used.clear()
+
+    @property
+    def _delays(self) -> bool:
+        return self.pipelined is not None and self.pipelined.pipeline.delays
 
     def _used(self, automatic: bool) -> set[str]:
         """Returns the parameters that any rank has used in this step.
@@ -276,6 +294,8 @@ class MeshEngine:
         Partial sums, which the accumulation's end completes, are completed here in copies, because a checkpoint must
         load on any mesh. The run continues with the partial sums.
         """
+        if self.pipelined is not None:
+            self.pipelined.pipeline.drain()
         found = self._averaged_gradients()
         if self._fit.is_summed:
             return found
@@ -290,27 +310,35 @@ class MeshEngine:
         return found
 
     @torch.no_grad()
-    def delayed_gradients(self) -> tuple[dict[str, Shard], float] | None:
+    def delayed_gradients(self) -> tuple[dict[str, Shard] | None, float] | None:
         """Returns the gradients that the next step applies, complete as in :meth:`accumulated_gradients`, and a loss.
 
         The micro-batches in flight end first; the run goes on as without it. None if gradients are not delayed, or no
-        step has run.
+        step has run; no gradients in the first accumulation.
         """
         delayed = self.pipelined.pipeline.drain() if self.pipelined is not None else None
         if delayed is None:
             return None
         assert self.pipelined is not None
+        loss = float(self.sharded.mean(delayed.loss.clone()))
+        if delayed.gradients is None:
+            return None, loss
         copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
+        self.sharded.average(copies.values())
         self.sharded.reduce_partial({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
         self.pipelined.pipeline.tied.sum_tensors(copies)
         slices = self.sharded.layout.slices
         found = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}
-        return {name: attach_slice(gradient, slices.get(name)) for name, gradient in found.items()}, float(delayed.loss)
+        return {name: attach_slice(gradient, slices.get(name)) for name, gradient in found.items()}, loss
 
     @torch.no_grad()
-    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+    def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
         """Restores the gradients that the next step applies; ranks that sum one restore it once, as above."""
         assert self.pipelined is not None
+        value = torch.tensor(loss, dtype=torch.float64, device=self.sharded.device)
+        if saved is None:
+            self.pipelined.pipeline.delayed = DelayedStep(None, value)
+            return
         gradients, found = as_lazy_state_dict(saved), dict[str, Tensor]()
         for name, parameter in self.sharded.parameters.items():
             if name in gradients:
@@ -318,7 +346,6 @@ class MeshEngine:
                 if self._restores_sum(name):
                     gradients.read_into(name, attach_slice(gradient, self.sharded.layout.slices.get(name)))
                 found[name.removeprefix(_MODEL)] = gradient
-        value = torch.tensor(loss, dtype=torch.float64, device=self.sharded.device)
         self.pipelined.pipeline.delayed = DelayedStep(found, value)
 
     def _averaged_gradients(self) -> dict[str, Shard]:
@@ -339,7 +366,7 @@ class MeshEngine:
                     whole.copy_(gradient)
                 mine = local_shard(self.sharded.mean(whole), parameter)
                 local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
-            elif parameter.ndim == 0:
+            elif parameter.ndim == 0 or self.sharded.is_replicated:
                 part = self.sharded.mean(part)
             found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
         return found

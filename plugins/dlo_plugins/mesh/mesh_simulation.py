@@ -300,7 +300,7 @@ class RankView:
             sharded.set_sync(True)
             loss.backward()
             self.without_gradient = self._usage.absent()
-            sharded.average_scalars()
+            sharded.average_gradients()
             sharded.reduce_partial_gradients()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.pipeline.stage_assignment import Split
 
 #: Key of a module's :class:`ParallelState` in its ``__dict__``.
@@ -58,8 +60,13 @@ class MeshOptions:
 
     def shard_options(self, module: LightningModule | None) -> ShardOptions:
         """Returns the options by which a module's parameters are sharded; None for a module that is not known yet."""
-        whole_steps = module is None or module.automatic_optimization
-        return self.appliers.shard.options(self.precision, self.spec, self.device, module, whole_steps)
+        whole_steps, spec = module is None or module.automatic_optimization, self.spec
+        if spec.pp == 1 or flushes(self.pipelining.schedule):
+            return self.appliers.shard.options(self.precision, spec, self.device, module, whole_steps)
+        # Two versions of the parameters are in use all the time, so that each rank has both of them in full.
+        alone = dataclasses.replace(spec, dp_replicate=1, dp_shard=1, cp=1)
+        found = self.appliers.shard.options(self.precision, alone, self.device, module, whole_steps)
+        return dataclasses.replace(found, full_parameters=True)
 
     def cut_options(self) -> dict[str, Any]:
         """Returns the options, by name, that cannot change after the model has been cut."""

@@ -60,17 +60,17 @@ class PipelineOptions:
             needs_fsdp: Whether an option gathers parameters in another dtype or from CPU memory.
 
         Raises:
-            DloError: It cannot: parameters would be gathered, of which there is one version, or the loss has a scale,
-                which may change between a gradient and its step.
+            DloError: It cannot: sequences are sharded over ranks, of which the model knows those of one batch;
+                parameters would be gathered, of which there is one version; or the loss has a scale, which may change
+                between a gradient and its step.
         """
         if flushes(self.schedule):
             return
-        data = spec.data_size * spec.cp
         fix = "or schedule to 1F1B"
-        if data > 1:
+        if spec.cp > 1:
             raise DloError(
-                f"dp_replicate, dp_shard and cp must be 1 for {self.schedule}, which keeps two versions of full"
-                f" parameters, got {data} ranks; set them to 1 and pp to {spec.pp * data}, {fix}"
+                f"cp must be 1 for {self.schedule}, whose backwards of a batch run while the next one's sequences are"
+                f" sharded, got {spec.cp}; set cp to 1 and dp_shard to {spec.dp_shard * spec.cp}, {fix}"
             )
         if needs_fsdp:
             raise DloError(
@@ -81,18 +81,6 @@ class PipelineOptions:
             raise DloError(
                 f"precision must be without a loss scale for {self.schedule}, whose gradients are applied one step"
                 f" later, got 16-mixed; set bf16-mixed, {fix}"
-            )
-
-    def check_accumulation(self, batches: int) -> None:
-        """Checks that a step of a schedule with delayed gradients is one batch.
-
-        Raises:
-            DloError: It accumulates several.
-        """
-        if batches > 1:
-            raise DloError(
-                f"accumulate_grad_batches must be 1 for {self.schedule}, whose steps apply the gradients of the batch"
-                f" before, got {batches}; set it to 1, and batch_size and micro_batches {batches} times as large"
             )
 
     def check(self, task: Task, plan: ParallelPlan, spec: MeshSpec, datamodule: Any) -> None:

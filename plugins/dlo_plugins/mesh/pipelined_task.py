@@ -81,7 +81,7 @@ class PipelinedTask:
         if select is not None:  # Recomputation in backward needs the rows too.
             pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
 
-    def train(self, batch: Any, seed: Tensor) -> dict[str, Tensor]:
+    def train(self, batch: Any, seed: Tensor, accumulates: bool = False, ends_window: bool = True) -> dict[str, Tensor]:
         """Runs forward and backward of a batch; returns `{"loss": loss}`, the same on all ranks.
 
         Gradients are computed when it returns. The loss has a graph of one addition, so that a later backward on it
@@ -90,13 +90,20 @@ class PipelinedTask:
         Args:
             batch: Batch on the device.
             seed: Factor of the loss for backward.
+            accumulates: Whether the optimizer step accumulates the batch before too.
+            ends_window: Whether the optimizer steps after this batch.
 
         Raises:
             DloError: The batch has fewer samples than the schedule can run.
         """
         parts = self.split_training_batch(batch)
         weights = self.task.micro_batch_weights(parts)
-        total = self.pipeline.train_step(parts, self._forward, self.task.loss, weights, seed, sum_tied=False)
+        total = self.pipeline.train_step(
+            *(parts, self._forward, self.task.loss, weights, seed),
+            sum_tied=False,
+            accumulates=accumulates,
+            ends_window=ends_window,
+        )
         anchor = torch.zeros((), device=total.device, requires_grad=True)
         return {"loss": total.float() + anchor}
 

@@ -59,6 +59,8 @@ class StateBytesPerRank:
         stages: Stages of the pipeline that need each parameter, by name; None without a pipeline.
         placement: Placement of the stages on the ranks of `pp`.
         element_size: Bytes of a floating-point element; None for each parameter's own.
+        delays: Whether gradients have a delay of one step: two versions of parameters and gradients, which `dp_shard`
+            does not shard.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class StateBytesPerRank:
         stages: dict[str, tuple[int, ...]] | None = None,
         placement: Placement | None = None,
         element_size: int | None = None,
+        delays: bool = False,
     ) -> None:
-        self.spec, self._placement = spec, placement
+        self.spec, self._placement, self._delays = spec, placement, delays
         divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
         self._kinds: Counter[_Kind] = Counter()
         for name, parameter in module.named_parameters():
@@ -89,13 +92,20 @@ class StateBytesPerRank:
     def at(self, place: Coordinates) -> RankStateBytes:
         """Returns the bytes on the rank at these coordinates."""
         own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
-        parameters = trained = 0
+        parameters = trained = full = full_trained = 0
         for kind, count in self._kinds.items():
             if own.isdisjoint(kind.stages):
                 continue
             size = count * kind.element_size * self._local_elements(kind, place)
             parameters += size
             trained += size * kind.is_trained
+            size = count * kind.element_size * math.prod(self._tp_shape(kind, place))
+            full += size
+            full_trained += size * kind.is_trained
+        if self._delays:
+            assert self._placement is not None
+            copies = full_trained * (self._placement.stages - 1 not in own)  # It has no micro-batch in flight.
+            return RankStateBytes(full + copies, 2 * full_trained, 2 * trained)
         return RankStateBytes(parameters, trained, 2 * trained)
 
     def largest(self) -> tuple[Coordinates, RankStateBytes]:
@@ -110,10 +120,14 @@ class StateBytesPerRank:
         for place in itertools.product(*(range(size) for size in sizes.values())):
             yield Coordinates(*place)
 
-    def _local_elements(self, kind: _Kind, place: Coordinates) -> int:
+    def _tp_shape(self, kind: _Kind, place: Coordinates) -> list[int]:
         shape = list(kind.shape)
         if kind.division is not None and self.spec.tp > 1:
             shape[kind.division.dim] = kind.division.slice_for(self.spec.tp, place.tp).length
+        return shape
+
+    def _local_elements(self, kind: _Kind, place: Coordinates) -> int:
+        shape = self._tp_shape(kind, place)
         if shape:
             sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
             return row_range(torch.Size(shape), sharers, number)[1]

@@ -94,11 +94,12 @@ class DelayedStep:
     """Result of a step that the next step applies, where a schedule does not flush.
 
     Attributes:
-        gradients: Gradients of this rank's parameters by name, summed over neither tied weights nor other axes.
-        loss: Loss of the step.
+        gradients: Gradients of this rank's parameters by name, summed over neither tied weights nor other axes; None
+            before the first step that ends an accumulation.
+        loss: Loss of the last step, which the next one returns.
     """
 
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor] | None
     loss: Tensor
 
 
@@ -106,7 +107,8 @@ class Pipeline:
     """Engine that trains and evaluates a model whose stages are on several ranks.
 
     Under a schedule without flushes (:attr:`delays`), each step sets the gradients of the step before, which it
-    completes, and returns its loss. The first step sets none, and returns its own loss.
+    completes, and returns its loss. The first step sets none, and returns its own loss. If an optimizer step
+    accumulates several, the last of them sets the gradients of the accumulation before.
 
     It cuts the model: parameters of other ranks' stages become meta tensors under their names. Build it after tensor
     and context parallelism have rewritten the model, and before the model is wrapped or initialised. The blocks may
@@ -131,10 +133,11 @@ class Pipeline:
             gradients are complete after it. That is never true where weight gradients come later; use
             `gradients_ready` there.
         gradients_ready: Callback, called with a stage when its gradients of the step are complete.
+        drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
         record: Whether to record a timeline; if so, all ranks start each step together.
         delays: Whether a step's gradients are set by the next step.
-        delayed: Gradients and loss of a step that is complete and not applied, after :meth:`drain`.
+        delayed: Gradients that are complete and not applied, after :meth:`drain` or in an accumulation, and a loss.
         has_gradients: Whether the last training step has set gradients.
         most_shapes: Number of micro-batch shapes that are kept. For each new shape, ranks send each other its layout
             once.
@@ -181,6 +184,7 @@ class Pipeline:
         self.before_backward: Callable[[int, int, bool], None] | None = None
         self.gradients_ready: Callable[[int], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
+        self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.record = False
         self._recorder = Recorder(self.device)
         self._exchange = Exchange(self._transport, self.placement, self.device)
@@ -205,6 +209,8 @@ class Pipeline:
         seed: Tensor | float = 1.0,
         *,
         sum_tied: bool = True,
+        accumulates: bool = False,
+        ends_window: bool = True,
     ) -> Tensor:
         """Runs forward and backward of all micro-batches, and adds gradients to the `.grad` of this rank's parameters.
 
@@ -218,6 +224,8 @@ class Pipeline:
             seed: Factor on the losses for backward only, as a gradient scaler needs.
             sum_tied: Whether to sum the gradients of tied weights over the ranks that hold them. If one optimizer step
                 accumulates over several calls, set it in the last call only.
+            accumulates: Whether the optimizer step accumulates the call before too; of use where gradients are delayed.
+            ends_window: Whether the optimizer steps after this call; of use where gradients are delayed.
 
         Returns:
             The weighted sum of the losses, without the seed; the same on all ranks of the pipeline. Where gradients are
@@ -234,17 +242,18 @@ class Pipeline:
         step.weights = [1.0 / number] * number if weights is None else weights
         step.recomputed = schedule.recomputed_stages
         own = schedule.orders[self.rank]
-        step.in_flight = frozenset((a.stage, a.micro_batch + number) for a in own if a.micro_batch < 0)
+        if ends_window:  # Otherwise their backward has the same weights.
+            step.in_flight = frozenset((a.stage, a.micro_batch + number) for a in own if a.micro_batch < 0)
         for action in own:
             if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
                 step.left[action.stage] = step.left.get(action.stage, 0) + 1
         self._prepare_weight_gradients()
-        if self.delays:
+        if self.delays and not accumulates:
             take_gradients(self.model)  # Those of the last optimizer step.
         if self.record:
             self._recorder.begin(self.group)
         self._run(step, own)
-        total = self._delay(step) if self.delays else self._broadcast_total(step.total)
+        total = self._delay(step, ends_window) if self.delays else self._broadcast_total(step.total)
         if sum_tied and self.has_gradients:
             self.tied.sum_gradients()
         return total
@@ -255,8 +264,8 @@ class Pipeline:
         for action in order:
             if action.micro_batch < 0:
                 if before is not None:
-                    assert before.version is not None
-                    with before.version.applied():  # Blocks that recompute use the weights of their forward.
+                    # Blocks that recompute use the weights of their forward.
+                    with contextlib.nullcontext() if before.version is None else before.version.applied():
                         self._backward(before, action, action.micro_batch + len(before.micro_batches))
             elif action.kind is ActionKind.FORWARD:
                 self._forward(step, action)
@@ -270,31 +279,36 @@ class Pipeline:
 
     # --- delayed gradients ---------------------------------------------------------------------------------
 
-    def _delay(self, step: _Step) -> Tensor:
-        """Sets the gradients of the step before, which are complete, and keeps those of this step; returns a loss."""
+    def _delay(self, step: _Step, ends_window: bool) -> Tensor:
+        """Keeps the gradients of this step for a later one; returns the loss of the step before.
+
+        At the end of an accumulation, those of the accumulation before, which are complete, are set.
+        """
         loss = self._last_loss()
-        before = self._end_carried() if self._carried is not None else self.delayed
-        gradients = take_gradients(self.model)
-        if step.version is None:  # The last stage has no micro-batch in flight.
-            step.version = WeightVersion(())
-        step.version.add_gradients(gradients)
-        self._carried, self.delayed = step, None
-        self.has_gradients = before is not None
-        set_gradients(self.model, before.gradients if before is not None else {})
+        self._end_carried()
+        if ends_window:
+            gradients = take_gradients(self.model)
+            if step.version is None:  # The last stage has no micro-batch in flight.
+                step.version = WeightVersion(())
+            step.version.add_gradients(gradients)
+            complete = None if self.delayed is None else self.delayed.gradients
+            self.delayed = None
+            self.has_gradients = complete is not None
+            set_gradients(self.model, complete or {})
+        self._carried = step
         self._loss = self._start_broadcast(step.total)
         if loss is None:
             loss = self._last_loss()
             assert loss is not None
         return loss
 
-    def _end_carried(self) -> DelayedStep:
-        """Returns the gradients of the step before, whose backwards have all run."""
+    def _end_carried(self) -> None:
+        """Ends the step before, whose backwards have all run; those of an open accumulation are on the parameters."""
         step, self._carried = self._carried, None
-        assert step is not None
-        assert step.version is not None
-        loss = self._last_loss()
-        assert loss is not None
-        return DelayedStep(step.version.gradients, loss)
+        if step is not None and step.version is not None:
+            loss = self._last_loss()
+            assert loss is not None
+            self.delayed = DelayedStep(step.version.gradients, loss)
 
     def _last_loss(self) -> Tensor | None:
         """Returns the loss of the step before, once it has come from the last stage; None before the first step."""
@@ -320,12 +334,18 @@ class Pipeline:
         schedule = self.schedule_for(len(step.micro_batches)).drain()
         first = step.first + len(step.micro_batches)
         drained = _Step((), [], self._exchange.start(schedule, [], first), step.forward, first=first)
-        gradients = take_gradients(self.model)  # The optimizer may not have stepped yet.
+        # The optimizer may not have stepped yet. Those of an open accumulation stay: the backwards add to them.
+        gradients = None if step.version is None else take_gradients(self.model)
         record, self.record = self.record, False
-        self._run(drained, schedule.orders[self.rank])
+        with self.drain_context():
+            self._run(drained, schedule.orders[self.rank])
         self.record = record
-        self.delayed, self._loss = self._end_carried(), None
-        set_gradients(self.model, gradients)
+        if gradients is not None:
+            set_gradients(self.model, gradients)
+        loss = self._last_loss()
+        assert loss is not None
+        self._end_carried()
+        self.delayed, self._loss = DelayedStep(None if self.delayed is None else self.delayed.gradients, loss), None
         return self.delayed
 
     def reset(self) -> None:

@@ -18,9 +18,9 @@ Departures: ZBV always uses the order that has no bubble where forward, input gr
 long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
 overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
 weight gradients, not memory itself. Varuna's orders are static: the paper's runtime also runs a forward ahead of its
-order while a gradient is late. PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where
-the paper's ranks apply them one after the other, as each has them; the weights are the same, with one more set of
-gradients in memory.
+order while a gradient is late, which a rank cannot know without a wait, as gloo does not report a message's arrival.
+PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where the paper's ranks apply them one
+after the other, as each has them; the weights are the same, with one more set of gradients in memory.
 
 A schedule is a function that is registered in :data:`SCHEDULES`, in this file, in a user's file under ``plugins:``, or
 in an installed package with an entry point in the group ``dlo_framework.pipeline_schedules``.

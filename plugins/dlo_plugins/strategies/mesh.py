@@ -144,6 +144,8 @@ class MeshStrategy(ShardedStrategy):
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
             self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
+            if options.full_parameters:
+                self.zero_stage = 1
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Saving communicates shards in CPU memory.
         super()._configure_launcher()
@@ -243,8 +245,6 @@ class MeshStrategy(ShardedStrategy):
         module = self._module()
         assert self.accelerator is not None
         self.check_callbacks(trainer)
-        if self.delays_gradients and trainer.state.fn == TrainerFn.FITTING:
-            self.pipelining.check_accumulation(trainer.accumulate_grad_batches)
         self.accelerator.setup(trainer)
         if self._layer_sync and ParallelState.of(module) is None:
             self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
@@ -442,11 +442,11 @@ class MeshStrategy(ShardedStrategy):
         """Whether each step applies the gradients of the step before."""
         return self.mesh_spec().pp > 1 and not flushes(self.pipelining.schedule)
 
-    def delayed_gradients(self) -> tuple[Mapping[str, Any], float] | None:
+    def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
         """Returns this rank's shards of the gradients that the next step applies, and their loss."""
         return self.engine.delayed_gradients() if self.engine is not None else None
 
-    def restore_delayed_gradients(self, saved: Mapping[str, Any], loss: float) -> None:
+    def restore_delayed_gradients(self, saved: Mapping[str, Any] | None, loss: float) -> None:
         """Restores the gradients that the next step applies."""
         if self.delays_gradients:
             self._running.restore_delayed_gradients(saved, loss)

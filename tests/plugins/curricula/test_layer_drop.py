@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.testing.record import Recorder
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.rotor_callback import Rotor
@@ -199,6 +200,11 @@ def test_stochastic_depth_follows_the_run(tmp_path):
     fit(tmp_path, (task, data), "auto", 1, [StochasticDepthSchedule(), Watch()])
     assert rates == pytest.approx([0.4 * step / 8 for step in range(8)])
     assert task.model.blocks[3].drop_path1.drop_prob == pytest.approx(0.4)
+    rates.clear()
+    task, data = images(model_args={"drop_path_rate": 0.4})
+    # A recorder switches dropout off, and what runs after it must find the model's rates all the same.
+    fit(tmp_path, (task, data), "auto", 1, [Recorder(), StochasticDepthSchedule(), Watch()])
+    assert rates == pytest.approx([0.4 * step / 8 for step in range(8)])
     assert "rates must stay below 1, got a factor of 3" in refusal(
         lambda: fit(tmp_path, images(model_args={"drop_path_rate": 0.4}), "auto", 1, [StochasticDepthSchedule(end=3)])
     )

@@ -183,6 +183,14 @@ def test_varuna_s_backwards_follow_their_recomputation_and_its_last_stage_has_no
     assert timeline.makespan < simulate(make_schedule("1F1B", ranks, 4 * ranks), everywhere).makespan
 
 
+@pytest.mark.parametrize(("ranks", "number", "steps"), [(2, 2, 1), (2, 4, 3), (4, 4, 5), (4, 9, 2), (8, 8, 3)])
+def test_steps_without_flushes_fill_and_drain_the_pipeline_once(ranks: int, number: int, steps: int) -> None:
+    costs = StageCosts.equal(ranks)  # F = 1, B = 2
+    late = simulate(make_schedule("PipeDream2BW", ranks, number).unroll(steps), costs)
+    assert late.makespan == steps * number * 3 + (ranks - 1) * 3
+    assert steps * simulate(make_schedule("1F1B", ranks, number), costs).makespan == steps * (number + ranks - 1) * 3
+
+
 def test_a_step_without_flushes_hands_backwards_to_the_next() -> None:
     schedule = make_schedule("PipeDream2BW", 3, 4)
     assert not schedule.flushes

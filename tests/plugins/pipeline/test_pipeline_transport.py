@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.transport import Transport, group_index
 
@@ -71,3 +73,25 @@ def test_links_are_made_each_way_and_in_one_order_on_all_ranks() -> None:
         ]
         for rank, transport in enumerate(met):
             assert transport.talks == [way for way in order if rank in way]
+
+
+def _asks(rank: int, world_size: int) -> None:
+    value = torch.zeros(4)
+    if rank:
+        dist.send(torch.ones(4), 0)
+        dist.barrier()
+        return
+    work = dist.irecv(value, 1)
+    assert work is not None
+    dist.barrier()  # The data are there: the sender has waited for them to leave, and both have met since.
+    deadline = time.monotonic() + 20
+    while not bool(value.all()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert bool(value.all())
+    assert not work.is_completed(), "gloo reports arrivals: Varuna may run forwards ahead of its order"
+    work.wait()
+    assert work.is_completed()
+
+
+def test_gloo_does_not_report_an_arrival() -> None:
+    run_distributed(_asks, 2, timeout=60)

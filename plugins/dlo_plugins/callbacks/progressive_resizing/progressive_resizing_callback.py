@@ -18,6 +18,7 @@ from dlo_framework.batches import batch_size
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
+from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.progressive_resizing.resizing import (
     GrowingSize,
     StepSizes,
@@ -105,7 +106,7 @@ class ProgressiveResizing(BatchTransform):
         check_multiples([*self.steps.values(), start_size or 1, end_size or 1], 1, "ProgressiveResizing")
         self._schedule: StepSizes | GrowingSize | None = None
         self._max_epochs = math.inf
-        self._sized_by_data = False
+        self._hook = DataHook("image_size_at", "ProgressiveResizing", "size the data's images")
         self._multiple = 1  # multiple in pixels for the sides of images that are not square
         self._global_batch = 0
         self._logged_step = -1
@@ -135,11 +136,7 @@ class ProgressiveResizing(BatchTransform):
         self._max_epochs = check_max_epochs(self._points, trainer.max_epochs, "ProgressiveResizing")
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule) and datamodule.sizes_images:
-            if datamodule.image_size_at is not None:
-                raise DloError(
-                    "ProgressiveResizing: only one callback must size the data's images, got two; remove one of them"
-                )
-            datamodule.image_size_at, self._sized_by_data = self.size_at, True
+            self._hook.set(datamodule, self.size_at)
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,7 +188,7 @@ class ProgressiveResizing(BatchTransform):
 
     def transform(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Returns the batch with its images resized, unless the datamodule sizes them."""
-        if self._sized_by_data:
+        if self._hook.is_set:
             return batch
         images = images_of(batch, self.image_key)
         height, width = images.shape[-2:]
@@ -240,15 +237,13 @@ class ProgressiveResizing(BatchTransform):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the schedule from the datamodule. The model still accepts all sizes."""
         super().teardown(trainer, pl_module, stage)
-        self._release(trainer)
+        self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the schedule from the datamodule, as Lightning calls no ``teardown`` after an exception."""
+        """Removes the schedule from the datamodule."""
         super().on_exception(trainer, pl_module, exception)
-        self._release(trainer)
+        self._release()
 
-    def _release(self, trainer: Trainer) -> None:
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if self._sized_by_data and datamodule is not None:
-            datamodule.image_size_at = None
-        self._sized_by_data, self._global_batch, self._logged_step = False, 0, -1
+    def _release(self) -> None:
+        self._hook.remove()
+        self._global_batch, self._logged_step = 0, -1
