@@ -138,7 +138,7 @@ class TokenWindows:
         index = index + self._first
         which = np.searchsorted(self._starts, index, side="right") - 1
         found = []
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             rows = np.flatnonzero(which == number)
             found.append((self._shards[number], rows, (index[rows] - self._starts[number]) * self._seq_len))
         return found
@@ -167,6 +167,13 @@ class TokenWindows:
             )
 
 
+def _distinct(numbers: np.ndarray) -> list[int]:
+    """Returns the distinct values of an array, ascending; sooner than numpy where all are equal."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        return [int(numbers[0])]
+    return [int(number) for number in np.unique(numbers)]
+
+
 def count_from_begins(positions: np.ndarray, row: np.ndarray, offset: np.ndarray) -> None:
     """Writes positions that count from 0 in each row, and again from each place where a document begins.
 
@@ -179,7 +186,8 @@ def count_from_begins(positions: np.ndarray, row: np.ndarray, offset: np.ndarray
     flat = positions.reshape(-1)
     inside = offset < length
     begins = np.concatenate([np.arange(0, len(flat), length), row[inside] * length + offset[inside]])
-    begins = np.unique(begins)
+    begins.sort()
+    begins = begins[np.diff(begins, prepend=-1) > 0]  # An empty document begins where the next one does.
     flat[:] = 1
     flat[0] = 0
     flat[begins[1:]] = 1 - np.diff(begins)
@@ -227,7 +235,7 @@ class JoinedWindows:
         """Returns the number of targets of windows."""
         targets = np.empty(index.shape, np.int64)
         which = self.part_of(index)
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             chosen = which == number
             targets[chosen] = self.parts[number].count_targets(index[chosen] - self._starts[number])
         return targets
@@ -248,7 +256,7 @@ class JoinedWindows:
         index = np.array([draw.index for draw in draws])
         which = self.part_of(index)
         found = []
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             rows = np.flatnonzero(which == number)
             within = (index[rows] - self._starts[number]).tolist()
             some = [Draw(at, *draws[row][1:]) for row, at in zip(rows.tolist(), within, strict=True)]
