@@ -52,6 +52,7 @@ def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
         tokens: Tokens of the shard, int64 of any shape, each at least 0 and below ``shard.tokens``.
     """
     wanted = tokens.ravel()
+    assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < shard.tokens)
     found = np.zeros(wanted.shape, np.int64)
     left = np.arange(len(wanted))  # tokens whose document is not found yet [P]
     low, high = np.zeros_like(left), np.full_like(left, shard.documents)
