@@ -86,15 +86,15 @@ def _shorten_quick_start(config: dict[str, Any]) -> None:
 
 
 def _shorten_mixture(config: dict[str, Any]) -> None:
-    """Makes epochs of 40 steps of a tiny Llama, validated and saved in mid-epoch too, while the mixture changes."""
+    """Makes epochs of 20 steps of a tiny Llama, validated and saved in mid-epoch too, while the mixture changes."""
     del config["run"], config["trainer"]["max_steps"]
-    config["trainer"] |= {"val_check_interval": 15, "limit_val_batches": 4}
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config["trainer"] |= {"val_check_interval": 6, "limit_val_batches": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 32}
     config["model"]["init_args"]["config"] |= sizes
     data = config["data"]["init_args"]
     data["sources"]["code"]["files"] = "stdlib://asyncio/*.py"
-    data["mix"][-1]["samples"] = 400
-    data |= {"seq_len": 64, "epoch_samples": 160, "val_files": "stdlib://json/*.py", "num_workers": 1}
+    data["mix"][-1]["samples"] = 120
+    data |= {"seq_len": 32, "epoch_samples": 80, "val_files": "stdlib://json/*.py", "num_workers": 1}
     data |= {"vocab_size": 512, "corpus_bytes": 200_000, "cache_dir": "cache"}
 
 
@@ -115,7 +115,7 @@ class Runner:
         config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
         config["plugins"] = [str(MARKS)]
         callbacks = [*config["trainer"].get("callbacks", []), {"class_path": "Marks"}]
-        if devices == 1:
+        if devices == 1 and name == "quickstart":
             callbacks.append({"class_path": "Compile", "init_args": {"backend": "aot_eager"}})
         own = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "enable_progress_bar": False}
         config["trainer"] |= {**own, "callbacks": callbacks, "max_epochs": epochs, "enable_model_summary": False}

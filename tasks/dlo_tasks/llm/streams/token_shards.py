@@ -80,16 +80,17 @@ def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
 
 
 def map_bytes(path: Path, random: bool = False) -> np.ndarray:
-    """Returns the bytes of a file, mapped, uint8.
+    """Returns the bytes of a file that is not empty, mapped, uint8.
 
     Args:
         path: Path of the file.
         random: Whether reads go to random places, so that the kernel reads no neighbouring pages.
     """
-    mapped = np.memmap(path, np.uint8, "r")
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if random and hasattr(mmap, "MADV_RANDOM"):
-        mapped._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]  # numpy 1 and 2 keep the mapping there
-    return np.asarray(mapped)
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, np.uint8)  # It keeps the mapping.
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
