@@ -1,12 +1,14 @@
 """Are runs that are killed, stopped or out of disk lost, do they hang, and how soon do they go on?
 
-    python benchmarks/chaos.py [--trials 50] [--first 0] [--runs "quick start" "tp 2"] [--folder runs/chaos]
+    python benchmarks/chaos.py [--trials 50] [--first 0] [--runs "quick start" "tp 2"] [--faults KILL]
+    [--folder runs/chaos]
 
-A shortened quick start on one process (compiled), and on two under zero3 and tensor parallelism, meets a fault at a
-random time: KILL, TERM, INT and INT twice, a stopped process, a full disk; while it starts, compiles, trains,
-validates, saves and in its last second. It is started with the same words, `--ckpt_path auto`, until it has finished.
-Its figures have to be those of the run that was left alone, to the last bit. What went wrong stays in the folder.
-A fault without effect, such as one after the run's end, is counted apart, and another trial takes its place.
+A shortened quick start on one process (compiled), and on two under zero3 and tensor parallelism, and a mixture of texts
+with a loading process, on one process and on two under zero3, meet a fault at a random time: KILL, TERM, INT and INT
+twice, a stopped process, a full disk; while they start, compile, train, validate, save and in their last second. A run
+is started with the same words, `--ckpt_path auto`, until it has finished. Its figures have to be those of the run that
+was left alone, to the last bit. What went wrong stays in the folder. A fault without effect, such as one after the end
+of the run, is counted apart, and another trial takes its place.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--warm", action="store_true", help="fork processes from one that has imported torch: sooner")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "chaos")
     options = parse_options(parser, __file__)
@@ -51,7 +54,7 @@ def main() -> int:
             break
         place = folder / f"trial {number}"
         shutil.rmtree(place, ignore_errors=True)
-        trial = draw(number, options.seed, options.runs)
+        trial = draw(number, options.seed, options.runs, options.faults)
         trials.append(carry_out(trial, place, options.epochs, expected[trial.run], options.warm))
         print(number, trial, flush=True)
     record = Record.of(__file__, __doc__, options)

@@ -3,12 +3,14 @@
 * Opening: a Megatron-LM corpus of 100 GB, a sparse file with a real index, from a new process to the first batch of a
   global shuffle; time and memory beyond the imports, each over its bar (1 s, 100 MB).
 * Proportions: the largest difference between a source's share of an epoch and its weight, over 0.1%.
-* Reading: tokens of a local file per second, through windows in order, over reading the file's bytes in pieces of 8
-  MiB. The file's pages are dropped from the page cache before each measurement, so that both read from the disk.
+* Reading: tokens of a local file per second, as windows in order, over reading the file's bytes in pieces of 8 MiB.
+  The file's pages are dropped from the page cache before each measurement, so that both read from the disk. Then the
+  same for batches of int64 tensors, also over the time of making such tensors from tokens in memory.
 * Latency: the time of training steps from a file system that answers after 100 ms, over that from local files. A step
   computes for a fixed time.
 
-Run: ``python benchmarks/data_scale.py [--rounds 7] [--gigabytes 100] [--megabytes 512] [--steps 40]``
+Run: ``python benchmarks/data_scale.py [--tables reading latency] [--rounds 7] [--gigabytes 100] [--megabytes 512]
+[--steps 40]``
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
@@ -36,6 +39,7 @@ from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 
 LATENCY, COMPUTE = 0.1, 0.1  # seconds: of the file system's answer, and of a step's work
 SEQ_LEN, BATCH = 2048, 8
+TABLES = ["opening", "proportions", "reading", "latency"]
 BLOCK = 1 << 16
 OPENING = """
 import sys, time
@@ -147,23 +151,32 @@ def read_plainly(path: Path) -> int:
     return total
 
 
-def reading_table(folder: Path, megabytes: int, rounds: int) -> Table:
-    """Reads a local corpus through windows, and plainly."""
+def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Table]:
+    """Reads a local corpus as stored, as batches, and plainly; and compares batches with widening alone."""
     prefix, size = folder / "local", megabytes << 20
     write_corpus(prefix, size)
     path = Path(f"{prefix}.bin")
     storage = Storage(BlockCache(folder / "cache", 1 << 30), folder / "indices", {})
-    data = JoinedWindows(
-        [TokenWindows(open_tokens(TokenFiles("local", str(prefix)), storage), SEQ_LEN, 1 << 16, "local")]
-    )
+    windows = TokenWindows(open_tokens(TokenFiles("local", str(prefix)), storage), SEQ_LEN, 1 << 16, "local")
+    data = JoinedWindows([windows])
+    tokens = np.fromfile(path, np.uint16, 64 * SEQ_LEN + 1)
+    out = torch.zeros(3, 64, SEQ_LEN, dtype=torch.int64)
 
-    def loader(workers: int) -> ResumableLoader:
-        return ResumableLoader(
-            data, batch_size=64, shuffle=False, drop_last=True, num_workers=workers, persistent_workers=False
+    def batches(workers: int) -> Callable[[], object]:
+        options = {"batch_size": 64, "shuffle": False, "drop_last": True, "persistent_workers": False}
+        return lambda: sum(
+            batch["input_ids"].numel() for batch in ResumableLoader(data, num_workers=workers, **options)
         )
 
-    def windows(workers: int) -> Callable[[], object]:
-        return lambda: sum(batch["input_ids"].numel() for batch in loader(workers))
+    def stored() -> int:
+        return sum(len(windows.read(np.arange(first, first + 64))) for first in range(0, len(windows) - 63, 64))
+
+    def widen() -> None:
+        ids, places = torch.from_numpy(tokens), torch.arange(SEQ_LEN)
+        for _ in range(len(windows) // 64):
+            out[0].copy_(ids[:-1].view(64, SEQ_LEN))
+            out[1].copy_(ids[1:].view(64, SEQ_LEN))
+            out[2].copy_(places)
 
     def cold(run: Callable[[], object]) -> Callable[[], float]:
         def measure() -> float:
@@ -172,31 +185,43 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> Table:
 
         return measure
 
-    plain = lambda: read_plainly(path)
-    runs = {
-        "plain read": plain,
-        "plain read again": plain,
-        "dlo, batches in this process": windows(0),
-        "dlo, batches from a worker": windows(1),
-        "dlo, batches from two workers": windows(2),
+    def plain() -> int:
+        return read_plainly(path)
+
+    stages = {
+        "dlo, tokens as stored": stored,
+        "dlo, batches in this process": batches(0),
+        "dlo, batches from a worker": batches(1),
+        "dlo, batches from two workers": batches(2),
     }
+    runs = {"plain read": plain, "plain read again": plain, "widening alone": widen, **stages}
     seconds = take_turns({name: cold(run) for name, run in runs.items()}, rounds)
     rates = {name: [size / one for one in taken] for name, taken in seconds.items()}
-    table = Table("reading", "the bytes a second of a plain read", ELAPSED, better="higher")
-    for name, values in all_ratios(rates, "plain read").items():
-        table.add(
-            name,
-            values,
-            bar=0.9 if name == "dlo, batches from two workers" else None,
-            ours=name.startswith("dlo"),
-            control=name.endswith("again"),
-            MB_a_second=float(np.median(rates[name])) / 1e6,
-        )
-    table.notes.append(
-        f"{megabytes} MiB of uint16 tokens in windows of {SEQ_LEN}; a batch has int64 ids, labels, positions."
+    found = []
+    for title, base, unit in (
+        ("reading", "plain read", "the bytes a second of a plain read"),
+        ("batches", "widening alone", "the tokens a second of widening to int64 in memory"),
+    ):
+        table = Table(title, unit, ELAPSED, better="higher")
+        for name, values in all_ratios(rates, base).items():
+            if base == "widening alone" and (name.startswith("plain") or name == "dlo, tokens as stored"):
+                continue
+            table.add(
+                name,
+                values,
+                bar=0.9 if base == "plain read" and name == "dlo, tokens as stored" else None,
+                ours=name.startswith("dlo"),
+                control=name.endswith("again"),
+                MB_a_second=float(np.median(rates[name])) / 1e6,
+            )
+        found.append(table)
+    found[0].notes.append(f"{megabytes} MiB of uint16 tokens in windows of {SEQ_LEN}, 64 at once.")
+    found[1].notes.append(
+        "A batch has int64 ids, labels and positions, 12 times the bytes of its tokens. Widening alone writes them over"
+        " those of the batch before, from tokens in the processor's cache."
     )
     path.unlink()
-    return table
+    return found[0], found[1]
 
 
 class Distant(LocalFileSystem):
@@ -276,20 +301,27 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--samples", type=int, default=200_000)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
+    torch.set_num_threads(1)  # as in a loading process
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        if Path("/proc/self/clear_refs").exists():
-            record.add(opening_table(root, options.gigabytes, options.rounds))
-        else:
-            record.without("opening", "this system has no peak of memory to read")
-        record.add(proportions_table(options.samples))
-        if hasattr(os, "posix_fadvise"):
-            record.add(reading_table(root, options.megabytes, options.rounds))
-        else:
-            record.without("reading from the disk", "this system cannot drop pages from the page cache")
-        record.add(latency_table(root, options.steps, options.rounds))
+        if "opening" in options.tables:
+            if Path("/proc/self/clear_refs").exists():
+                record.add(opening_table(root, options.gigabytes, options.rounds))
+            else:
+                record.without("opening", "this system has no peak of memory to read")
+        if "proportions" in options.tables:
+            record.add(proportions_table(options.samples))
+        if "reading" in options.tables:
+            if hasattr(os, "posix_fadvise"):
+                for table in reading_table(root, options.megabytes, options.rounds):
+                    record.add(table)
+            else:
+                record.without("reading from the disk", "this system cannot drop pages from the page cache")
+        if "latency" in options.tables:
+            record.add(latency_table(root, options.steps, options.rounds))
     record.finish()
 
 

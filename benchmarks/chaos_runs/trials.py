@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -23,11 +24,15 @@ from dlo_framework.testing.dlo_process import DloProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")
-#: Strategies of the runs, and how many ranks each has.
-RUNS: dict[str, tuple[Any, int]] = {
-    "quick start": ("auto", 1),
-    "zero3 on 2 ranks": ({"class_path": "ZeroStrategy", "init_args": {"stage": 3, "timeout_minutes": 0.5}}, 2),
-    "tp 2": ({"class_path": "MeshStrategy", "init_args": {"tp": 2, "dp_shard": 1, "timeout_minutes": 0.5}}, 2),
+_ZERO3 = {"class_path": "ZeroStrategy", "init_args": {"stage": 3, "timeout_minutes": 0.5}}
+_TP = {"class_path": "MeshStrategy", "init_args": {"tp": 2, "dp_shard": 1, "timeout_minutes": 0.5}}
+#: Config, strategy and number of ranks of each run.
+RUNS: dict[str, tuple[str, Any, int]] = {
+    "quick start": ("quickstart", "auto", 1),
+    "zero3 on 2 ranks": ("quickstart", _ZERO3, 2),
+    "tp 2": ("quickstart", _TP, 2),
+    "mixture": ("llm/mixture", "auto", 1),
+    "mixture, zero3 on 2 ranks": ("llm/mixture", _ZERO3, 2),
 }
 FAULTS = ("KILL", "TERM", "INT", "INT twice", "STOP", "full disk")
 PLACES = ("start", "compile", "step", "validation", "save", "end")
@@ -67,13 +72,30 @@ class Trial:
     no_effect: bool = False
 
 
-def draw(number: int, seed: int, runs: list[str]) -> Trial:
+def draw(number: int, seed: int, runs: list[str], faults: Sequence[str] = FAULTS) -> Trial:
     """Returns trial ``number`` of a seed: faults and runs take turns, place and delay are drawn."""
     rng = random.Random(f"{seed} {number}")
     run = runs[number % len(runs)]
-    fault, place = FAULTS[number // len(runs) % len(FAULTS)], rng.choice(PLACES)
+    fault, place = faults[number // len(runs) % len(faults)], rng.choice(PLACES)
     longest = {"start": 8.0, "compile": 1.0, "step": 2.0, "validation": 0.5, "save": 0.3, "end": 0.6}[place]
     return Trial(run, fault, place, round(rng.uniform(0.0, longest), 3))
+
+
+def _shorten_quick_start(config: dict[str, Any]) -> None:
+    config["model"]["init_args"]["model_args"] |= {"embed_dim": 48, "depth": 2, "num_heads": 2}
+
+
+def _shorten_mixture(config: dict[str, Any]) -> None:
+    """Makes epochs of 20 steps of a tiny Llama, validated and saved in mid-epoch too, while the mixture changes."""
+    del config["run"], config["trainer"]["max_steps"]
+    config["trainer"] |= {"val_check_interval": 6, "limit_val_batches": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    config["model"]["init_args"]["config"] |= sizes
+    data = config["data"]["init_args"]
+    data["sources"]["code"]["files"] = "stdlib://asyncio/*.py"
+    data["mix"][-1]["samples"] = 120
+    data |= {"seq_len": 32, "epoch_samples": 80, "val_files": "stdlib://json/*.py", "num_workers": 1}
+    data |= {"vocab_size": 512, "corpus_bytes": 200_000, "cache_dir": "cache"}
 
 
 class Runner:
@@ -89,16 +111,16 @@ class Runner:
     def __init__(self, folder: Path, run: str, epochs: int, warm: bool = False) -> None:
         self.folder, self.marks, self.warm = folder, folder / "marks", warm
         folder.mkdir(parents=True)
-        strategy, devices = RUNS[run]
-        config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+        name, strategy, devices = RUNS[run]
+        config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
         config["plugins"] = [str(MARKS)]
-        callbacks = [*config["trainer"]["callbacks"], {"class_path": "Marks"}]
-        if devices == 1:
+        callbacks = [*config["trainer"].get("callbacks", []), {"class_path": "Marks"}]
+        if devices == 1 and name == "quickstart":
             callbacks.append({"class_path": "Compile", "init_args": {"backend": "aot_eager"}})
         own = {"strategy": strategy, "devices": devices, "accelerator": "cpu", "enable_progress_bar": False}
         config["trainer"] |= {**own, "callbacks": callbacks, "max_epochs": epochs, "enable_model_summary": False}
-        model = config["model"]["init_args"]
-        model["model_args"] |= {"embed_dim": 48, "depth": 2, "num_heads": 2}
+        shorten = {"quickstart": _shorten_quick_start, "llm/mixture": _shorten_mixture}[name]
+        shorten(config)
         (folder / "chaos.yaml").write_text(yaml.safe_dump(config))
         self.tmpfs = False
 

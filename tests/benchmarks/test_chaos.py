@@ -20,9 +20,11 @@ def trials(monkeypatch):
 
 def test_trials_are_drawn_alike_each_time_and_have_every_fault_on_every_run(trials):
     runs = list(trials.RUNS)
-    drawn = [trials.draw(number, 0, runs) for number in range(18)]
-    assert drawn == [trials.draw(number, 0, runs) for number in range(18)]
+    count = len(runs) * len(trials.FAULTS)
+    drawn = [trials.draw(number, 0, runs) for number in range(count)]
+    assert drawn == [trials.draw(number, 0, runs) for number in range(count)]
     assert {(trial.run, trial.fault) for trial in drawn} == {(run, fault) for run in runs for fault in trials.FAULTS}
+    assert {trials.draw(number, 0, runs, ["KILL"]).fault for number in range(9)} == {"KILL"}
     assert {trials.draw(number, 0, runs).place for number in range(50)} == set(trials.PLACES)
 
 

@@ -17,8 +17,9 @@ from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.streams.token_shards import document_of
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
-from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
+from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
 from dlo_tasks.llm.token_cache import Document, write_store
 from support.token_files import documents, mds_array, npy, write_mds, write_megatron, write_tar
 
@@ -165,7 +166,48 @@ def test_an_index_is_built_once_and_again_for_other_files(tmp_path, storage):
     assert stamps == {path: path.stat().st_mtime_ns for path in storage.indices.glob("*.npy")}
     write_tar(tmp_path / "data" / "0.tar", [("b.npy", npy(np.arange(40)))])
     opened = open_tokens(files, storage)
-    assert opened[0].read(0, 40).tolist() == list(range(40))
+    assert opened[0].windows(np.zeros(1, np.int64), 40).tolist() == [list(range(40))]
+
+
+class Bounds:
+    """Documents of given lengths, whose reads of bounds are counted."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.ends = np.concatenate([[0], np.cumsum(lengths)])
+        self.documents, self.tokens, self.reads = len(lengths), int(self.ends[-1]), 0
+
+    def bounds(self, index: np.ndarray) -> np.ndarray:
+        self.reads += 1
+        return self.ends[index]
+
+
+@pytest.mark.parametrize("kind", ["equal", "one", "random", "heavy tail", "growing", "mostly empty", "one is large"])
+def test_documents_are_found_in_few_reads_whatever_their_lengths(kind):
+    generator, count = np.random.default_rng(0), 100_000
+    lengths = {
+        "equal": np.full(count, 7),
+        "one": np.array([1000]),
+        "random": generator.integers(0, 2000, count),
+        "heavy tail": generator.lognormal(3, 3, count).astype(np.int64),
+        "growing": np.arange(count),
+        "mostly empty": np.where(generator.random(count) < 0.01, 50, 0),
+        "one is large": np.where(np.arange(count) == 70_000, 10**9, 1),
+    }[kind]
+    shard = Bounds(lengths)
+    edges = shard.ends[generator.integers(0, shard.documents, 500)]
+    tokens = np.concatenate([edges, edges - 1, generator.integers(0, shard.tokens, 500), [0, shard.tokens - 1]])
+    tokens = tokens[(tokens >= 0) & (tokens < shard.tokens)].reshape(-1, 1)
+    found = document_of(shard, tokens)
+    assert np.array_equal(found, np.searchsorted(shard.ends, tokens, side="right") - 1)
+    assert shard.reads <= {"equal": 1, "one": 1, "random": 4}.get(kind, 20)
+
+
+def test_positions_restart_where_documents_begin():
+    positions = np.full((2, 6), 9)
+    # the third place is one where an empty document and the next one begin, the last one the end of a row
+    row, offset = np.array([1, 0, 0, 0, 1]), np.array([1, 2, 5, 5, 6])
+    count_from_begins(positions, row, offset)
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
 
 
 OPEN_LARGE = """
@@ -176,8 +218,9 @@ from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache
 from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
 from dlo_framework.data.mix_options import MixOptions
+from dlo_tasks.llm.streams.token_shards import document_of
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
-from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
+from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
 def kilobytes(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
 with open("/proc/self/clear_refs", "w") as file:

@@ -85,7 +85,8 @@ class TokenStore:
         self._flag = kind.type(1 << (8 * kind.itemsize - 1))
         self.all_learned: bool = header["all_learned"]
         start = _HEADER
-        self._tokens = self._map(kind, start, count)
+        #: Tokens as stored, with the flag of targets, uint16 or uint32 [T].
+        self.raw = self._map(kind, start, count)
         start += _padded(count * kind.itemsize)
         self.bounds = self._map(np.dtype("<i8"), start, documents + 1)
         self.hashes = self._map(np.dtype("<u8"), start + 8 * (documents + 1), documents)
@@ -95,7 +96,7 @@ class TokenStore:
     def _map(self, kind: np.dtype, offset: int, count: int) -> np.ndarray:
         if not count:  # An empty file cannot be mapped.
             return np.empty(0, kind)
-        return np.memmap(self.path, kind, "r", offset, (count,))
+        return np.asarray(np.memmap(self.path, kind, "r", offset, (count,)))  # A memmap is slower to index.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.path,)  # A spawned worker maps the file itself.
@@ -107,16 +108,20 @@ class TokenStore:
     @property
     def tokens(self) -> int:
         """Number of tokens of all documents."""
-        return len(self._tokens)
+        return len(self.raw)
 
     def read(self, index: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens at these indices, int64, and whether they are targets, bool; both of ``index``'s shape."""
-        raw = self._tokens[index]
-        return (raw & ~self._flag).astype(np.int64), (raw & self._flag) != 0
+        raw = self.raw[index]
+        return self.without_flags(raw).astype(np.int64), (raw & self._flag) != 0
+
+    def without_flags(self, raw: np.ndarray) -> np.ndarray:
+        """Returns the ids of stored tokens, in the type of ``raw``."""
+        return np.asarray(raw & ~self._flag)
 
     def learned(self) -> np.ndarray:
         """Returns whether each token is a target, bool [T]."""
-        return (self._tokens & self._flag) != 0
+        return (self.raw & self._flag) != 0
 
 
 def write_store(path: Path, documents: Iterable[Document], vocab_size: int) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from dlo_framework.data.remote import LocalFile, RemoteFile
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.streams.token_shards import gather_windows, map_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -76,34 +77,34 @@ class MegatronShard:
 
     def _map(self) -> None:
         sequences, bounds = self._shape
-        place = _HEADER
-        self._lengths = np.memmap(self._index, "<i4", "r", place, (sequences,))
-        place += 4 * sequences
-        self._pointers = np.memmap(self._index, "<i8", "r", place, (sequences,))
-        place += 8 * sequences
-        self._bounds = np.memmap(self._index, "<i8", "r", place, (bounds,))
+        # Searches read a few entries in random places.
+        index = map_bytes(self._index, random=True)
+        ends = np.cumsum([_HEADER, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
+        self._lengths = index[ends[0] : ends[1]].view("<i4")
+        self._pointers = index[ends[1] : ends[2]].view("<i8")
+        self._bounds = index[ends[2] : ends[3]].view("<i8")
         self._ids: np.ndarray | None = None
         if isinstance(self._file, LocalFile) and self._file.size:
-            self._ids = np.memmap(Path(self._file.path), self.kind, "r")
+            self._ids = map_bytes(Path(self._file.path)).view(self.kind)
 
     def bounds(self, index: np.ndarray) -> np.ndarray:
         """Returns the first token of documents."""
-        sequence = np.asarray(self._bounds[index])
-        inside = sequence < self._shape[0]
-        pointers = np.asarray(self._pointers[np.where(inside, sequence, 0)])
-        return np.where(inside, pointers // self.kind.itemsize, self.tokens)
+        sequence = self._bounds[index]
+        pointers = self._pointers[np.minimum(sequence, self._shape[0] - 1)]
+        return np.where(sequence < self._shape[0], pointers // self.kind.itemsize, self.tokens)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the ids of some tokens."""
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns the ids of windows."""
         if self._ids is not None:
-            return self._ids[start:stop]
+            return gather_windows(self._ids, starts, length)
         size = self.kind.itemsize
-        return np.frombuffer(self._file.read(start * size, (stop - start) * size), self.kind)
+        rows = [self._file.read(start * size, length * size) for start in starts.tolist()]
+        return np.frombuffer(b"".join(rows), self.kind).reshape(len(rows), length)
 
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Begins to fetch some tokens."""
+    def read_ahead(self, starts: np.ndarray, length: int) -> None:
+        """Begins to fetch the tokens of windows."""
         size = self.kind.itemsize
-        self._file.read_ahead([(start * size, (stop - start) * size)])
+        self._file.read_ahead([(start * size, length * size) for start in starts.tolist()])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lengths": None, "_pointers": None, "_bounds": None, "_ids": None}

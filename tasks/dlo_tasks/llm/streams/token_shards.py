@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +13,9 @@ import numpy as np
 from dlo_framework.data.remote import ByteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.token_cache import TokenStore
+
+_PROBES = 32  # neighbouring bounds that one step of a search reads
+_INTERPOLATIONS = 6
 
 
 class TokenShard(Protocol):
@@ -29,27 +34,77 @@ class TokenShard(Protocol):
     def bounds(self, index: np.ndarray) -> np.ndarray:
         """Returns the first token of documents, int64; of index ``documents``, the number of tokens."""
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the ids of the tokens ``start`` to ``stop - 1``, in the file's integer type."""
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns the ids of ``length`` tokens from each of ``starts``, in the file's integer type: [P, length]."""
 
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Begins to fetch these tokens."""
+    def read_ahead(self, starts: np.ndarray, length: int) -> None:
+        """Begins to fetch the tokens of windows."""
 
 
 def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
     """Returns the document of each token: the last that begins at it or before, int64 of its shape.
 
-    It is a bisection whose steps read one bound per token: mapped bounds stay on the disk.
+    It is an interpolation search: a few steps, each of which reads ``_PROBES`` neighbouring bounds per token, find
+    documents of similar lengths; a bisection finds the others. Mapped bounds stay on the disk.
+
+    Args:
+        shard: Shard of the tokens.
+        tokens: Tokens of the shard, int64 of any shape, each at least 0 and below ``shard.tokens``.
     """
-    low, high = np.zeros(tokens.shape, np.int64), np.full(tokens.shape, shard.documents, np.int64)
-    while True:
-        middle = (low + high) // 2
-        active = high - low > 1
-        if not active.any():
-            return low
-        before = shard.bounds(middle) <= tokens
-        low = np.where(active & before, middle, low)
-        high = np.where(active & ~before, middle, high)
+    wanted = tokens.ravel()
+    assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < shard.tokens)
+    found = np.zeros(wanted.shape, np.int64)
+    left = np.arange(len(wanted))  # tokens whose document is not found yet [P]
+    low, high = np.zeros_like(left), np.full_like(left, shard.documents)
+    low_token, high_token = np.zeros_like(left), np.full_like(left, shard.tokens)
+    step = 0
+    while len(left):
+        token = wanted[left]
+        if step < _INTERPOLATIONS:
+            share = (token - low_token) / np.maximum(high_token - low_token, 1)
+            guess = low + (share * (high - low)).astype(np.int64)
+        else:
+            guess = (low + high) // 2
+        step += 1
+        first = np.maximum(guess - _PROBES // 2, low)
+        bounds = shard.bounds(np.minimum(first[:, None] + np.arange(_PROBES), shard.documents))  # [P, probes]
+        count = (bounds <= token[:, None]).sum(1)
+        inside = (count > 0) & (count < _PROBES)
+        found[left[inside]] = (first + count - 1)[inside]
+        above = count > 0  # and not inside: all probes begin before the token
+        low, low_token = np.where(above, first + _PROBES - 1, low), np.where(above, bounds[:, -1], low_token)
+        high, high_token = np.where(above, high, first), np.where(above, high_token, bounds[:, 0])
+        left, low, high = left[~inside], low[~inside], high[~inside]
+        low_token, high_token = low_token[~inside], high_token[~inside]
+    return found.reshape(tokens.shape)
+
+
+def map_bytes(path: Path, random: bool = False) -> np.ndarray:
+    """Returns the bytes of a file that is not empty, mapped, uint8.
+
+    Args:
+        path: Path of the file.
+        random: Whether reads go to random places, so that the kernel reads no neighbouring pages.
+    """
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if random and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, np.uint8)  # It keeps the mapping.
+
+
+def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Returns windows of contiguous ids, in one copy: [P, length].
+
+    Args:
+        ids: Ids [T].
+        starts: First token of each window, int64 [P], each at most T - ``length``.
+        length: Tokens of a window.
+    """
+    assert not len(starts) or (starts.min() >= 0 and starts.max() + length <= len(ids))
+    (stride,) = ids.strides
+    rows = np.lib.stride_tricks.as_strided(ids, (len(ids) - length + 1, length), (stride, stride), writeable=False)
+    return np.asarray(rows[starts])
 
 
 class StoreShard:
@@ -75,11 +130,11 @@ class StoreShard:
         """Returns the first token of documents."""
         return self._store.bounds[index]
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the ids of some tokens."""
-        return self._store.read(slice(start, stop))[0]
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns the ids of windows."""
+        return self._store.without_flags(gather_windows(self._store.raw, starts, length))
 
-    def read_ahead(self, start: int, stop: int) -> None:
+    def read_ahead(self, starts: np.ndarray, length: int) -> None:
         """Does nothing: the kernel reads ahead in a mapped file."""
 
 
@@ -111,25 +166,35 @@ class RecordShard:
         """Returns the first token of documents."""
         return np.asarray(self._bounds[index])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns the ids of some tokens, of as many documents as they span."""
-        first, last = document_of(self, np.array([start, stop - 1])).tolist()
-        parts = []
-        for number in range(first, last + 1):
-            begin, end = self.bounds(np.array([number, number + 1])).tolist()
-            ids = self._read_record(number)
-            if len(ids) != end - begin:
-                raise DloError(
-                    f"{self.name}: document {number} must have {end - begin} tokens, as when it was indexed, got"
-                    f" {len(ids)}; delete {self._index}"
-                )
-            parts.append(ids[max(0, start - begin) : stop - begin])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns the ids of windows, each of as many documents as it spans."""
+        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
+        rows = []
+        for start, first, last in zip(starts.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            bounds = self.bounds(np.arange(first, last + 2)).tolist()
+            parts = [self._document(first + number, *pair) for number, pair in enumerate(pairwise(bounds))]
+            rows.append(np.concatenate(parts)[start - bounds[0] :][:length])
+        return np.stack(rows)
 
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Begins to fetch the documents of some tokens."""
-        first, last = document_of(self, np.array([start, stop - 1])).tolist()
-        self._file.read_ahead([self._range_of(number) for number in range(first, last + 1)])
+    def _document(self, number: int, begin: int, end: int) -> np.ndarray:
+        """Returns the ids of a document, whose bounds are given."""
+        ids = self._read_record(number)
+        if len(ids) != end - begin:
+            raise DloError(
+                f"{self.name}: document {number} must have {end - begin} tokens, as when it was indexed, got"
+                f" {len(ids)}; delete {self._index}"
+            )
+        return ids
+
+    def read_ahead(self, starts: np.ndarray, length: int) -> None:
+        """Begins to fetch the documents of windows."""
+        firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
+        wanted = {
+            number
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+            for number in range(first, last + 1)
+        }
+        self._file.read_ahead([self._range_of(number) for number in sorted(wanted)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bounds": None}

@@ -66,7 +66,7 @@ class TokenWindows:
         self._first, self._past = first, int(self._starts[-1]) if past is None else past
         for shard, count in zip(self._shards[:1], counts, strict=False):
             if count:
-                self._check_ids(shard.read(0, min(shard.tokens, seq_len + 1)), shard)
+                self._check_ids(shard.windows(np.zeros(1, np.int64), seq_len + 1), shard)
 
     def __len__(self) -> int:
         return self._past - self._first
@@ -84,20 +84,41 @@ class TokenWindows:
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn windows."""
+        index = np.array([draw.index for draw in draws])
+        places = self._places(index)
+        tokens, (row, offset) = self._read(places), self._document_starts(places)
         length = self._seq_len
-        ids = np.empty((len(draws), length + 1), np.int64)
-        begins = np.zeros((len(draws), length + 1), bool)
-        for shard, rows, starts in self._places(np.array([draw.index for draw in draws])):
-            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-                ids[row] = shard.read(start, start + length + 1)
-            at, token = self._document_starts(shard, starts)
-            begins[rows[at], token - starts[at]] = True
-            self._check_ids(ids[rows], shard)
-        labels = np.where(begins[:, 1:], IGNORE_INDEX, ids[:, 1:])
-        places = np.arange(length)
-        newest = np.maximum.accumulate(np.where(begins[:, :-1], places, 0), axis=1)
-        arrays = {"input_ids": ids[:, :-1].copy(), "labels": labels, "position_ids": places - newest}
+        # One block of memory: the allocator keeps it for the next batch, and a worker sends it as one file.
+        ids, labels, positions = np.empty((3, len(draws), length), np.int64)
+        ids[:], labels[:] = tokens[:, :-1], tokens[:, 1:]
+        labels[row, offset - 1] = IGNORE_INDEX
+        count_from_begins(positions, row, offset)
+        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return finish({name: torch.from_numpy(values) for name, values in arrays.items()}, draws)
+
+    def read(self, index: np.ndarray) -> np.ndarray:
+        """Returns the tokens of windows and the one after each, in the stored type: [P, seq_len + 1].
+
+        Raises:
+            DloError: If an id is not in the vocabulary.
+        """
+        return self._read(self._places(index))
+
+    def _read(self, places: list[tuple[TokenShard, np.ndarray, np.ndarray]]) -> np.ndarray:
+        length = self._seq_len + 1
+        parts = []
+        for shard, rows, starts in places:
+            ids = shard.windows(starts, length)
+            self._check_ids(ids, shard)
+            parts.append((rows, ids))
+        if len(parts) == 1:
+            return parts[0][1]
+        tokens = np.empty(
+            (sum(len(rows) for rows, _ in parts), length), np.result_type(*(ids.dtype for _, ids in parts))
+        )
+        for rows, ids in parts:
+            tokens[rows] = ids
+        return tokens
 
     def count_targets(self, index: np.ndarray) -> np.ndarray:
         """Returns the number of targets of windows: all positions but those whose next token begins a document."""
@@ -110,26 +131,31 @@ class TokenWindows:
     def read_ahead(self, draws: list[Draw]) -> None:
         """Begins to fetch the drawn windows."""
         for shard, _, starts in self._places(np.array([draw.index for draw in draws])):
-            for start in starts.tolist():
-                shard.read_ahead(start, start + self._seq_len + 1)
+            shard.read_ahead(starts, self._seq_len + 1)
 
     def _places(self, index: np.ndarray) -> list[tuple[TokenShard, np.ndarray, np.ndarray]]:
         """Returns the shards of windows, each with the rows of ``index`` in it and the first token of each."""
         index = index + self._first
         which = np.searchsorted(self._starts, index, side="right") - 1
         found = []
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             rows = np.flatnonzero(which == number)
             found.append((self._shards[number], rows, (index[rows] - self._starts[number]) * self._seq_len))
         return found
 
-    def _document_starts(self, shard: TokenShard, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the documents that begin after the first token of windows: the window's number, and the token."""
-        first, last = document_of(shard, np.stack([starts, starts + self._seq_len]))
-        counts = last - first
-        at = np.repeat(np.arange(len(starts)), counts)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return at, shard.bounds(np.repeat(first, counts) + 1 + within)
+    def _document_starts(
+        self, places: list[tuple[TokenShard, np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the documents that begin after the first token of windows: row and offset, 1 to seq_len, of each."""
+        found = []
+        for shard, rows, starts in places:
+            first, last = document_of(shard, np.stack([starts, starts + self._seq_len]))
+            counts = last - first
+            at = np.repeat(np.arange(len(starts)), counts)
+            within = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+            found.append((rows[at], shard.bounds(np.repeat(first, counts) + 1 + within) - starts[at]))
+        row, offset = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return row, offset
 
     def _check_ids(self, ids: np.ndarray, shard: TokenShard) -> None:
         largest, least = int(ids.max()), int(ids.min())
@@ -141,6 +167,33 @@ class TokenWindows:
             )
 
 
+def _distinct(numbers: np.ndarray) -> list[int]:
+    """Returns the distinct values of an array, ascending; sooner than numpy where all are equal."""
+    if len(numbers) and (numbers == numbers[0]).all():
+        return [int(numbers[0])]
+    return [int(number) for number in np.unique(numbers)]
+
+
+def count_from_begins(positions: np.ndarray, row: np.ndarray, offset: np.ndarray) -> None:
+    """Writes positions that count from 0 in each row, and again from each place where a document begins.
+
+    Args:
+        positions: Positions to write, int64 [B, L], contiguous.
+        row: Row of each place, int64 [D].
+        offset: Position of each place in its row; places at the end of a row, L, are ignored.
+    """
+    length = positions.shape[1]
+    flat = positions.reshape(-1)
+    inside = offset < length
+    begins = np.concatenate([np.arange(0, len(flat), length), row[inside] * length + offset[inside]])
+    begins.sort()
+    begins = begins[np.diff(begins, prepend=-1) > 0]  # An empty document begins where the next one does.
+    flat[:] = 1
+    flat[0] = 0
+    flat[begins[1:]] = 1 - np.diff(begins)
+    np.cumsum(flat, out=flat)
+
+
 class JoinedWindows:
     """Windows of several datasets, one after the other; a :class:`dlo_framework.data.ReadAheadDataset`.
 
@@ -149,6 +202,8 @@ class JoinedWindows:
         batches_ahead: Number of batches that are fetched ahead; 0 for none.
     """
 
+    #: For the loader: nothing is drawn.
+    uses_global_random = False
     #: None: all windows have the same length.
     lengths: np.ndarray | None = None
     #: None: the data has no preferences.
@@ -172,7 +227,7 @@ class JoinedWindows:
         for name, first in batches[0][1].items():
             out = torch.empty((len(draws), *first.shape[1:]), dtype=first.dtype)
             for rows, batch in batches:
-                out[rows] = batch[name]
+                out.numpy()[rows] = batch[name].numpy()  # torch's own takes longer
             joined[name] = out
         return finish(joined, draws)
 
@@ -180,7 +235,7 @@ class JoinedWindows:
         """Returns the number of targets of windows."""
         targets = np.empty(index.shape, np.int64)
         which = self.part_of(index)
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             chosen = which == number
             targets[chosen] = self.parts[number].count_targets(index[chosen] - self._starts[number])
         return targets
@@ -195,12 +250,15 @@ class JoinedWindows:
             if hasattr(part, "read_ahead"):
                 part.read_ahead(some)
 
-    def _draws_of(self, draws: list[Draw]) -> list[tuple[Any, torch.Tensor, list[Draw]]]:
+    def _draws_of(self, draws: list[Draw]) -> list[tuple[Any, np.ndarray, list[Draw]]]:
+        if len(self.parts) == 1:
+            return [(self.parts[0], np.arange(len(draws)), draws)]
         index = np.array([draw.index for draw in draws])
         which = self.part_of(index)
         found = []
-        for number in np.unique(which).tolist():
+        for number in _distinct(which):
             rows = np.flatnonzero(which == number)
-            some = [draws[row]._replace(index=int(index[row] - self._starts[number])) for row in rows.tolist()]
-            found.append((self.parts[number], torch.from_numpy(rows), some))
+            within = (index[rows] - self._starts[number]).tolist()
+            some = [Draw(at, *draws[row][1:]) for row, at in zip(rows.tolist(), within, strict=True)]
+            found.append((self.parts[number], rows, some))
         return found
