@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "disk_space",
                 "agreement",
                 "process_identity",
+                "copy_streams",
             ),
         ),
         (
@@ -44,6 +45,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "tensor_slice",
                 "shards",
                 "applier",
+                "offloaded_blocks",
                 "placed_model",
                 "strategy_contract",
                 "model_sizes",
