@@ -69,20 +69,30 @@ class PlacedModel:
         """Whether no earlier rank has the same outputs of the same samples."""
         return True
 
-    @torch.no_grad()
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch on the device, without a graph; None where :attr:`has_outputs` is not.
 
         Args:
             batch: Batch as the strategy's steps get it; a strategy that shards sequences shards it here.
         """
+        return self.run(self._forward, batch)
+
+    @torch.no_grad()
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that runs the model any number of times, equally often on all ranks; returns its result.
+
+        The model computes in the precision of the placement, without a graph.
+        """
         with self._context(), self.gathered():
-            return self._forward(batch)
+            return self._call(function, *args)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        with contextlib.nullcontext() if self._offloaded is None else self._offloaded.prefetching():
+            return function(*args)
 
     def _forward(self, batch: Any) -> Any:
         args, kwargs = self.task.inputs(batch)
-        with contextlib.nullcontext() if self._offloaded is None else self._offloaded.prefetching():
-            return self.task.forward(*args, **kwargs)
+        return self.task.forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

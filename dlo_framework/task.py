@@ -168,7 +168,8 @@ class Task(LightningModule, ABC):
             prompt_tokens: Number of tokens of each sample's prompt; None for the tokens before its first target.
             max_new_tokens: Maximum number of tokens of a completion.
             temperature: Divisor of the logits before sampling.
-            seed: Seed of the sampling.
+            seed: Seed of the step's sampling. The completion of a sample must depend on it, on the sample and on the
+                weights alone, so that it is the same on any number of ranks.
 
         Raises:
             DloError: The task does not generate.

@@ -1,4 +1,4 @@
-"""A teacher in CPU memory on two ranks: the student's losses and gradients are to the bit those of one on the device."""
+"""A teacher in CPU memory on two ranks: losses and gradients of the student equal those of one on the device."""
 
 from __future__ import annotations
 

@@ -435,8 +435,9 @@ class CausalLM(Task):
         """
         prompts = completions.find_prompts(batch, prompt_tokens)
         ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
-        sampling = Sampling(max_new_tokens, temperature, seed=seed)
-        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        sampling = Sampling(max_new_tokens, temperature)
+        draws = completions.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
+        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together, draws)  # type: ignore[arg-type]
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
         return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
 
