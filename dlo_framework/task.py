@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batches import batch_size
+from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
@@ -293,14 +294,15 @@ class Task(LightningModule, ABC):
         """
         return ParallelPlan.infer(self.model)
 
-    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+    def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns the arguments of the class that build this task's model with fewer heads, hidden units or blocks.
 
         Structured pruning calls it, and checks the shapes of the model that they build.
 
         Args:
             saved: Checkpoint of the larger model.
-            sizes: New sizes, those that change: `heads`, with `kv_heads` and `head_width`, `hidden` and `blocks`.
+            sizes: New sizes, those that change: `heads`, with `kv_heads` and `head_width`, `hidden`, `blocks`; and
+                `channels`, the fraction of :meth:`channel_groups` to keep.
 
         Raises:
             DloError: if the task cannot build such a model.
@@ -308,6 +310,17 @@ class Task(LightningModule, ABC):
         raise DloError(
             f"{type(self).__name__} must say how its model is built in other sizes, got no method resized;"
             f" override it to return its arguments for {', '.join(sizes)}"
+        )
+
+    def channel_groups(self) -> list[ChannelGroup]:
+        """Returns the channels of convolutions that structured pruning may remove, with the model built.
+
+        Raises:
+            DloError: if the task cannot say which, or a layer stands in the way.
+        """
+        raise DloError(
+            f"prune: {type(self).__name__} must have channel_groups for --channels, got none; override it to return"
+            " them, or prune heads, hidden units or blocks"
         )
 
     def called(self) -> nn.Module:

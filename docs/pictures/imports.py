@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "placed_model",
                 "strategy_contract",
                 "model_sizes",
+                "channel_groups",
                 "batch_transform",
                 "distillation",
                 "recompute",

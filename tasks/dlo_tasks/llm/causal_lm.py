@@ -545,7 +545,7 @@ class CausalLM(Task):
         if self.samples and self.trainer.is_global_zero:
             print_samples(self.prompts, self.samples)
 
-    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+    def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns the `config` of a model with fewer heads, hidden units or blocks, and the checkpoint's vocabulary."""
         about = saved.get("exporter") or {}
         config = self.config if "config" not in about else language_models.config_from_json(about["config"])
