@@ -54,7 +54,8 @@ class FrozenModel:
             about 1,000 optimizer steps. It starts from the run's first weights, and is in the run's checkpoints.
         dtype: Dtype of the parameters, in which the model computes: `float32`, `bfloat16` or `float16`; by default
             the Trainer's precision.
-        offload: Whether parameters are in CPU memory, and each block's are copied to the device for its forward.
+        offload: Whether parameters are in CPU memory, and each block's are copied to the device while the block before
+            computes.
         cache: Folder of outputs on disk. A batch whose samples are all in it, by the content of their inputs, needs no
             forward; so it pays where a sample's inputs come again. Any number of processes and runs share it.
 

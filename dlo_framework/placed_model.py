@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
+from dlo_framework.offloaded_blocks import OffloadedBlocks, tensors_of
 from dlo_framework.plan import NoBlocksError, ParallelPlan
 from dlo_framework.shards import FlatShard, SlicedShard
 
@@ -40,8 +40,11 @@ class PlacedModel:
         moved: bool = False,
     ) -> None:
         self.task, self.device, self._context = task, device, context
-        self._host = HostMemory(task, device) if offload and not moved else None
-        if self._host is None and not moved:
+        self._offloaded: OffloadedBlocks | None = None
+        if offload and not moved:
+            blocks = [task.get_submodule(name) for name in block_names(task)]
+            self._offloaded = OffloadedBlocks(task, blocks, device)
+        elif not moved:
             task.to(device)
 
     # --- forward -------------------------------------------------------------------------------------------
@@ -66,15 +69,26 @@ class PlacedModel:
         """Whether no earlier rank has the same outputs of the same samples."""
         return True
 
-    @torch.no_grad()
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch on the device, without a graph; None where :attr:`has_outputs` is not.
 
         Args:
             batch: Batch as the strategy's steps get it; a strategy that shards sequences shards it here.
         """
+        return self.run(self._forward, batch)
+
+    @torch.no_grad()
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that runs the model any number of times, equally often on all ranks; returns its result.
+
+        The model computes in the precision of the placement, without a graph.
+        """
         with self._context(), self.gathered():
-            return self._forward(batch)
+            return self._call(function, *args)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        with contextlib.nullcontext() if self._offloaded is None else self._offloaded.prefetching():
+            return function(*args)
 
     def _forward(self, batch: Any) -> Any:
         args, kwargs = self.task.inputs(batch)
@@ -83,7 +97,7 @@ class PlacedModel:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Makes the parameters outside of blocks, such as the head's, full tensors on the device inside the block."""
-        with contextlib.nullcontext() if self._host is None else self._host.root_on_device():
+        with contextlib.nullcontext() if self._offloaded is None else self._offloaded.root_on_device():
             yield
 
     @property
@@ -116,85 +130,14 @@ class PlacedModel:
 
     def held_bytes(self) -> int:
         """Returns the bytes of the model's tensors in this rank's memory."""
-        storages = [tensor.untyped_storage() for tensor in _tensors(self.task)]
+        storages = [tensor.untyped_storage() for tensor in tensors_of(self.task)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def close(self) -> None:
         """Frees the model."""
-        if self._host is not None:
-            self._host.remove()
+        if self._offloaded is not None:
+            self._offloaded.remove()
         self.task = None
-
-
-class HostMemory:
-    """Keeps a module's tensors in CPU memory, and copies those of one block at a time to the device for its forward.
-
-    Blocks are those of the task's plan; tensors outside of them are copied by :meth:`root_on_device`. On a CPU nothing
-    is copied.
-
-    Args:
-        task: Task whose forward runs on the device.
-        device: Device on which this rank computes.
-    """
-
-    def __init__(self, task: Any, device: torch.device) -> None:
-        self._device = device
-        self._handles: list[RemovableHandle] = []
-        task.to("cpu")
-        homes: dict[int, list[nn.Module]] = {}
-        blocks = [task.get_submodule(name) for name in block_names(task)]
-        for block in blocks:
-            for tensor in _tensors(block):
-                homes.setdefault(id(tensor), []).append(block)
-        if device.type == "cuda":
-            for tensor in _tensors(task):
-                tensor.data = tensor.data.pin_memory()
-        for block in blocks:
-            own = _Copies([tensor for tensor in _tensors(block) if len(homes[id(tensor)]) == 1], device)
-            self._handles.append(block.register_forward_pre_hook(lambda *_, own=own: own.load()))
-            self._handles.append(block.register_forward_hook(lambda *_, own=own: own.drop(), always_call=True))
-        self._root = _Copies([t for t in _tensors(task) if len(homes.get(id(t), ())) != 1], device)
-
-    @contextlib.contextmanager
-    def root_on_device(self) -> Iterator[None]:
-        """Holds the tensors outside of blocks on the device inside the block."""
-        self._root.load()
-        try:
-            yield
-        finally:
-            self._root.drop()
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Copies:
-    """Tensors that are in CPU memory, and sometimes on a device; nested uses share one copy."""
-
-    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
-        self._kept: list[Tensor] = []
-        self._depth = 0
-
-    def load(self) -> None:
-        if self._depth == 0:
-            self._kept = [tensor.data for tensor in self._tensors]
-            for tensor in self._tensors:
-                tensor.data = tensor.data.to(self._device, non_blocking=True)
-        self._depth += 1
-
-    def drop(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for tensor, kept in zip(self._tensors, self._kept, strict=True):
-                tensor.data = kept  # Frozen: the copy on the device has the same values.
-            self._kept = []
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def block_names(task: Any) -> list[str]:

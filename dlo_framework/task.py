@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batches import batch_size
+from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
@@ -168,7 +169,8 @@ class Task(LightningModule, ABC):
             prompt_tokens: Number of tokens of each sample's prompt; None for the tokens before its first target.
             max_new_tokens: Maximum number of tokens of a completion.
             temperature: Divisor of the logits before sampling.
-            seed: Seed of the sampling.
+            seed: Seed of the step's sampling. The completion of a sample must depend on it, on the sample and on the
+                weights alone, so that it is the same on any number of ranks.
 
         Raises:
             DloError: The task does not generate.
@@ -292,14 +294,15 @@ class Task(LightningModule, ABC):
         """
         return ParallelPlan.infer(self.model)
 
-    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+    def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns the arguments of the class that build this task's model with fewer heads, hidden units or blocks.
 
         Structured pruning calls it, and checks the shapes of the model that they build.
 
         Args:
             saved: Checkpoint of the larger model.
-            sizes: New sizes, those that change: `heads`, with `kv_heads` and `head_width`, `hidden` and `blocks`.
+            sizes: New sizes, those that change: `heads`, with `kv_heads` and `head_width`, `hidden`, `blocks`; and
+                `channels`, the fraction of :meth:`channel_groups` to keep.
 
         Raises:
             DloError: if the task cannot build such a model.
@@ -307,6 +310,17 @@ class Task(LightningModule, ABC):
         raise DloError(
             f"{type(self).__name__} must say how its model is built in other sizes, got no method resized;"
             f" override it to return its arguments for {', '.join(sizes)}"
+        )
+
+    def channel_groups(self) -> list[ChannelGroup]:
+        """Returns the channels of convolutions that structured pruning may remove, with the model built.
+
+        Raises:
+            DloError: if the task cannot say which, or a layer stands in the way.
+        """
+        raise DloError(
+            f"prune: {type(self).__name__} must have channel_groups for --channels, got none; override it to return"
+            " them, or prune heads, hidden units or blocks"
         )
 
     def called(self) -> nn.Module:

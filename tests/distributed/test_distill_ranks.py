@@ -11,7 +11,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates
+from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -36,9 +36,13 @@ def text(
     init_from: str | None = None,
     micro_batches: int = 1,
     checkpoint: str | None = None,
+    samples: bool = False,
     **options: Any,
 ) -> Any:
     found: Any = seeded(lm(2, family, DistilledLM))
+    if samples:
+        found.model.generation_config.eos_token_id = list(range(0, 96, 8))  # Completions of 1 to 12 tokens.
+        options["on_policy"] = OnPolicy(fraction=0.7, prompt_tokens=6, max_new_tokens=12)
     states = None if hidden is None else HiddenStates(loss=hidden, project=True)
     teacher = FrozenModel(checkpoint, task=lm(4)) if checkpoint else FrozenModel(task=sharp(lm(4, family)))
     temperature = 1.0 if loss in ("mse", "hard") else 2.0
@@ -91,6 +95,14 @@ def test_distilled_images_equal_one_process() -> None:
     found += [case(TP, "tp"), case(PP, "pp")]
     found += [case("ddp", "token", token=True, loss="hard"), case(PP, "pp, token", token=True, loss="hard")]
     assert_parity(images, found, steps=4, rtol=1e-5)
+
+
+def test_the_students_own_samples_equal_one_process() -> None:
+    """Rows end early at different lengths, so that ranks finish at different steps of the generation."""
+    strategies = {**DATA, "hsdp": partial(FSDPStrategy, replicate=2, shard=1), "tp": TP}
+    found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in strategies.items()]
+    found += [case(partial(DeepSpeedBridge, stage=2), "deepspeed_2", samples=True, loss="jsd")]
+    assert_parity(text, found, steps=4, rtol=1e-5)
 
 
 @pytest.mark.slow

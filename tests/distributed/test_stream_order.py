@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from dlo_framework.distributed.copy_streams import copy_streams
+from dlo_framework.copy_streams import copy_streams
 from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import silence_lightning

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dlo_framework.distributed.copy_streams import CopyStreams
+from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint

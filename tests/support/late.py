@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.copy_streams import CopyStreams
 from dlo_plugins.context import ring
 from dlo_plugins.pipeline.transport import Link
 from dlo_plugins.zero import flat_group
@@ -44,7 +44,7 @@ class LateWork:
 
 
 class LateCopied(LateWork):
-    """A copy that has been started; see :class:`dlo_framework.distributed.copy_streams.CopyHandle`."""
+    """A copy that has been started; see :class:`dlo_framework.copy_streams.CopyHandle`."""
 
     launching: LateCopied | None = None
     blocked = 0  # how often the host has waited for a copy that was not done
@@ -65,7 +65,7 @@ class LateCopied(LateWork):
 
 
 class LateStream:
-    """A side stream; see :class:`dlo_framework.distributed.copy_streams.CopyStream`."""
+    """A side stream; see :class:`dlo_framework.copy_streams.CopyStream`."""
 
     def __init__(self) -> None:
         self.queue: deque[Any] = deque()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.applier import Applier, Phase
-from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
+from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute

@@ -16,6 +16,7 @@ from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.task import Task
 from dlo_plugins.commands.simulated_run import SimulatedRun
+from dlo_plugins.pruning.channels import prune_channels
 from dlo_plugins.pruning.structured import (
     block_scores,
     find_units,
@@ -63,7 +64,8 @@ class PrunedRun(SimulatedRun):
         """Writes the smaller model's checkpoint and config; returns a description.
 
         Args:
-            amounts: Fraction of ``heads``, ``hidden`` and ``blocks`` to remove; for blocks a list of numbers instead.
+            amounts: Fraction of ``heads``, ``hidden``, ``channels`` and ``blocks`` to remove; for blocks a list of
+                numbers instead.
             output: New folder.
 
         Raises:
@@ -79,9 +81,13 @@ class PrunedRun(SimulatedRun):
         twin = task.on_meta()
         weights = self._read_weights(content, twin)
         before = sum(value.numel() for value in weights.values())
+        groups = twin.channel_groups() if "channels" in amounts else []
         sizes, lines = prune_weights(weights, twin, amounts)
         arguments = task.resized(content, **sizes)
         smaller = self._build(arguments)
+        if groups:
+            counts = [group.count for group in smaller.channel_groups()]
+            lines.append(prune_channels(weights, groups, counts, _MODEL))
         _check_weights(weights, smaller)
         smaller_content: dict[str, Any] = {
             **{key: content[key] for key in ("pytorch-lightning_version", "hparams_name") if key in content},
@@ -140,22 +146,25 @@ class PrunedRun(SimulatedRun):
         return config
 
 
-def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Removes units and blocks from weights, in place.
+def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Removes units and blocks from weights, in place; channels go once the smaller model is built.
 
     Args:
         weights: Full weights of the task by name.
         twin: Task with its model, which may be on the meta device.
-        amounts: Fraction of ``heads``, ``hidden`` and ``blocks`` to remove; for blocks a list of numbers instead.
+        amounts: Fraction of ``heads``, ``hidden``, ``channels`` and ``blocks`` to remove; for blocks a list of numbers
+            instead.
 
     Returns:
-        Sizes of the smaller model: ``heads``, ``kv_heads`` and ``head_width``, ``hidden``, ``blocks``; and lines that
-        describe what was removed.
+        Sizes of the smaller model: ``heads``, ``kv_heads`` and ``head_width``, ``hidden``, ``blocks``, and the fraction
+        of ``channels`` that is kept; and lines that describe what was removed.
 
     Raises:
         DloError: If nothing would be left, or a number is not one of a block.
     """
-    plan, sizes, lines = twin.parallel_plan(), dict[str, int](), list[str]()
+    plan, sizes, lines = twin.parallel_plan(), dict[str, Any](), list[str]()
+    if "channels" in amounts:
+        sizes["channels"] = 1 - amounts["channels"]
     model = twin.model
     for kind in ("heads", "hidden"):
         if kind not in amounts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -88,8 +88,11 @@ class FrozenMesh(PlacedModel):
         context, pipelined = self._state.context, self._state.pipelined
         if context is not None and context.sequence is not None:
             batch = context.shard_batch(batch)
+        return super()._forward(batch) if pipelined is None else pipelined.outputs(batch)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return self.sharded.call(super()._forward if pipelined is None else pipelined.outputs, batch)
+            return self.sharded.call(function, *args)
         finally:
             self.sharded.reshard()
 

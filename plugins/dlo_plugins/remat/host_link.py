@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dlo_framework.distributed.copy_streams import copy_streams, empty_host_tensor
+from dlo_framework.copy_streams import copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
 from dlo_plugins.remat.allocation_log import host_memory

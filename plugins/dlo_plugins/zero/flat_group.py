@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.distributed.collectives import Communicator, Pending
-from dlo_framework.distributed.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.flat_partition import FlatPartition

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,11 +44,11 @@ class FrozenZero(PlacedModel):
         assert self.engine.gathering is not None, "the engine is of stage 3"
         return self.engine.gathering
 
-    def _forward(self, batch: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         self._gathering.begin_step()
         try:
-            with self._gathering.watch_step("frozen"):
-                return super()._forward(batch)
+            with self._gathering.watch_step(f"frozen {getattr(function, '__name__', '')}"):
+                return function(*args)
         finally:
             self._gathering.release_all()
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.copy_streams import CopyHandle
 from dlo_framework.distributed.collectives import Communicator, Pending
-from dlo_framework.distributed.copy_streams import CopyHandle
 from dlo_framework.distributed.unused_parameters import check_backward_seen, unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.flat_group import FlatGroup

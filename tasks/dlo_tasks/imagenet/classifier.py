@@ -12,12 +12,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import logged_images, losses, timm_models
+from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -212,8 +213,12 @@ class ImageClassifier(Task):
         """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_plans`."""
         return plan_for(self.model)
 
-    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
-        """Returns `model_args` of a Vision Transformer with fewer heads, hidden units or blocks."""
+    def channel_groups(self) -> list[ChannelGroup]:
+        """Returns the inner channels of ResNet's bottlenecks and of MBConv blocks."""
+        return timm_channels.channel_groups(self.model)
+
+    def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
+        """Returns `model_args` of a model with fewer heads, hidden units, blocks or channels."""
         return {
             "model_args": timm_models.resized_args(self.on_meta().model, self.model_args, sizes),
             "pretrained": False,

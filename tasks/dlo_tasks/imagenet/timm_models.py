@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection
+from dlo_tasks.imagenet.timm_channels import narrowed_args
 
 #: Argument for the width of a head, beside `num_heads`; timm (1.0) takes it through `attn_layer` only.
 _HEAD_DIM = "attn_head_dim"
@@ -154,17 +155,22 @@ def _attention_of_width(width: int) -> type[Attention]:
     return AttentionOfWidth
 
 
-def resized_args(model: nn.Module, args: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the arguments that build a Vision Transformer in other sizes.
+def resized_args(model: nn.Module, args: dict[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the arguments that build a Vision Transformer in other sizes, or a ResNet or CoAtNet of fewer channels.
 
     Args:
         model: Model in its present sizes; it may be on the meta device.
         args: Arguments that have built it.
-        sizes: New sizes that change: `heads` and `head_width`, `hidden`, `blocks`.
+        sizes: New sizes that change: `heads` and `head_width`, `hidden`, `blocks`; `channels`, a fraction to keep.
 
     Raises:
         DloError: If the model is of another family.
     """
+    if "channels" in sizes:
+        args = narrowed_args(model, args, sizes["channels"])
+        sizes = {key: value for key, value in sizes.items() if key != "channels"}
+        if not sizes:
+            return args
     if not isinstance(model, VisionTransformer):
         raise DloError(
             f"prune: the model must be a timm VisionTransformer to be built in other sizes, got {type(model).__name__};"

@@ -435,8 +435,9 @@ class CausalLM(Task):
         """
         prompts = completions.find_prompts(batch, prompt_tokens)
         ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
-        sampling = Sampling(max_new_tokens, temperature, seed=seed)
-        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+        sampling = Sampling(max_new_tokens, temperature)
+        draws = completions.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
+        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together, draws)  # type: ignore[arg-type]
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
         return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
 
@@ -544,7 +545,7 @@ class CausalLM(Task):
         if self.samples and self.trainer.is_global_zero:
             print_samples(self.prompts, self.samples)
 
-    def resized(self, saved: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+    def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns the `config` of a model with fewer heads, hidden units or blocks, and the checkpoint's vocabulary."""
         about = saved.get("exporter") or {}
         config = self.config if "config" not in about else language_models.config_from_json(about["config"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,26 @@ def find_prompts(batch: Any, prompt_tokens: int | None) -> list[list[int]]:
         end = max(begin + 1, length if prompt_tokens is None else begin + length)
         found.append(row[begin:end])
     return found
+
+
+def draw_for_rows(batch: Any, count: int, seed: int) -> Tensor:
+    """Returns uniform random numbers in [0, 1) for each row of a batch, `[B, count]`, float64.
+
+    They depend on the seed and on the row's tokens and targets, not on its place: a row has the same on any rank and in
+    any batch.
+
+    Args:
+        batch: Batch with `input_ids` and `labels`, `[B, L]`, and maybe an `attention_mask`.
+        count: Number of random numbers of a row.
+        seed: Seed.
+    """
+    labels = batch["labels"].tolist()
+    rows = []
+    for prompt, targets in zip(find_prompts(batch, None), labels, strict=True):
+        content = np.array([*prompt, -1, *(target for target in targets if target != IGNORE_INDEX)], dtype=np.int64)
+        key = int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=16).digest(), "little")
+        rows.append(np.random.default_rng([seed, key]).random(count))
+    return torch.from_numpy(np.stack(rows))
 
 
 def join_completions(

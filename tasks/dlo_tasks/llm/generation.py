@@ -70,6 +70,7 @@ def complete_ids(
     sampling: Sampling,
     tokenizer: Any,
     together: bool,
+    draws: Tensor | None = None,
 ) -> Tensor:
     """Returns the model's completions of prompts, `[B, T]`; rows that end early are padded.
 
@@ -83,6 +84,8 @@ def complete_ids(
         tokenizer: Tokenizer of the data; None if the special tokens are unknown.
         together: Whether all ranks run the model equally often, as often as the rank with the longest completion,
             because its weights are gathered from all ranks. All ranks must then call this, each with its own prompts.
+        draws: Random number in [0, 1) of each row and new token, `[B, max_new_tokens]`, from which tokens are drawn
+            with `sampling.temperature`, in place of `sampling.seed`, `top_k` and `top_p`.
 
     Raises:
         DloError: If the model has too few positions for these tokens.
@@ -94,11 +97,12 @@ def complete_ids(
     pad = getattr(tokenizer, "pad_token_id", None)
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
-        do_sample=sampling.temperature > 0,
+        do_sample=sampling.temperature > 0 and draws is None,
         eos_token_id=ends or None,
         pad_token_id=pad if pad is not None else ends[0] if ends else 0,
-        **_drawing(sampling),
+        **(_drawing(sampling) if draws is None else {}),
     )
+    processors = [] if draws is None else [DrawnTokens(draws, sampling.temperature, input_ids.shape[1])]
     devices = [model.device] if model.device.type == "cuda" else []
     was_training = model.training
     model.eval()
@@ -107,10 +111,35 @@ def complete_ids(
         torch.manual_seed(sampling.seed)
         generate: Any = model.generate
         written: Tensor = generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=config, synced_gpus=together
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=config,
+            logits_processor=processors,
+            synced_gpus=together,
         )
     model.train(was_training)
     return written[:, input_ids.shape[1] :]
+
+
+class DrawnTokens:
+    """Logits processor of transformers that draws each row's next token by a given random number.
+
+    Args:
+        draws: Random numbers in [0, 1), `[B, T]`.
+        temperature: Divisor of the logits.
+        start: Number of tokens of the prompts.
+    """
+
+    def __init__(self, draws: Tensor, temperature: float, start: int) -> None:
+        self.draws, self.temperature, self.start = draws, temperature, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns scores, `[B, V]`, that are finite for the drawn token alone."""
+        cumulative = torch.softmax(scores.double() / self.temperature, 1).cumsum(1)  # [B, V]
+        drawn = self.draws[:, input_ids.shape[1] - self.start, None] * cumulative[:, -1:]  # [B, 1]
+        # The first token whose cumulative probability is above the number: its own is above 0.
+        tokens = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
+#: Families whose attention reads a head_dim that their config classes do not declare (transformers 5.17).
+READS_HEAD_DIM = ("phi3",)
+
 
 def require_package(package: str) -> Any:
     """Imports and returns a package of the extra `llm`.
@@ -119,6 +122,8 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
+    if kind in READS_HEAD_DIM:
+        known.add("head_dim")
     for name in settings:
         if name not in known:
             raise DloError(
@@ -329,7 +334,7 @@ def config_from_json(text: str) -> Any:
 _HIDDEN = ("intermediate_size", "ffn_dim", "n_inner")
 
 
-def resized_config(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+def resized_config(config: Any, sizes: Mapping[str, float]) -> dict[str, Any]:
     """Returns the settings of a config in other sizes, with `model_type`.
 
     Args:
@@ -359,7 +364,7 @@ def resized_config(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
             )
         setattr(config, key, sizes["hidden"])
     if "heads" in sizes:
-        if not hasattr(config, "head_dim"):
+        if not hasattr(config, "head_dim") and config.model_type not in READS_HEAD_DIM:
             raise DloError(
                 "prune: the config must have head_dim for --heads, as that of Llama has, got none in"
                 f" {config.model_type}; prune hidden units or blocks"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlo_framework.distributed.copy_streams import CopyStreams
+from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.remat import host_link

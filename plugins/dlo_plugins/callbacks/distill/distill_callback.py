@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
+from dlo_framework.placed_model import PlacedModel
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
@@ -104,8 +105,8 @@ class Distill(BatchTransform):
             the task's loss those of its class token.
         hidden: Distance between hidden states of layers, with a projection.
         attention: Distance between attention maps of layers.
-        on_policy: Distillation on the student's own completions in a share of the steps (GKD), for language models; one
-            process, ddp, zero1 and zero2. Their loss has no task loss.
+        on_policy: Distillation on the student's own completions in a share of the steps (GKD), for language models,
+            without pipelines and context parallelism. Their loss has no task loss.
         init_from: `every k` copies the weights of every k-th block of the teacher into the student, and all other
             weights of the same names (DistilBERT: `every 2`). A resumed run does not.
 
@@ -154,6 +155,7 @@ class Distill(BatchTransform):
         self._task: Task | None = None
         self._ours: LayerOutputs | None = None
         self._theirs: LayerOutputs | None = None
+        self._own: PlacedModel | None = None  # the student, for its completions
         self._weights: dict[int, float] = {}  # of a pipeline's micro-batches
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}  # of batches, by tag
@@ -228,11 +230,20 @@ class Distill(BatchTransform):
                 f"Distill: on_policy must have a task that generates, such as CausalLM, got {type(module).__name__};"
                 " leave it out"
             )
-        cuts = isinstance(strategy, MeshStrategy) and strategy.num_nodes * strategy.num_processes > 1
-        if cuts or isinstance(strategy, DeepSpeedStrategy) or contract_of(strategy).zero_stage == 3:
+        if isinstance(strategy, MeshStrategy):
+            spec = strategy.mesh_spec()
+            divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
+            if spec.tp > 1 and strategy.appliers.tensor.sequence_parallel:
+                divided.append("sequence_parallel: true")
+            if divided:
+                raise DloError(
+                    "Distill: on_policy must have a strategy whose ranks have all blocks and full sequences, whose"
+                    f" length changes with each step, got {' and '.join(divided)}; use tp or dp_shard instead"
+                )
+        elif isinstance(strategy, DeepSpeedStrategy) and contract_of(strategy).zero_stage == 3:
             raise DloError(
-                "Distill: on_policy must have a strategy that leaves each rank the full model between steps, got"
-                f" {type(strategy).__name__}; use ddp, zero1 or zero2, or leave on_policy out"
+                "Distill: on_policy must have a strategy that runs the student outside of steps, got DeepSpeed's stage"
+                " 3, which does not; use zero3 or fsdp, or a lower stage"
             )
 
     def _check_compiled(self, trainer: Trainer, student: Task) -> None:
@@ -337,6 +348,8 @@ class Distill(BatchTransform):
         if self.every is not None and not contract_of(trainer.strategy).loads_checkpoint(trainer):
             self._copy_layers(trainer)
         self._replace_methods(pl_module)
+        if self.on_policy is not None:
+            self._own = contract_of(trainer.strategy).place_own()
         if self._pairs:
             self._ours = LayerOutputs(pl_module.model, [name for pairs in self._pairs.values() for name in pairs])
             names = [name for pairs in self._pairs.values() for name in pairs.values()]
@@ -399,7 +412,7 @@ class Distill(BatchTransform):
                 self._task.__dict__.pop(name, None)
             if self.token:
                 self._task.use_distillation_token(False)
-        self._ours = self._theirs = self._task = None
+        self._ours = self._theirs = self._task = self._own = None
         self.teacher.stop()
 
     # --- in training ---------------------------------------------------------------------------------------
@@ -421,14 +434,17 @@ class Distill(BatchTransform):
         """Returns a batch of the student's completions."""
         assert self.on_policy is not None
         assert self._task is not None
-        options, number = self.on_policy, trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return self._task.complete_batch(
-            batch,
+        assert self._own is not None
+        options = self.on_policy
+        complete = partial(
+            self._task.complete_batch,
             prompt_tokens=options.prompt_tokens,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
-            seed=options.seed_of(trainer.global_step, number, data_parallel_coordinates(trainer)[0]),
+            seed=options.seed_of(trainer.global_step),
         )
+        contract_of(trainer.strategy).finish_step()  # The last step's parameters may still be on their way.
+        return self._own.run(complete, batch)
 
     def _loss(self, task: Task, own_loss: Any, outputs: Any, plain: Any, theirs: TeacherOutputs, part: Any) -> Tensor:
         """Returns the student's loss for a batch or a micro-batch."""

@@ -54,12 +54,6 @@ class OnPolicy:
         """Returns whether an optimizer step trains on samples; the same on all ranks."""
         return float(np.random.default_rng([self.seed, step]).random()) < self.fraction
 
-    def seed_of(self, step: int, batch: int, share: int) -> int:
-        """Returns the seed of a batch's samples.
-
-        Args:
-            step: Number of optimizer steps before it.
-            batch: Number of the batch in the epoch.
-            share: This rank's share of the data.
-        """
-        return int(np.random.default_rng([self.seed, 1, step, batch, share]).integers(2**31))
+    def seed_of(self, step: int) -> int:
+        """Returns the seed of the samples of an optimizer step, the same on all ranks."""
+        return int(np.random.default_rng([self.seed, 1, step]).integers(2**31))
