@@ -8,14 +8,27 @@ and so do the layouts here:
 
 - Parameters and their gradients are bfloat16; gradients accumulate in single precision, in full under ZeRO 1; master
   weights and both moments are single precision. DistributedDataParallel, which runs without ZeRO, has buckets.
+- Under ZeRO 1 the parameters are gathered into a flat buffer of their full size, from which they are copied.
+- The gated activation runs by single operators, so that backward also keeps SiLU's output.
+- The loss is computed in place: bfloat16 logits, their copy in single precision, and one difference.
+- `tp` gathers the inputs of its regions on NCCL's stream. The allocator reuses such a block after its gather has run,
+  and the host runs ahead of the device: then the gathered inputs of all blocks are reserved at once, if there is memory
+  for them. With a pipeline the host waits for the device whenever it receives.
 - Stages have equal costs of products, those of the last projection included: the last may have no block.
 - The largest reserved memory of the first rank is reported, not that of the rank that needs most.
 
-Four factors are fitted on 40 runs, on state, activations, the loss and a constant, and judged on the others; this is
-repeated for several choices of the 40. Runs whose failure has another cause than memory are counted apart: fewer
-micro-batches than ranks of the pipeline less one, which its 1F1B asserts, and a loss that is not on the last rank,
-which gets the labels. So are failures beside a run that succeeded and needs at least as much memory: of the same model,
-axes `pp` and `tp`, rows and ZeRO stage, with no fewer micro-batches on no more ranks.
+How far the host runs ahead is not known, nor what the libraries take: the fraction of the gathered inputs that stay
+reserved without a pipeline, and a constant, are fitted on 40 runs, and judged on the others. This is repeated for
+several choices of the 40. Nothing else is fitted.
+
+The errors of two guesses that know more are printed for comparison. Of the runs that agree in model, `pp`, `tp`, rows
+and micro-batches in flight, and so keep the same activations: the best constant of each such group beyond the state,
+chosen with all its runs in sight, and the median of a run's other runs in its group.
+
+Runs whose failure has another cause than memory are counted apart: fewer micro-batches than ranks of the pipeline less
+one, which its 1F1B asserts, and a loss that is not on the last rank, which gets the labels. So are failures that a run
+which succeeded proves to fit, whatever the model of memory: a run of the same model, `pp` and ZeRO stage, with no more
+ranks of `tp`, nor under ZeRO 1 of data parallelism, and with no fewer rows in a micro-batch and in flight.
 """
 
 from __future__ import annotations
@@ -35,10 +48,11 @@ from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
 from dlo_framework.mesh import MeshSpec
+from dlo_plugins.planner.in_flight import count_in_flight
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_tasks.llm.causal_lm import CausalLM
 
@@ -47,6 +61,10 @@ LENGTH, VOCABULARY, CALIBRATED = 4096, 131_072, 40
 MODELS = {"1B": (16, 2048, 8192, 32, True), "8B": (32, 4096, 14336, 32, False)}
 #: Parameters, gradients in products, gradients that accumulate; master weights and moments.
 STATE = StateFormat("bfloat16", 2, 2, 4, 4, 12.0, fused=True, compiled=True)
+#: Bytes of the device that a process can reserve.
+CAPACITY = 79.6 * 2.0**30
+#: Bytes of the loss for each logit: in half precision, in single precision, and their difference to the largest.
+_LOSS = 10
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,13 @@ def with_causes(runs: Sequence[GridRun]) -> list[GridRun]:
 
     def kind(run: GridRun) -> tuple[object, ...]:
         mesh = run.layout.mesh
-        return run.model, mesh.pp, mesh.tp, run.layout.micro_batch, run.layout.zero, mesh.data_size > 1
+        return run.model, mesh.pp, run.layout.zero, mesh.data_size > 1
+
+    def needs_more(other: GridRun, run: GridRun) -> bool:
+        one, two = other.layout, run.layout
+        shares = (one.mesh.tp, one.mesh.dp_shard), (two.mesh.tp, two.mesh.dp_shard)
+        rows = (one.micro_batch, _rows_in_flight(one)), (two.micro_batch, _rows_in_flight(two))
+        return all(a <= b for a, b in zip(*shares, strict=True)) and all(a >= b for a, b in zip(*rows, strict=True))
 
     succeeded: dict[tuple[object, ...], list[GridRun]] = {}
     for run in runs:
@@ -121,13 +145,14 @@ def with_causes(runs: Sequence[GridRun]) -> list[GridRun]:
     found = []
     for run in runs:
         others = succeeded.get(kind(run), []) if run.measured is None and not run.cause else []
-        needs_more = any(
-            other.layout.micro_batches >= run.layout.micro_batches
-            and other.layout.mesh.data_size <= run.layout.mesh.data_size
-            for other in others
-        )
-        found.append(replace(run, cause="another run with at least its memory succeeded") if needs_more else run)
+        is_known = any(needs_more(other, run) for other in others)
+        found.append(replace(run, cause="another run with at least its memory succeeded") if is_known else run)
     return found
+
+
+def _rows_in_flight(layout: Layout) -> int:
+    """Returns the rows whose activations the first rank of the pipeline keeps at once."""
+    return layout.micro_batch * min(layout.micro_batches, layout.mesh.pp)
 
 
 def _read_run(row: Mapping[str, str]) -> GridRun:
@@ -150,28 +175,64 @@ def memory_model(model: str, buckets: bool) -> MemoryModel:
     return MemoryModel(TimeModel(profile_of(model), load_machine("h100"), state))
 
 
-def predict(run: GridRun) -> list[RankMemory]:
+@dataclass(frozen=True)
+class GridMemory:
+    """Gibibytes of a rank of a run.
+
+    Attributes:
+        state: Parameters, gradients and optimizer, with the buffer in which ZeRO 1 gathers.
+        activations: Activations in flight, those of the block that runs, and the loss.
+        pending: Gathered inputs of all regions of `tp` that may stay reserved.
+    """
+
+    state: float
+    activations: float
+    pending: float
+
+    def total(self, factors: Sequence[float]) -> float:
+        """Returns the reserved memory.
+
+        Args:
+            factors: Fraction of the pending inputs that stay reserved, and the gibibytes of the libraries.
+        """
+        return self.state + self.activations + factors[0] * self.pending + factors[1]
+
+
+@functools.cache
+def predict(run: GridRun) -> tuple[GridMemory, ...]:
     """Returns the memory of each rank of the pipeline."""
-    buckets = not run.layout.zero and run.layout.mesh.dp_replicate > 1
-    return memory_model(run.model, buckets).ranks(run.layout)
+    layout, mesh = run.layout, run.layout.mesh
+    buckets = not layout.zero and mesh.dp_replicate > 1
+    layers, width, hidden, _, _ = MODELS[run.model]
+    split, tokens = layout.split or (layers,), layout.micro_batch * LENGTH
+    silu, logits = STATE.gathered * tokens * hidden / mesh.tp, _LOSS * tokens * VOCABULARY / mesh.tp
+    inputs = 2 * STATE.gathered * tokens * width  # Those of attention and of the MLP.
+    found = []
+    for memory, flying in zip(memory_model(run.model, buckets).ranks(layout), count_in_flight(layout), strict=True):
+        blocks = sum(count * split[stage] for stage, count in zip(flying.stages, flying.together, strict=True))
+        activations = memory.activations + memory.working + blocks * silu
+        state, pending = memory.state, 0.0
+        if layout.stages - 1 in flying.stages:
+            activations += max(0.0, logits - memory.working)
+        if layout.zero and mesh.dp_shard > 1:
+            state += memory.parameters
+        if mesh.pp == 1 and mesh.tp > 1:
+            pending = min(layers * inputs, max(0.0, CAPACITY - state - activations))
+        found.append(GridMemory(*(size / 2.0**30 for size in (state, activations, pending))))
+    return tuple(found)
 
 
-def features(memory: RankMemory) -> list[float]:
-    """Returns the gibibytes of the parts that are calibrated, and 1 for the constant."""
-    gibibyte = 2.0**30
-    activations = memory.activations + memory.working
-    return [memory.state / gibibyte, activations / gibibyte, memory.loss / gibibyte, 1.0]
-
-
-def fit(rows: Sequence[Sequence[float]], measured: Sequence[float]) -> list[float]:
-    """Returns factors without negative ones that have the least sum of relative errors, by reweighted least squares."""
+def fit(memories: Sequence[GridMemory], measured: Sequence[float]) -> list[float]:
+    """Returns the factors, none negative, with the least sum of relative errors, by reweighted least squares."""
     from scipy.optimize import nnls
 
-    matrix, target = torch.tensor(rows, dtype=torch.float64), torch.tensor(measured, dtype=torch.float64)
+    matrix = torch.tensor([[memory.pending, 1.0] for memory in memories], dtype=torch.float64)
+    target = torch.tensor(measured, dtype=torch.float64)
+    rest = target - torch.tensor([memory.total((0.0, 0.0)) for memory in memories], dtype=torch.float64)
     weights = 1 / target
     for _ in range(30):
-        factors = torch.from_numpy(nnls((matrix * weights[:, None]).numpy(), (target * weights).numpy())[0])
-        errors = (matrix @ factors / target - 1).abs().clamp_min(0.02)
+        factors = torch.from_numpy(nnls((matrix * weights[:, None]).numpy(), (rest * weights).numpy())[0])
+        errors = ((matrix @ factors - rest) / target).abs().clamp_min(0.02)
         weights = 1 / target / errors.sqrt()
     return factors.tolist()
 
@@ -181,20 +242,43 @@ def auc(failed: Sequence[float], ran: Sequence[float]) -> float:
     return statistics.mean((a > b) + 0.5 * (a == b) for a in failed for b in ran)
 
 
-def errors_of(runs: Sequence[GridRun], choice: int) -> tuple[float, list[float]]:
-    """Returns the mean error of the runs that were not calibrated on, and the factors.
+def errors_of(runs: Sequence[GridRun], choice: int) -> tuple[list[float], list[float]]:
+    """Returns the errors of the runs that were not calibrated on, and the factors.
 
     Args:
         runs: Runs that did not fail.
         choice: Number of the choice of the calibrated runs.
     """
     order = random.Random(choice).sample(range(len(runs)), len(runs))
-    rows = [features(predict(run)[0]) for run in runs]
-    measured = [run.measured or 0.0 for run in runs]
+    memories, measured = [predict(run)[0] for run in runs], [run.measured or 0.0 for run in runs]
     own, others = order[:CALIBRATED], order[CALIBRATED:]
-    factors = fit([rows[n] for n in own], [measured[n] for n in own])
-    guesses = [sum(f * x for f, x in zip(factors, rows[n], strict=True)) for n in others]
-    return statistics.mean(abs(g / measured[n] - 1) for g, n in zip(guesses, others, strict=True)), factors
+    factors = fit([memories[n] for n in own], [measured[n] for n in own])
+    return [abs(memories[n].total(factors) / measured[n] - 1) for n in others], factors
+
+
+def errors_of_groups(runs: Sequence[GridRun]) -> tuple[float, float, int]:
+    """Returns the mean errors of guesses from the runs with the same activations, and the number of such groups.
+
+    The first guess is the constant beyond the state that is best for all runs of a group. The second is the median of
+    the others of the group; runs without others are left out.
+    """
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for run in runs:
+        layout, mesh = run.layout, run.layout.mesh
+        key = run.model, mesh.pp, mesh.tp, layout.micro_batch, _rows_in_flight(layout)
+        groups.setdefault(key, []).append((predict(run)[0].state, run.measured or 0.0))
+    best, left_out = [], []
+    for group in groups.values():
+        rests = [measured - state for state, measured in group]
+
+        def errors(rest: float, group: list[tuple[float, float]] = group) -> list[float]:
+            return [abs((state + rest) / measured - 1) for state, measured in group]
+
+        # The sum of errors is linear between the rests of two runs, and so is least at one of them.
+        best += min((errors(rest) for rest in rests), key=sum)
+        for at in range(len(group)) if len(group) > 1 else ():
+            left_out.append(errors(statistics.median(rests[:at] + rests[at + 1 :]))[at])
+    return statistics.mean(best), statistics.mean(left_out), len(groups)
 
 
 def main() -> None:
@@ -207,19 +291,30 @@ def main() -> None:
     ran = [run for run in runs if run.measured is not None]
     record = Record.of(__file__, __doc__, options)
     table = Table("memory: predicted over reserved", "the reserved memory of the first rank", ELAPSED)
-    for model in MODELS:
-        ratios = [predict(run)[0].total / 2**30 / (run.measured or 1.0) for run in ran if run.model == model]
-        table.add(f"{model}, without calibration", ratios, ours=True)
     found = [errors_of(ran, choice) for choice in range(options.choices)]
-    errors = [error for error, _ in found]
-    factors = [statistics.median(one[at] for _, one in found) for at in range(4)]
+    means = [statistics.mean(errors) for errors, _ in found]
+    middle = statistics.mean(statistics.median(errors) for errors, _ in found)
+    factors = [statistics.median(one[at] for _, one in found) for at in range(2)]
+    for model in MODELS:
+        ratios = [predict(run)[0].total(factors) / (run.measured or 1.0) for run in ran if run.model == model]
+        table.add(f"{model}, with the median factors", ratios, ours=True)
     table.notes.append(
-        f"calibrated on {CALIBRATED} of {len(ran)} runs: mean error {statistics.mean(errors):.1%} ({min(errors):.1%} to"
-        f" {max(errors):.1%} for {options.choices} choices); factors of state, activations, loss, constant (GiB):"
-        f" {', '.join(f'{factor:.2f}' for factor in factors)}"
+        f"calibrated on {CALIBRATED} of {len(ran)} runs: mean error {statistics.mean(means):.1%} ({min(means):.1%} to"
+        f" {max(means):.1%} for {options.choices} choices), median error {middle:.1%}; fraction of the gathered inputs"
+        f" that stay reserved {factors[0]:.2f}, constant {factors[1]:.2f} GiB"
+    )
+    for title, sizes in (("up to 4", (1, 2, 4)), ("of 8 and more", (8, 16, 32))):
+        chosen = [run for run in ran if run.layout.mesh.tp in sizes]
+        errors = [abs(predict(run)[0].total(factors) / (run.measured or 1.0) - 1) for run in chosen]
+        table.notes.append(f"tp {title}, {len(chosen)} runs: mean error {statistics.mean(errors):.1%}")
+    best, left_out, count = errors_of_groups(ran)
+    table.notes.append(
+        f"{count} groups with the same activations: mean error {best:.1%} with the best constant of each, chosen in"
+        f" hindsight, {left_out:.1%} with the median of a run's other runs"
     )
     failed = [run for run in runs if run.measured is None]
-    most = {id(run): max(memory.total for memory in predict(run)) for run in runs}
+    # Inputs that stay reserved are freed before an allocation fails.
+    most = {id(run): max(memory.total((0.0, factors[1])) for memory in predict(run)) for run in runs}
     for name, chosen in (("all", failed), ("without a known cause", [run for run in failed if not run.cause])):
         value = auc([most[id(run)] for run in chosen], [most[id(run)] for run in ran])
         table.notes.append(f"AUC of the largest rank's memory, {len(chosen)} failed runs, {name}: {value:.3f}")

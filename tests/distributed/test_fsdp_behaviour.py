@@ -139,6 +139,16 @@ def _unused(rank: int, world: int, folder: Path) -> Any:
     return differ(weights, alone(UnusedModule(), parts=world)) if rank == 0 else 0.0
 
 
+def _unused_in_halves(rank: int, world: int, folder: Path) -> Any:
+    """Gradients of the first micro-batches are accumulated in single precision; those of unused parameters are not."""
+    strategy = FSDPStrategy(find_unused=True, param_dtype="bfloat16")
+    run, module = trainer(world, strategy, precision="bf16-mixed", accumulate_grad_batches=2), UnusedModule()
+    module.part = rank
+    run.fit(module, mine(rank, world))
+    weights = gather_full_weights(run)
+    return differ(weights, alone(UnusedModule(), parts=world, accumulate=2)) if rank == 0 else 0.0
+
+
 def _named(rank: int, world: int, folder: Path) -> Any:
     module = UnusedModule()
     module.part = rank
@@ -224,7 +234,10 @@ def _applied(rank: int, world: int, folder: Path) -> Any:
     return float((net(data()[0][0]) - whole).abs().max()), sharded
 
 
-CHECKS = (_applied, _large_norm, _tied, _unused, _named, _manual, _evaluation, _other_options, _clipped_by_value)
+CHECKS = (
+    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _manual, _evaluation, _other_options,
+    _clipped_by_value,
+)  # fmt: skip
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -314,6 +327,10 @@ def test_tied_frozen_and_whole_number_parameters(ranks: list[dict[str, Any]]) ->
 
 def test_unused_parameters_stay_as_they_are_and_rank_dependent_ones_get_their_mean(ranks: list[dict[str, Any]]) -> None:
     assert of(ranks, "_unused")[0] < 1e-6
+
+
+def test_unused_parameters_accumulate_with_gathered_halves(ranks: list[dict[str, Any]]) -> None:
+    assert of(ranks, "_unused_in_halves")[0] < 0.05
 
 
 def test_unused_parameters_are_named(ranks: list[dict[str, Any]]) -> None:

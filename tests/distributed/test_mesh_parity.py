@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 
 from dlo_framework import ParallelPlan, Task
-from dlo_framework.testing import Case, assert_parity
+from dlo_framework.testing import Case, assert_parity, compare_cases
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -156,6 +156,22 @@ def test_packed_attention_without_a_mask_goes_with_every_axis() -> None:
 
 def test_half_precision_differs_by_its_rounding() -> None:
     assert_parity(llm, cases({"pp": 2}, {"tp": 2}, {"cp": 2}, trainer={"precision": "bf16-mixed"}), steps=2, rtol=0.02)
+
+
+def test_deferred_weight_gradients_of_gathered_halves_are_summed_in_single_precision() -> None:
+    """A zero-bubble schedule has the gradients of 1F1B, although it computes most after FSDP has accumulated others."""
+    halves: dict[str, Any] = {"pp": 2, "appliers": [FullyShard(param_dtype="bfloat16")], "micro_batches": 4}
+    schedules = [{**halves, "schedule": name} for name in ("1F1B", "ZBH1", "ZBV")]
+    found = compare_cases(llm, cases(*schedules, trainer={"precision": "bf16-mixed"}), steps=2, control=False)
+    norms = [[row.norm.ranks for row in comparison.rows if row.norm is not None] for comparison in found]
+    assert [len(of_schedule) for of_schedule in norms] == [2, 2, 2]
+    for first, second in norms[1:]:
+        assert first == pytest.approx(norms[0][0], rel=2e-6)
+        assert second == pytest.approx(norms[0][1], rel=2e-3)  # Weights have been rounded to half precision meanwhile.
+    for comparison in found:
+        for row in comparison.rows:
+            assert row.loss is not None
+            assert row.loss.difference < 0.01
 
 
 def test_pairs_of_axes_train_as_one_process() -> None:

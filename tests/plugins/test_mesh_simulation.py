@@ -179,6 +179,16 @@ def test_stages_pass_hidden_states_in_the_dtype_of_gathered_parameters() -> None
     assert sent["bfloat16"] == sent["float32"] / 2
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
+def test_gradients_of_late_and_of_unused_parameters_are_reduced_in_one_dtype(schedule: str) -> None:
+    """The substitute loss uses no head, and ZBV computes weight gradients after FSDP has accumulated the others."""
+    strategy = MeshStrategy(appliers=[FullyShard(param_dtype="bfloat16")], schedule=schedule, micro_batches=4)
+    spec = MeshSpec(pp=2, dp_shard=2)
+    for found in simulate_ranks(task(), strategy, spec, [0, 3], batch()):
+        reduced = next(row for row in found.traffic if row.kind == "reduce_scatter")
+        assert reduced.bytes == found.state_bytes.gradients * spec.dp_shard
+
+
 def _bytes(rank: SimulatedRank, axis: str) -> int:
     return sum(row.bytes for row in rank.traffic if row.axis == axis)
 

@@ -121,13 +121,19 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=self.rate, eps=1e-5, weight_decay=0.1)
 
 
-def alone(module: Any, epochs: int = 1, parts: int = 1, clip: float | None = None) -> dict[str, Tensor]:
+def alone(
+    module: Any, epochs: int = 1, parts: int = 1, clip: float | None = None, accumulate: int = 1
+) -> dict[str, Tensor]:
     """Returns the weights that one process in plain torch comes to."""
     optimizer = module.configure_optimizers()
-    for x, y in data() * epochs:
+    batches = data() * epochs
+    assert len(batches) % accumulate == 0
+    for count, (x, y) in enumerate(batches, 1):
         for number, (inputs, targets) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             module.part = number
-            (module.loss((inputs, targets)) / parts).backward()
+            (module.loss((inputs, targets)) / parts / accumulate).backward()
+        if count % accumulate:
+            continue
         if clip is not None:
             torch.nn.utils.clip_grad_value_(module.parameters(), clip)
         optimizer.step()

@@ -25,11 +25,11 @@ from dlo_framework.recompute import recompute
 from dlo_framework.shards import full_box as whole_box
 from dlo_framework.shards import held_boxes, slice_view
 from dlo_framework.tensor_slice import Layout
+from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_gradients
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
 from dlo_plugins.fsdp.step_state import drop_step_state
-from dlo_plugins.fsdp.unused_params import reduce_unused_params
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -187,7 +187,7 @@ class ShardedModule:
             ignored_params=ignored,
         )
         sharded: Any = part
-        reduce_unused_params(sharded)
+        complete_gradients(sharded)
         if self.device.type == "cpu" and backend_of(self.sharers.group, self.device) == "gloo":
             sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
@@ -239,6 +239,11 @@ class ShardedModule:
             self._syncs = enabled
             for root in self._sharded_roots():
                 root.set_requires_gradient_sync(enabled)
+
+    def accumulate_gradients(self) -> None:
+        """Adds gradients that were computed after their unit's backward to those of the step, as FSDP accumulates."""
+        for root in self._sharded_roots():
+            accumulate_gradients(root)
 
     def reshard(self) -> None:
         """Frees the gathered parameters; the next use gathers the shards again."""

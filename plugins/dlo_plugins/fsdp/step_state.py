@@ -26,7 +26,7 @@ def drop_step_state(root: FSDPModule) -> None:
         root.reset_iter_state()
     else:
         _reset(state)
-    for group in _groups(state):
+    for group in all_groups(state):
         for parameter in group.fsdp_params:
             parameter.sharded_param.grad = None
             gathered = getattr(parameter, "_unsharded_param", None)
@@ -43,8 +43,8 @@ def own_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _groups(root: Any) -> Iterator[Any]:
-    """Yields the parameter groups of all units under a root."""
+def all_groups(root: Any) -> Iterator[Any]:
+    """Yields FSDP2's parameter groups of all units under a root, given its ``FSDPState``."""
     for unit in root._state_ctx.all_states:
         yield from own_groups(unit)
 
@@ -66,7 +66,7 @@ def _reset(state: Any) -> None:
     for unit in shared.all_states:
         unit._modules_to_run_forward.clear()
         unit._training_state = idle
-    for group in _groups(state):
+    for group in all_groups(state):
         gathering, group._all_gather_result = group._all_gather_result, None
         if gathering is not None:
             if gathering.all_gather_event is not None:

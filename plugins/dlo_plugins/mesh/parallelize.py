@@ -275,6 +275,8 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
         if run.plan is not None and run.sharded is None:
             _check_plain(module.model, applier)
     assert run.sharded is not None, "FullyShard is among the appliers"
+    if run.pipelined is not None:
+        run.pipelined.pipeline.weight_gradients_ready = run.sharded.accumulate_gradients
     state = ParallelState(run.sharded, pipelined=run.pipelined)
     if run.plan is not None:
         state.context, state.cut_options = options.appliers.context, options.cut_options()

@@ -134,6 +134,7 @@ class Pipeline:
             `gradients_ready` there.
         gradients_ready: Callback, called with a stage when its gradients of the step are complete.
         drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
+        weight_gradients_ready: Callback after each action that has computed deferred weight gradients.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
         record: Whether to record a timeline; if so, all ranks start each step together.
         delays: Whether a step's gradients are set by the next step.
@@ -183,6 +184,7 @@ class Pipeline:
         self._has_gradient: dict[tuple[int, Any], bool] = {}
         self.before_backward: Callable[[int, int, bool], None] | None = None
         self.gradients_ready: Callable[[int], None] | None = None
+        self.weight_gradients_ready: Callable[[], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
         self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.record = False
@@ -509,6 +511,8 @@ class Pipeline:
         assert self._weight_gradients is not None
         with self._timed(action), no_autocast(self.device.type):
             self._weight_gradients.run(step.deferred.pop((stage, number)))
+            if self.weight_gradients_ready is not None:
+                self.weight_gradients_ready()
         step.left[stage] -= 1
         if not step.left[stage] and self.gradients_ready is not None:
             self.gradients_ready(stage)

@@ -2,6 +2,9 @@
 
 All ranks work at once, as in a run, so that what they share, such as memory's bandwidth, is shared here too. With one
 thread a rank, computation on a CPU is timed by the rank's CPU time: ranks that share a core are counted by the planner.
+
+On a CPU collectives are timed between computation, as in a run. Where ranks share a core, a rank whose collective is
+complete gets the core back only when the other's time slice ends, if that computes; not if it waits too.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ Shape = tuple[int, int, int, int, bool]
 #: Widths of the weights, and bytes of the buffers, of which the smallest gives latency and the largest bandwidth.
 _WIDTHS, _BUFFERS, _DEPTH = (16, 768), (1 << 12, 1 << 22), 8
 _CALLS = 5
+#: Rows and columns of the matrix whose square is the computation between collectives: a few milliseconds.
+_BETWEEN = 512
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,48 @@ def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
         measuring.slowdown(), process,
     )  # fmt: skip
     return found
+
+
+class _Computation(torch.autograd.Function):
+    """Identity whose forward computes one product, and whose backward computes two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
+        """Returns the first argument, after the square of the second."""
+        ctx.matrix = matrix
+        _compute(matrix)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient."""
+        _compute(ctx.matrix, 2)
+        return gradient, None
+
+
+class _Layer(nn.Module):
+    """Dense layer, followed by computation if there is a matrix for it.
+
+    Args:
+        width: Width of the layer.
+        matrix: Matrix whose square is computed; None for no computation.
+        device: Device of the layer.
+    """
+
+    def __init__(self, width: int, matrix: Tensor | None, device: torch.device) -> None:
+        super().__init__()
+        self.linear, self._matrix = nn.Linear(width, width, bias=False, device=device), [matrix]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output."""
+        y: Tensor = self.linear(x)
+        (matrix,) = self._matrix
+        return y if matrix is None else _Computation.apply(y, matrix)
+
+
+def _compute(matrix: Tensor, times: int = 1) -> None:
+    for _ in range(times):
+        torch.mm(matrix, matrix)
 
 
 class _Measuring:
@@ -252,13 +299,35 @@ class _Measuring:
             group = self._group(size)
             for length in _BUFFERS:
                 for kind, run in self._exchanges(group, length // 4).items():
-                    self._together()
-                    found[kind, size, length] = self._seconds(run, clock=self._elapsed)
+                    found[kind, size, length] = self._exchange_seconds(run)
             for width in _WIDTHS:
                 gather, reduce = self._units(size, width)
                 found["all_gather", size, 4 * width * width] = gather
                 found["reduce_scatter", size, 4 * width * width] = reduce
         return found
+
+    def _exchange_seconds(self, run: Callable[[], object]) -> float:
+        """Returns the seconds that a collective or a message adds; on a CPU to computation."""
+        matrix = self._between()
+        if matrix is None:
+            self._together()
+            return self._seconds(run, clock=self._elapsed)
+
+        def compute(exchange: Callable[[], object] | None) -> None:
+            for _ in range(_DEPTH):
+                _compute(matrix)
+                if exchange is not None:
+                    exchange()
+
+        found = []
+        for exchange in (None, run):
+            self._together()
+            found.append(self._seconds(functools.partial(compute, exchange), clock=self._elapsed))
+        return max((found[1] - found[0]) / _DEPTH, 1e-7)
+
+    def _between(self) -> Tensor | None:
+        """Returns the matrix whose square is computed between collectives; None where these would overlap it."""
+        return self._random(_BETWEEN, _BETWEEN) if self.device.type == "cpu" else None
 
     def _exchanges(self, group: dist.ProcessGroup, count: int) -> dict[str, Callable[[], object]]:
         """Returns what tensor parallelism and a pipeline do: a gather and a reduction of shared tokens, a message."""
@@ -285,9 +354,9 @@ class _Measuring:
         mesh = init_device_mesh(self.device.type, (self.world_size // size, size), mesh_dim_names=("copies", "shards"))
         own = mesh["shards"]
         x = torch.zeros(1, width, device=self.device, requires_grad=True)
-        found = []
+        matrix, found = self._between(), []
         for shards in (False, True):
-            layers = [nn.Linear(width, width, bias=False, device=self.device) for _ in range(_DEPTH)]
+            layers = [_Layer(width, matrix, self.device) for _ in range(_DEPTH)]
             stack: Any = nn.Sequential(*layers)
             for part in (*layers, stack) if shards else ():
                 sharded: Any = fully_shard(part, mesh=own)
