@@ -51,7 +51,7 @@ class FrozenDeepSpeed(PlacedModel):
     def __init__(
         self, task: Any, engine: DeepSpeedEngine, *, context: Context = contextlib.nullcontext, owns: bool = True
     ) -> None:
-        self.engine, self._call, self._owns = engine, ForwardInAutocast(context), owns
+        self.engine, self._call_in_autocast, self._owns = engine, ForwardInAutocast(context), owns
         super().__init__(task, engine.device, moved=True)
         blocks = tuple(f"{name}." for name in block_names(task))
         self._root = [
@@ -68,7 +68,7 @@ class FrozenDeepSpeed(PlacedModel):
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch, without a graph."""
         with torch.no_grad():
-            found = self._call(self.engine.deepspeed, self.task, "_outputs", batch)
+            found = self._call_in_autocast(self.engine.deepspeed, self.task, "_outputs", batch)
         self.engine.gather_persistent()
         return found
 

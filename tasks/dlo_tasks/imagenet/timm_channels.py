@@ -14,7 +14,7 @@ from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.errors import DloError
 
 
-def channel_groups(model: nn.Module) -> list[ChannelGroup]:
+def channel_groups(model: Any) -> list[ChannelGroup]:
     """Returns the inner channels of ResNet's bottlenecks, and of MBConv blocks and their squeeze-and-excitation.
 
     Channels between blocks, which residual additions couple, are not among them.
@@ -75,7 +75,7 @@ def _check(block: Any, name: str, depthwise: Any, dense: Any, norms: Any) -> Non
             raise _mixes(f"{name}.{key}", norm)
 
 
-def _mixes(name: str, layer: nn.Module) -> DloError:
+def _mixes(name: str, layer: Any) -> DloError:
     return DloError(
         "prune: layers of a block must be dense or depthwise convolutions, batch norms and squeeze-and-excitation for"
         f" --channels, got {name}, {type(layer).__name__}"
@@ -83,7 +83,7 @@ def _mixes(name: str, layer: nn.Module) -> DloError:
     )
 
 
-def narrowed_args(model: nn.Module, args: dict[str, Any], kept: float) -> dict[str, Any]:
+def narrowed_args(model: Any, args: dict[str, Any], kept: float) -> dict[str, Any]:
     """Returns the arguments that build a model with a fraction of its blocks' inner channels.
 
     timm rounds the numbers of MBConv blocks to multiples of 8.
@@ -99,12 +99,11 @@ def narrowed_args(model: nn.Module, args: dict[str, Any], kept: float) -> dict[s
     first = next(group for group in channel_groups(model) if group.channelwise)
     if isinstance(model, ResNet):
         # timm (1.0) computes floor(planes * base_width / 64); a block has 4 * planes output channels.
-        planes = model.get_submodule(f"{first.block}.conv3").out_channels // Bottleneck.expansion
-        wide = model.get_submodule(f"{first.block}.conv3").in_channels
-        width = 64 * max(1, round(kept * wide)) / planes
+        last: Any = model.get_submodule(f"{first.block}.conv3")
+        width = 64 * max(1, round(kept * last.in_channels)) / (last.out_channels // Bottleneck.expansion)
         return {**args, "base_width": int(width) if width == int(width) else width + 1e-6}
     if isinstance(model, MaxxVit):
-        block = model.get_submodule(first.block)
+        block: Any = model.get_submodule(first.block)
         outer = block.conv3_1x1.out_channels if _expands_output(model) else block.conv1_1x1.in_channels
         return {**args, "conv_expand_ratio": first.count / outer * kept}
     raise DloError(
@@ -113,7 +112,7 @@ def narrowed_args(model: nn.Module, args: dict[str, Any], kept: float) -> dict[s
     )
 
 
-def _expands_output(model: nn.Module) -> bool:
+def _expands_output(model: Any) -> bool:
     """Whether MBConv blocks have a multiple of their output's channels, not of their input's."""
     blocks = [block for block in model.modules() if isinstance(block, MbConvBlock)]
     outputs = [block.conv1_1x1.out_channels / block.conv3_1x1.out_channels for block in blocks]
