@@ -149,7 +149,7 @@ class RowGroup:
         for parameter in self.parameters:
             if parameter.ndim == 0:
                 self.communicator.broadcast(parameter.data)
-        if self.communicator.size > 1 and not isinstance(self.parameters[0], DTensor):
+        if self.communicator.size > 1 and not any(isinstance(one, DTensor) for one in self.parameters):
             self._all_gather_rows()
 
     def _all_gather_rows(self) -> None:
