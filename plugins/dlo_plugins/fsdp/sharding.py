@@ -345,12 +345,13 @@ class ShardedModule:
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yields tensors in lists of about :data:`_BUCKET` elements."""
-    bucket: list[Tensor] = []
+    bucket, elements = list[Tensor](), 0
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(one.numel() for one in bucket) >= _BUCKET:
+        elements += tensor.numel()
+        if elements >= _BUCKET:
             yield bucket
-            bucket = []
+            bucket, elements = [], 0
     if bucket:
         yield bucket
 

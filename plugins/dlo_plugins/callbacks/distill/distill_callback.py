@@ -210,14 +210,8 @@ class Distill(BatchTransform):
             )
 
     def _check_strategy(self, trainer: Trainer) -> None:
-        strategy = trainer.strategy
-        if not (self.hidden or self.attention) or not isinstance(strategy, MeshStrategy):
-            return
-        spec = strategy.mesh_spec()
-        divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
-        if spec.tp > 1 and strategy.appliers.tensor.sequence_parallel:
-            divided.append("sequence_parallel: true")
-        if divided:
+        divided = _divided(trainer.strategy)
+        if (self.hidden or self.attention) and divided:
             raise DloError(
                 "Distill: each rank must have all blocks and full sequences for hidden and attention, got"
                 f" {' and '.join(divided)}, which divides them; use the other axes, or distil logits alone"
@@ -230,17 +224,13 @@ class Distill(BatchTransform):
                 f"Distill: on_policy must have a task that generates, such as CausalLM, got {type(module).__name__};"
                 " leave it out"
             )
-        if isinstance(strategy, MeshStrategy):
-            spec = strategy.mesh_spec()
-            divided = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
-            if spec.tp > 1 and strategy.appliers.tensor.sequence_parallel:
-                divided.append("sequence_parallel: true")
-            if divided:
-                raise DloError(
-                    "Distill: on_policy must have a strategy whose ranks have all blocks and full sequences, whose"
-                    f" length changes with each step, got {' and '.join(divided)}; use tp or dp_shard instead"
-                )
-        elif isinstance(strategy, DeepSpeedStrategy) and contract_of(strategy).zero_stage == 3:
+        divided = _divided(strategy)
+        if divided:
+            raise DloError(
+                "Distill: on_policy must have a strategy whose ranks have all blocks and full sequences, whose length"
+                f" changes with each step, got {' and '.join(divided)}; use tp or dp_shard instead"
+            )
+        if isinstance(strategy, DeepSpeedStrategy) and contract_of(strategy).zero_stage == 3:
             raise DloError(
                 "Distill: on_policy must have a strategy that runs the student outside of steps, got DeepSpeed's stage"
                 " 3, which does not; use zero3 or fsdp, or a lower stage"
@@ -576,3 +566,14 @@ def _same_positions(student: torch.Size, teacher: torch.Size) -> bool:
         return True
     counts = [math.prod(shape[2:] if len(shape) == 4 else shape[1:-1]) for shape in (student, teacher)]
     return counts[0] == counts[1]
+
+
+def _divided(strategy: Any) -> list[str]:
+    """Returns the options of a mesh that divide blocks or sequences among ranks, such as `pp=2`."""
+    if not isinstance(strategy, MeshStrategy):
+        return []
+    spec = strategy.mesh_spec()
+    found = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
+    if spec.tp > 1 and strategy.appliers.tensor.sequence_parallel:
+        found.append("sequence_parallel: true")
+    return found
