@@ -155,8 +155,8 @@ class OptimizerShards:
     def _counts(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
-        has_full = name not in layout.slices or isinstance(self.share_of(name), JoinedTensorShard)
-        if name in layout.tied_copies or (place.tp and has_full):
+        # A sliced tensor that is stepped in full is stepped by one tp rank.
+        if name in layout.tied_copies or (place.tp and name not in layout.slices):
             return False
         if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
             return False  # The optimizer steps full tensors on each rank.
