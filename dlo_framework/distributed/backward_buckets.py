@@ -62,7 +62,7 @@ class BackwardBuckets:
         """
         absent = [self._names[id(p)] for bucket in self.buckets[self._next :] for p in bucket if p.grad is None]
         if self._next < len(self.buckets):
-            raise DloError(unused_message(sorted(absent), "remove OptimizerInBackward"))
+            raise DloError(unused_message(sorted(absent), "step at the end of backward"))
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""

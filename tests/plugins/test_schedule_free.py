@@ -15,7 +15,7 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
-from dlo_plugins.optimizers.schedule_free import AdamWScheduleFree
+from dlo_plugins.optimizers.schedule_free_optimizers import AdamWScheduleFree
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, mine, trainer
 

@@ -132,7 +132,7 @@ class OptimizerInBackward(Callback):
         groups = self._optimizer.param_groups
         self._homes = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # The Trainer's own clipping (Lightning 2.6) raises where no gradient is left at the end of backward.
-        self._clip, self.steps = trainer.gradient_clip_val or None, 0  # type: ignore[assignment]
+        self._clip, self.steps = trainer.gradient_clip_val or None, 0
         trainer.gradient_clip_val = None
         contract = contract_of(trainer.strategy)
         if not contract.watch_gradients(self._step):

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
-from dlo_plugins.optimizers.schedule_free import ScheduleFreeOptimizer
+from dlo_plugins.optimizers.schedule_free_optimizers import ScheduleFreeOptimizer
 
 _CURRENT = "current_model_state"
 

@@ -25,7 +25,7 @@ except ImportError as missing:
 
 
 class _Flat(FlatState):
-    """Base that stands before one of bitsandbytes' classes: its state has no nested mapping."""
+    """Base in front of one of bitsandbytes' classes: its state has no nested mapping."""
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state with the quantised tensors under keys of their own."""

@@ -41,7 +41,7 @@ def restore_lists(state: Mapping[str, Any]) -> dict[str, Any]:
 class FlatState(Optimizer):
     """Base of optimizers whose ``state_dict`` has a flat form of each parameter's state.
 
-    It stands before the library's class in the bases. :meth:`flatten` and :meth:`restore` are the two directions.
+    It precedes the library's class in the bases. :meth:`flatten` and :meth:`restore` are the two directions.
     """
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:

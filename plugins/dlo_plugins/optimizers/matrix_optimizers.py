@@ -90,7 +90,7 @@ class NorMuon(FullMatrices, pytorch_optimizer.NorMuon):
 
     def __init__(self, params: Any, lr: float = 2e-2, weight_decay: float = 0.0, **options: Any) -> None:
         _check_arguments(pytorch_optimizer.NorMuon, options)
-        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        groups: list[dict[str, Any]] = [dict(one) if isinstance(one, dict) else {"params": [one]} for one in params]
         for group in groups:
             group["params"] = list(group["params"])
             matrices = all(parameter.ndim >= 2 for parameter in group["params"])

@@ -139,7 +139,7 @@ class QuantisedState(FlatState):
 
 
 class _TorchAO(QuantisedState):
-    """Base that stands before one of torchao's classes: learning rates are numbers, and a CPU does not compile."""
+    """Base in front of one of torchao's classes: learning rates are numbers, and a CPU does not compile."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; torchao makes its learning rate a tensor, and this a number again."""

@@ -29,7 +29,7 @@ except ImportError as missing:
 
 
 class ScheduleFreeOptimizer(Optimizer):
-    """Base that stands before one of schedulefree's classes.
+    """Base in front of one of schedulefree's classes.
 
     Attributes:
         attended: Whether the callback ScheduleFree has taken charge of evaluation and checkpoints.
@@ -41,7 +41,7 @@ class ScheduleFreeOptimizer(Optimizer):
     callback = "dlo_plugins.callbacks.schedule_free.ScheduleFree"
 
     def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)  # type: ignore[call-arg]
+        super().__init__(params, **options)
         self.attended = False
         self._trained: list[Tensor] | None = None
         for group in self.param_groups:
