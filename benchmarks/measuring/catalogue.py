@@ -58,6 +58,8 @@ ENTRIES = (
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),
     _entry("quantisation", 25, "--compiled", "--seeds 1 --epochs 1 --rounds 1 --models narrow"),
     _entry("preference", 1),
+    _entry("cpu_adam", 2, "", "--rounds 1 --elements 4096"),
+    _entry("backward_step", 2, "", "--blocks 2 --width 16"),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),
     _entry("sharding", 5, "--deepspeed", "--deepspeed --rounds 1 --width 64 --depth 2"),
     _entry("deepspeed_bridge", 7, "", "--rounds 1 --width 64 --depth 2 --stages 1"),

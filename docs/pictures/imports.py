@@ -71,6 +71,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "frozen_cache",
                 "frozen_model",
                 "run_checker",
+                "optimizers",
             ),
         ),
         ("ranks", ("distributed/",)),
@@ -91,12 +92,13 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("distillation", ("distillation/",)),
+        ("optimizers", ("optimizers/",)),
         ("callbacks", ("callbacks/",)),
         ("planner", ("planner/",)),
         ("profiling", ("profiling/",)),
         ("commands", ("commands/",)),
     ),
-    "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
+    "dlo_tasks": (("rates", ("lr_scaling",)), ("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
 }
 
 #: Imports inside functions that go up, with the reason.

@@ -45,8 +45,9 @@ class ImageClassifier(Task):
         bce_threshold: Threshold of `bce` above which targets become 1, and the others 0; DeiT III uses 0. It is
             applied after `label_smoothing` and undoes it, so it must be above the smoothing of each class.
         optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
-            `momentum`...; or of a class under `plugins:`, or the path of a class.
-        lr: Base learning rate for the given global batch; it is not scaled.
+            `momentum`...; in dlo's list: `adamw8bit`, `soap`, `adamw_schedulefree`...; or of a class under `plugins:`,
+            or the path of a class.
+        lr: Base learning rate for the given global batch, or with `lr_scaling` for its reference batch.
         weight_decay: Weight decay; norms, biases and parameters that the model exempts have none.
         optimizer_args: Further arguments of the optimizer, such as `betas` or `momentum`.
         layer_decay: Ratio of the learning rates of a layer and the next one (fine-tuning: 0.65 to 0.8).
@@ -56,6 +57,8 @@ class ImageClassifier(Task):
         warmup_steps: Length of the linear warm-up in optimizer steps; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
+        lr_scaling: Scaling of `lr` and `min_lr` by the samples of an optimizer step: `{reference_batch: 256, rule:
+            linear}`, or `rule: sqrt`. None does not scale.
         ema_decay: Decay of an exponential moving average of the weights, which is then evaluated and saved; None
             keeps none.
         channels_last: Whether images and convolutions use channels-last memory, which is faster for
@@ -90,6 +93,7 @@ class ImageClassifier(Task):
         warmup_steps: int | None = None,
         warmup_lr: float = 0.0,
         min_lr: float = 0.0,
+        lr_scaling: dict[str, Any] | None = None,
         ema_decay: float | None = None,
         channels_last: bool = False,
         log_images: int = 16,
@@ -105,16 +109,17 @@ class ImageClassifier(Task):
         self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
         self.schedule, self.warmup_epochs, self.warmup_steps = schedule, warmup_epochs, warmup_steps
         self.warmup_lr, self.min_lr, self.ema_decay = warmup_lr, min_lr, ema_decay
+        self.lr_scaling = lr_scaling
         self._ema: WeightEMA | None = None
         self._checked = False
         timm_models.check_name(model, pretrained=pretrained)
-        optim.check_optimizer(optimizer)
+        optim.check_optimizer(optimizer, schedule)
         self._check_values()
 
     def _check_values(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise DloError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
-        optim.check_rates(self.lr, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
+        optim.check_rates(self.lr, self.lr_scaling, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
         optim.check_warmup(self.warmup_epochs, self.warmup_steps)
         optim.check_decays(self.weight_decay, self.layer_decay)
         if self.ema_decay is not None:
@@ -225,11 +230,12 @@ class ImageClassifier(Task):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns the callback that averages the weights, if `ema_decay` is set."""
+        """Returns the callback that averages the weights, if `ema_decay` is set, and those of the optimizer."""
+        found = optim.optimizer_callbacks(self.optimizer_name)
         if self.ema_decay is None:
-            return []
+            return found
         self._ema = WeightEMA(self.ema_decay)
-        return [self._ema]
+        return [self._ema, *found]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return optim.build_optimizer(
@@ -247,6 +253,7 @@ class ImageClassifier(Task):
             optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
+            scaling=self.lr_scaling,
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
             start=self.warmup_lr / self.lr,

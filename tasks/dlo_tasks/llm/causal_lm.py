@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -82,9 +82,9 @@ class CausalLM(Task):
         recompute: Whether to keep only the blocks' inputs for backward, and to recompute all other activations.
         loss_kernel: Implementation of the loss over the vocabulary: `torch`, torch's operations; `compiled`, the same
             with everything but the matrix products in one kernel of torch.compile; `liger`, Liger Kernel, on a GPU.
-        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; or of a class under
-            `plugins:`, or the path of a class.
-        lr: Base learning rate, for the global batch. It is not scaled with the batch size.
+        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; in dlo's list: `adamw8bit`,
+            `soap`, `adamw_schedulefree`...; or of a class under `plugins:`, or the path of a class.
+        lr: Base learning rate, for the global batch, or with `lr_scaling` for its reference batch.
         weight_decay: Weight decay; norms and biases have none.
         optimizer_args: More arguments for the optimizer, such as `betas`.
         schedule: Decay of the learning rate after the warm-up, `cosine` or `linear`. `constant` uses no scheduler, so
@@ -93,6 +93,8 @@ class CausalLM(Task):
         warmup_steps: Optimizer steps of linear warm-up; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
+        lr_scaling: Scaling of `lr` and `min_lr` by the sequences of an optimizer step: `{reference_batch: 256, rule:
+            linear}`, or `rule: sqrt`. None does not scale.
         prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends.
         sampling: Sampling options for `prompts` and for `dlo predict`: `{max_new_tokens: 64, temperature: 0.8}`.
 
@@ -125,6 +127,7 @@ class CausalLM(Task):
         warmup_steps: int | None = None,
         warmup_lr: float = 0.0,
         min_lr: float = 0.0,
+        lr_scaling: dict[str, Any] | None = None,
         prompts: list[str] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
@@ -153,7 +156,7 @@ class CausalLM(Task):
         self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
         self.lr, self.weight_decay, self.schedule = lr, weight_decay, schedule
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
-        self.warmup_lr, self.min_lr = warmup_lr, min_lr
+        self.warmup_lr, self.min_lr, self.lr_scaling = warmup_lr, min_lr, lr_scaling
         self.prompts, self.sampling = list(prompts or []), sampling or Sampling()
         self.tokenizer: Any = None
         self.samples: list[str] = []
@@ -161,8 +164,8 @@ class CausalLM(Task):
         self._balance: LoadBalancing | None = None
         #: Folder or hub name of the model's own tokenizer; None without one.
         self.tokenizer_source = language_models.tokenizer_source(model)
-        optim.check_optimizer(optimizer)
-        optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
+        optim.check_optimizer(optimizer, schedule)
+        optim.check_rates(lr, lr_scaling, min_lr=min_lr, warmup_lr=warmup_lr)
         optim.check_warmup(warmup_epochs, warmup_steps)
         optim.check_decays(weight_decay, None)
 
@@ -288,12 +291,17 @@ class CausalLM(Task):
             model, self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, args=self.optimizer_args
         )
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Returns the callbacks that the optimizer needs."""
+        return optim.optimizer_callbacks(self.optimizer_name)
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
         return optim.scheduled(
             optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
+            scaling=self.lr_scaling,
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
             start=self.warmup_lr / self.lr,

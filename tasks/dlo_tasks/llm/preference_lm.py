@@ -234,7 +234,7 @@ class PreferenceLM(CausalLM):
 
     def configure_callbacks(self) -> list[Callback]:
         """Returns the callback that adds the reference's log-probabilities to training batches."""
-        return [ReferenceLogProbs()] if self.compares else []
+        return [*super().configure_callbacks(), *([ReferenceLogProbs()] if self.compares else [])]
 
     # --- the reference -------------------------------------------------------------------------------------
 
