@@ -93,6 +93,7 @@ def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> 
 
 
 #: Under what each case starts, beside FSDPStrategy; ranks that share a model see the same data.
+DORA = Lora(rank=2, dora=True)
 MESHES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
 
 
@@ -145,6 +146,8 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
         cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", "zero3", *MESHES)]
     cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in ("fsdp", "zero3")]
+    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in MESHES]
+    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": DORA}) for kind in ("fsdp", "zero3", *MESHES)]
     cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
     cases += [(kind, {"model": str(save_with_scales(tmp_path / "scales"))}) for kind in ("fsdp", "zero3")]
     (tmp_path / "run").mkdir()
@@ -158,6 +161,11 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         outside = {name: tensor for name, tensor in adapted.items() if name.removeprefix("model.") not in expected}
         assert all(".lora_" in name and tensor.isfinite().all() for name, tensor in outside.items())
         assert all(not tensor.any() for name, tensor in outside.items() if ".lora_B." in name)
+        for name, tensor in outside.items():
+            if ".lora_magnitude_vector." in name:
+                base = name.split(".lora_")[0].removeprefix("model.")
+                torch.testing.assert_close(tensor, expected[f"{base}.weight"].norm(dim=1))
+        assert any(".lora_magnitude_vector." in name for name in outside) == (case.get("lora") is DORA)
         task = CausalLM(**{**case, "lora": None})
         alone = trainer_of("auto", 1, tmp_path)
         (measures,) = alone.validate(task, datamodule=Words(tmp_path / "run", 0, 1), verbose=False)
@@ -168,13 +176,17 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
 
 def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
     embedded_tokenizer([Path(__file__)], 280, tmp_path)
-    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": Lora(rank=2)}
+    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": DORA}
     ((_, weights, *_), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
     matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
     assert matrices
     for tensor in matrices:
         assert float(tensor.std()) == pytest.approx(0.5, rel=0.1)
     assert all((tensor == 1).all() for name, tensor in weights.items() if "norm" in name)
+    norms = {name: tensor for name, tensor in weights.items() if ".lora_magnitude_vector." in name}
+    assert norms
+    for name, tensor in norms.items():
+        torch.testing.assert_close(tensor, weights[f"{name.split('.lora_')[0]}.base_layer.weight"].norm(dim=1))
 
 
 def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:

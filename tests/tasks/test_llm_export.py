@@ -91,10 +91,10 @@ def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> No
     torch.manual_seed(2)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
     base.save_pretrained(tmp_path / "base")
-    for merge in (True, False):
-        folder = tmp_path / str(merge)
+    for merge, dora in ((True, False), (False, False), (True, True), (False, True)):
+        folder = tmp_path / f"{merge} {dora}"
         folder.mkdir()
-        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge), lr=1e-2)
+        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge, dora=dora), lr=1e-2)
         path, _ = train(folder, task)
         export(path, folder / "out")
         if merge:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.tensor_slice import get_layout
+from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
 from dlo_plugins.tensor.projections import projection_kind
 from dlo_plugins.tensor.tp_plan import TPPlan
@@ -35,7 +36,10 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
     layout.partial |= found.partial
     for around, region in found.regions.items():
         for name in (*region.columns, *region.rows):
-            _set_features(name, module.get_submodule(name))
+            projection = module.get_submodule(name)
+            _set_features(name, base_of(projection))
+            if projection is not base_of(projection):
+                set_features(projection)
         if region.heads:
             attention = module.get_submodule(around)
             set_local_heads(attention, region.heads, region.kv, region.width, ranks)

@@ -40,17 +40,12 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     Raises:
         DloError: If tensor parallelism cannot shard the module.
     """
-    if isinstance(module, nn.Linear) and not hasattr(module, "base_layer"):
+    if isinstance(module, nn.Linear):
         return _LINEAR
     if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1:
         return _CONVOLUTION
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return _CONV1D
-    if hasattr(module, "base_layer"):
-        raise DloError(
-            f"projection '{name}' must have no adapters for tensor parallelism, got {type(module).__name__}; set tp=1,"
-            " or train without lora"
-        )
     raise DloError(
         f"projection '{name}' must be Linear, 1x1 Conv2d or Conv1D for tensor parallelism, got {type(module).__name__};"
         " remove it from the plan's tensor rules"
@@ -72,3 +67,11 @@ def add_bias(module: Any, x: Tensor) -> Tensor:
         return x
     bias = module.bias.to(x.dtype)
     return x + (bias[:, None, None] if isinstance(module, nn.Conv2d) else bias)
+
+
+class RowProduct:
+    """Mixin for the class of a projection whose output is a partial sum, without its bias."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns this rank's partial sum, without the bias."""
+        return apply_without_bias(self, x)

@@ -1,6 +1,7 @@
 """Selects what trains: freezes parameters by name, adds low-rank adapters (LoRA), enables recomputation.
 
 LoRA: Low-Rank Adaptation of Large Language Models. Hu et al., 2021, arXiv 2106.09685; implemented by peft.
+DoRA: Weight-Decomposed Low-Rank Adaptation. Liu et al., 2024, arXiv 2402.09353; implemented by peft.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Lora:
         dropout: Dropout rate of the adapters' inputs.
         targets: Last parts of the names of the modules to adapt, such as `[q_proj, v_proj]`; by default every
             projection in the blocks.
+        dora: Whether to train the norm of each output feature's weights too (DoRA): the adapters then change their
+            direction only.
         merge: Whether an export merges the adapters into the weights; otherwise it writes the adapters only.
 
     Raises:
@@ -41,6 +44,7 @@ class Lora:
     alpha: float | None = None
     dropout: float = 0.0
     targets: list[str] | None = None
+    dora: bool = False
     merge: bool = True
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class Lora:
             lora_dropout=self.dropout,
             target_modules=list(targets),
             fan_in_fan_out=transposed,
+            use_dora=self.dora,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
@@ -198,7 +203,13 @@ def merge_adapters(model: nn.Module) -> None:
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the adapters' weights, under the names that `peft.PeftModel.from_pretrained` reads."""
     return {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().contiguous()
+        _peft_name(name): tensor.detach().contiguous()
         for name, tensor in model.state_dict().items()
         if ".lora_" in name
     }
+
+
+def _peft_name(name: str) -> str:
+    """Returns the name in an adapter's file; DoRA's magnitude, a weight of a module, has the name of the module."""
+    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
