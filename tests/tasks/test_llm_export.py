@@ -110,6 +110,16 @@ def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> No
         assert (logits(plain) - found).abs().max() > 0.01  # the adapters have learned something
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_four_bit_weights_are_merged_as_they_were_trained(dora: bool, tmp_path: Path) -> None:
+    lora = Lora(rank=2, base="nf4", base_block=16, dora=dora)
+    task = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, lora=lora, lr=1e-2)
+    path, _ = train(tmp_path, task)
+    export(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_an_adapted_head_is_no_longer_the_embedding(family: str, tmp_path: Path) -> None:
     torch.manual_seed(2)

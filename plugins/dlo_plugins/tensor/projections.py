@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import FourBitLinear
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     Raises:
         DloError: If tensor parallelism cannot shard the module.
     """
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | FourBitLinear):
         return _LINEAR
     if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1:
         return _CONVOLUTION
@@ -52,8 +53,23 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     )
 
 
+def weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters that are a projection's weight."""
+    return ("codes", "scales") if isinstance(module, FourBitLinear) else ("weight",)
+
+
+def set_feature_counts(name: str, module: nn.Module) -> None:
+    """Sets a projection's numbers of features to those of its weight."""
+    kind = projection_kind(name, module)
+    weight = module.get_parameter(weight_names(module)[0])
+    setattr(module, kind.outputs, weight.shape[kind.out_dim])
+    setattr(module, kind.inputs, weight.shape[kind.in_dim] * (2 if isinstance(module, FourBitLinear) else 1))
+
+
 def apply_without_bias(module: Any, x: Tensor) -> Tensor:
     """Returns a projection's output without its bias."""
+    if isinstance(module, FourBitLinear):
+        return module.multiply(x)
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)
     if isinstance(module, nn.Conv2d):

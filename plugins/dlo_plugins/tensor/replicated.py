@@ -61,8 +61,7 @@ def check_sequence(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None
     """
     modules = dict(module.named_modules())
     for around, region in found.regions.items():
-        rows = [base_of(modules[row]) for row in region.rows]
-        if any(not isinstance(row, nn.Linear) and not hasattr(row, "nf") for row in rows):
+        if any(isinstance(base_of(modules[row]), nn.Conv2d) for row in region.rows):
             raise DloError(
                 "sequence_parallel must have activations [batch, sequence, width], got feature maps in"
                 f" '{around}'; set sequence_parallel: false"

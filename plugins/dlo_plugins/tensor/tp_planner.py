@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.adapted_projections import base_name, base_of, check_adapted, divide_adapters
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
 from dlo_plugins.tensor.heads import head_width, kv_heads
-from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.projections import projection_kind, weight_names
 from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, find_partial
 from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of, vocabulary_size
 
@@ -109,26 +110,26 @@ def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule
     check_adapted(name, part)
     base, inner = base_of(part), base_name(name, part)
     kind = projection_kind(name, base)
-    weight, bias = base.weight, base.bias
+    inputs, size = getattr(base, kind.inputs), getattr(base, kind.outputs)
     if rule is Rule.ROW:
-        assert isinstance(weight, nn.Parameter)
-        size = weight.shape[kind.in_dim]
-        found.divisions[f"{inner}.weight"] = Division(kind.in_dim, (size,))
-        _divide_adapters(found, name, part, (size,), row=True)
-        found.divisibilities.append(Divisibility(name, size, "input features"))
+        for key in weight_names(base):
+            found.divisions[f"{inner}.{key}"] = Division(kind.in_dim, (base.get_parameter(key).shape[kind.in_dim],))
+        _divide_adapters(found, name, part, (inputs,), row=True)
+        found.divisibilities.append(Divisibility(name, inputs, "input features"))
+        if isinstance(base, FourBitLinear):
+            blocks = f"blocks of {base.block} input features"
+            found.divisibilities.append(Divisibility(name, inputs // base.block, blocks))
         return
-    assert isinstance(weight, nn.Parameter)
-    size = weight.shape[kind.out_dim]
     region_name = region_of(found, name)
     assert region_name is not None
     region = found.regions[region_name]
-    region.inputs.add(weight.shape[kind.in_dim])
+    region.inputs.add(inputs)
     region.outputs.add(size)
     pieces = _pieces(found, modules, name, rule, size, region_name)
     if name in region.shared:
         return
-    found.divisions[f"{inner}.weight"] = Division(kind.out_dim, pieces)
-    if bias is not None:
+    found.divisions |= {f"{inner}.{key}": Division(kind.out_dim, pieces) for key in weight_names(base)}
+    if base.bias is not None:
         found.divisions[f"{inner}.bias"] = Division(0, pieces)
     _divide_adapters(found, name, part, pieces, row=False)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.four_bit_linear import LEVELS
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_tasks.llm import four_bit_base
 from dlo_tasks.llm.language_models import require_package, text_config
 
 #: peft's name of the only adapter.
@@ -34,6 +36,9 @@ class Lora:
             projection in the blocks.
         dora: Whether to train the norm of each output feature's weights too (DoRA): the adapters then change their
             direction only.
+        base: Levels of the frozen weights in the blocks: `nf4` or `int4`, 4 bits each with one scale for every
+            `base_block` input features (QLoRA); None keeps them in the model's dtype.
+        base_block: Number of input features that share a scale.
         merge: Whether an export merges the adapters into the weights; otherwise it writes the adapters only.
 
     Raises:
@@ -45,6 +50,8 @@ class Lora:
     dropout: float = 0.0
     targets: list[str] | None = None
     dora: bool = False
+    base: Literal["nf4", "int4"] | None = None
+    base_block: int = 64
     merge: bool = True
 
     def __post_init__(self) -> None:
@@ -54,6 +61,11 @@ class Lora:
             raise DloError(f"lora.dropout must be in [0, 1), got {self.dropout}; 0 disables it")
         if self.alpha is not None and self.alpha <= 0:
             raise DloError(f"lora.alpha must be positive, got {self.alpha}; {2 * self.rank} is usual")
+        if self.base is not None and self.base not in LEVELS:
+            hint = did_you_mean(self.base, LEVELS) or "; leave it out"
+            raise DloError(f"lora.base must be {' or '.join(LEVELS)}, got {self.base}{hint}")
+        if self.base_block < 2 or self.base_block % 2:
+            raise DloError(f"lora.base_block must be even and at least 2, got {self.base_block}; 64 is usual")
         if self.targets is not None and not self.targets:
             raise DloError(
                 "lora.targets must name at least one projection, got []; name some, or remove it to adapt all"
@@ -130,6 +142,8 @@ def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dty
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if lora.base is not None:
+        four_bit_base.quantise_base(model, lora.base, lora.base_block)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -194,7 +208,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merges the adapters into the base weights and removes them, in place."""
+    """Merges the adapters into the base weights and removes them, in place; 4-bit weights are dequantised before."""
+    four_bit_base.dequantise_base(model)
     for name, layer in adapter_layers(model).items():
         layer.merge(safe_merge=True)
         model.set_submodule(name, layer.get_base_layer())

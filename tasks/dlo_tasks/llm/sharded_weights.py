@@ -22,8 +22,9 @@ from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.shards import Shard, full_box, held_boxes, slice_view
-from dlo_tasks.llm import language_models
+from dlo_tasks.llm import four_bit_base, language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SOURCE = "_dlo_weights_to_read"
@@ -50,7 +51,9 @@ def _initialise(model: Any, module: Any, name: str) -> None:
     """Initialises one module as transformers does; adapters as LoRA does, with B zero."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         tensor.__dict__.pop("_is_hf_initialized", None)
-    if ".lora_A." in name:
+    if isinstance(module, FourBitLinear):
+        four_bit_base.initialise(model, module)
+    elif ".lora_A." in name:
         nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
     elif ".lora_B." in name:
         nn.init.zeros_(module.weight)
@@ -95,7 +98,11 @@ def read_weights(task: Any, *, resumes: bool, held: Mapping[str, Any] | None = N
         shard = held.get(f"model.{own[0]}")
         if shard is None:
             continue
-        if ".lora_magnitude_vector." in own[0]:
+        layer = model.get_submodule(own[0].rpartition(".")[0])
+        if isinstance(layer, FourBitLinear) and (key := own[0].rpartition(".")[2]) in ("codes", "scales"):
+            weight = _stored_name([f"{own[0].rpartition('.')[0]}.weight"], saved, model.base_model_prefix)
+            four_bit_base.read_codes(saved, weight, layer, key, shard)
+        elif ".lora_magnitude_vector." in own[0]:
             _read_row_norms(own[0], model, saved, shard)
         elif not any(".lora_" in name for name in own):
             saved.read_into(_stored_name(own, saved, model.base_model_prefix), shard)
