@@ -192,7 +192,8 @@ class CausalLM(Task):
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
         with torch.device("meta"):
-            model = language_models.build_model(None, self.config, dtype=torch.float32, attention=self.attention)
+            dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.float32
+            model = language_models.build_model(None, self.config, dtype=dtype, attention=self.attention)
             twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
         return twin
