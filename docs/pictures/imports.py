@@ -53,6 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "batch_transform",
                 "distillation",
                 "recompute",
+                "attention/",
             ),
         ),
         ("data and state", ("registry/", "data/", "checkpoint/")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
@@ -43,5 +44,7 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
         if region.heads:
             attention = module.get_submodule(around)
             set_local_heads(attention, region.heads, region.kv, region.width, ranks)
+            count = region.heads // ranks
+            bind_heads(attention, LocalHeads(rank * count, count))
             if region.counts_by_config:
                 set_local_config(attention, ranks)

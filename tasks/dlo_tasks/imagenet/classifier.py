@@ -12,13 +12,14 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models
+from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models, vision_attention
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -64,6 +65,7 @@ class ImageClassifier(Task):
         channels_last: Whether images and convolutions use channels-last memory, which is faster for
             convolutional models in mixed precision on GPUs.
         log_images: Number of training images to log; 0 logs none.
+        attention: Kernel and mask of a ViT's attention, `{mask: {class_path: BigBird}}`; by default timm's own.
 
     Raises:
         DloError: If a model, optimizer or argument is unknown, or values contradict each other.
@@ -97,9 +99,13 @@ class ImageClassifier(Task):
         ema_decay: float | None = None,
         channels_last: bool = False,
         log_images: int = 16,
+        attention: Attention | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["attention"])
+        self.attention = vision_attention.read_option(attention)
+        # Stored as plain data in checkpoints; `load_from_checkpoint` passes it as a dict.
+        self.hparams["attention"] = None if self.attention is None else self.attention.settings()
         self.model_name, self.model_args, self.pretrained = model, dict(model_args or {}), pretrained
         self.num_classes, self.image_size, self.channels_last = num_classes, image_size, channels_last
         self.position_embedding, self.log_images = position_embedding, log_images
@@ -202,7 +208,16 @@ class ImageClassifier(Task):
         )
         if self.position_embedding == "sincos2d":
             timm_models.set_sincos_positions(model)
+        self._kernel = vision_attention.masked_vision_model(model, self.attention, self._attention_device)
         return model
+
+    @property
+    def _attention_device(self) -> torch.device | None:
+        """Device of the attention's kernel; None before the ranks of an accelerator start."""
+        if self._trainer is None:
+            return torch.device("cpu")
+        device = self.trainer.strategy.root_device
+        return device if device.type == "cpu" or self._checked else None
 
     def configure_model(self) -> None:
         """Builds the timm model, once."""
@@ -211,6 +226,8 @@ class ImageClassifier(Task):
         if self.num_classes is None:
             raise DloError("num_classes must be set to build the model, got none; set model.init_args.num_classes")
         self.model = self._build(pretrained=self.pretrained)
+        if self._trainer is not None and self.trainer.is_global_zero:
+            vision_attention.log_kernel(self.model, self._kernel)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)
 

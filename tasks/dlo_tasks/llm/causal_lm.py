@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
@@ -34,6 +35,7 @@ from dlo_tasks.llm import (
     families,
     language_models,
     sharded_weights,
+    sparse_attention,
     vocabulary_distillation,
     vocabulary_loss,
 )
@@ -74,7 +76,8 @@ class CausalLM(Task):
             special tokens come from the data's tokenizer.
         dtype: Dtype of the parameters; by default that of the Trainer's `precision`. With `lora`, the dtype of the
             frozen parameters.
-        attention: Attention implementation: one of transformers' (`sdpa`, `eager`, `flash_attention_2`, ...) or dlo's
+        attention: Kernel and mask of attention, `{kernel: auto, mask: {class_path: BSLongformer}}`; or the name of a
+            kernel, of an implementation of transformers (`sdpa`, `eager`, `flash_attention_2`, ...), or dlo's
             `dlo_varlen`. Default: `dlo_varlen` on CUDA, `sdpa` elsewhere, and `eager` for models with features that
             these do not compute (Gemma 2). Each keeps packed documents apart.
         lora: Low-rank adapters to train instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
@@ -113,7 +116,7 @@ class CausalLM(Task):
         model: str | None = None,
         config: dict[str, Any] | str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        attention: str | None = None,
+        attention: Attention | str | None = None,
         lora: Lora | None = None,
         freeze: list[str] | None = None,
         recompute: bool = False,
@@ -132,10 +135,12 @@ class CausalLM(Task):
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["lora", "sampling", *self.not_saved])
+        self.save_hyperparameters(ignore=["attention", "lora", "sampling", *self.not_saved])
         # Stored as plain data in checkpoints; `load_from_checkpoint` passes them as dicts.
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling
+        attention = sparse_attention.read_option(attention)
+        self.hparams["attention"] = attention.settings() if isinstance(attention, Attention) else attention
         self.hparams["lora"] = None if lora is None else vars(lora).copy()
         self.hparams["sampling"] = None if sampling is None else vars(sampling).copy()
         if (model is None) == (config is None):
@@ -193,7 +198,11 @@ class CausalLM(Task):
         twin._modules = dict(self._modules)
         with torch.device("meta"):
             dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.float32
-            model = language_models.build_model(None, self.config, dtype=dtype, attention=self.attention)
+            model = language_models.build_model(
+                None, self.config, dtype=dtype, attention=sparse_attention.base_implementation(self.attention)
+            )
+            on_cpu = self._trainer is not None and self._root_device.type == "cpu"
+            sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
             twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
         return twin
@@ -211,14 +220,23 @@ class CausalLM(Task):
         vocabulary_loss.check_kernel(self.loss_kernel, None if self._trainer is None else self._root_device)
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
-        model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=self.attention)
-        if self.attention is None and self._trainer is not None:
+        implementation = sparse_attention.base_implementation(self.attention)
+        model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=implementation)
+        if sparse_attention.is_default(self.attention) and self._trainer is not None:
             families.enable_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
         self._traits, self._balance = families.probe_traits(model), find_load_balancing(model)
         self._check_head(model)
+        self._install_attention(model)
         self.model = self._adapted(model)
         sharded_weights.prepare_meta_init(self.model, self.model_name)
+
+    def _install_attention(self, model: Any) -> None:
+        device = torch.device("cpu") if self._trainer is None else self._root_device
+        kernel = sparse_attention.install(model, self.attention, device)
+        if self._trainer is not None and self.trainer.is_global_zero:
+            data = getattr(self._trainer, "datamodule", None)
+            sparse_attention.log_kernel(model, self.attention, kernel, getattr(data, "seq_len", None))
 
     @property
     def _root_device(self) -> torch.device:
@@ -382,7 +400,7 @@ class CausalLM(Task):
         Lightning divides the loss by the number of micro-batches, and strategies average over ranks. Both divisions are
         undone here, because the sum is divided by the tokens of the step. The load-balancing loss is added per token.
         """
-        labels = batch["labels"]
+        labels = sparse_attention.targets(self.attention, batch["labels"])
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
         count = batch_counts.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
@@ -415,7 +433,7 @@ class CausalLM(Task):
 
         A value of a sample, `[B]`, counts for each of its tokens.
         """
-        is_target = batch["labels"] != vocabulary_loss.IGNORE_INDEX
+        is_target = sparse_attention.targets(self.attention, batch["labels"]) != vocabulary_loss.IGNORE_INDEX
         values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
         return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
 
@@ -426,7 +444,7 @@ class CausalLM(Task):
 
         Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.llm.vocabulary_distillation`.
         """
-        labels = batch["labels"]
+        labels = sparse_attention.targets(self.attention, batch["labels"])
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
         count = batch_counts.read_target_count(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
@@ -458,7 +476,7 @@ class CausalLM(Task):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
-        labels = batch["labels"].flatten()
+        labels = sparse_attention.targets(self.attention, batch["labels"]).flatten()
         losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)
         is_target = labels != vocabulary_loss.IGNORE_INDEX
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()
