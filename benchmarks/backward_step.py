@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.strategy_contract import contract_of
@@ -97,7 +98,8 @@ def one_run(rank: int, world: int, name: str, blocks: int, width: int, in_backwa
     )
     use_canonical_checkpoints(trainer)
     generator = torch.Generator().manual_seed(rank)
-    trainer.fit(module, [torch.randn(8, width, generator=generator) for _ in range(3)])
+    batches = [torch.randn(8, width, generator=generator) for _ in range(3)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     return peak.bytes / total, checksums(gather_full_weights(trainer))
 
 

@@ -57,10 +57,10 @@ class FlatState(Optimizer):
         packed = super().state_dict()
         return {**packed, "state": {number: self.flatten(state) for number, state in packed["state"].items()}}
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Loads a state in its flat form."""
+    def load_state_dict(self, state_dict: Any, *options: Any, **named: Any) -> None:
+        """Loads a state in its flat form; more arguments are those of the library's class."""
         state = {number: self.restore(state) for number, state in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
+        super().load_state_dict({**state_dict, "state": state}, *options, **named)
 
 
 class FullMatrices(FlatState):
