@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.token_loss import PLAIN, TokenLoss
 
 _SHARD = "vocabulary_shard"
 
@@ -61,14 +62,15 @@ class VocabularyShard:
         own = (targets >= self.first) & (targets < self.first + self.count)
         return torch.where(own, targets - self.first, 0), own
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's cross-entropy, `[N]`; backward returns the gradient of this rank's logits.
+    def cross_entropy(self, logits: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
+        """Returns each token's loss, `[N]`; backward returns the gradient of this rank's logits.
 
         Args:
             logits: Logits of this rank, `[N, v]`, in float32 at least.
             targets: Token ids in the full vocabulary, `[N]`.
+            terms: Terms beside the cross-entropy.
         """
-        found: Tensor = _CrossEntropy.apply(logits, targets, self)
+        found: Tensor = _CrossEntropy.apply(logits, targets, self, terms)
         return found
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -96,22 +98,29 @@ def copy_in(tensor: Tensor, communicator: Communicator) -> Tensor:
     return found
 
 
-def exp_and_losses(values: Tensor, columns: Tensor, own: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropies `[N, 1]` and the sums of exponentials `[N, 1]`, over the full vocabulary.
+def exp_and_losses(
+    values: Tensor, columns: Tensor, own: Tensor, shard: VocabularyShard, terms: TokenLoss = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the losses, the sums of exponentials and their logarithms, each `[N, 1]`, over the full vocabulary.
 
     Args:
         values: Logits `[N, v]`, overwritten by the exponentials of their difference to the highest logit.
         columns: Column of each target, `[N, 1]`, where the target is on this rank.
         own: Mask of the targets on this rank, `[N, 1]`.
-        communicator: Collectives of the ranks that share the vocabulary.
+        shard: Slice of the vocabulary.
+        terms: Terms beside the cross-entropy; label smoothing reduces one more number per token.
     """
-    highest = communicator.maximum(values.amax(dim=1, keepdim=True))
+    highest = shard.communicator.maximum(values.amax(dim=1, keepdim=True))
     values.sub_(highest)
-    at_target = torch.where(own, values.gather(1, columns), 0)
+    parts = [torch.where(own, values.gather(1, columns), 0)]
+    if terms.label_smoothing:
+        parts.append(values.sum(dim=1, keepdim=True) / shard.size)
     values.exp_()
-    both = communicator.sum(torch.cat([values.sum(dim=1, keepdim=True), at_target], dim=1))
-    total, at_target = both.split(1, dim=1)
-    return total.log() - at_target, total
+    total, at_target, *mean = shard.communicator.sum(torch.cat([values.sum(dim=1, keepdim=True), *parts], dim=1)).split(
+        1, dim=1
+    )
+    above = total.log()  # logsumexp, relative to the highest logit as the others are
+    return terms.losses(above, highest, at_target, mean[0] if mean else None), total, above + highest
 
 
 class _CopyIn(torch.autograd.Function):
@@ -145,15 +154,16 @@ class _Gather(torch.autograd.Function):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard, terms: TokenLoss) -> Tensor:
         columns, own = (part[:, None] for part in shard.locate_targets(targets))
         values = logits.clone()
-        losses, total = exp_and_losses(values, columns, own, shard.communicator)
-        ctx.save_for_backward(values.div_(total), columns, own)
+        losses, total, log_total = exp_and_losses(values, columns, own, shard, terms)
+        ctx.save_for_backward(values.div_(total), log_total, columns, own)
+        ctx.terms, ctx.size = terms, shard.size
         return losses[:, 0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        shares, columns, own = ctx.saved_tensors
-        slope = shares.scatter_add(1, columns, -own.to(shares.dtype))
-        return slope * grads[0][:, None], None, None
+        shares, log_total, columns, own = ctx.saved_tensors
+        slope = ctx.terms.slope(shares.clone(), log_total, columns, own, ctx.size)
+        return slope * grads[0][:, None], None, None, None

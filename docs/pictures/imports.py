@@ -52,6 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "channel_groups",
                 "batch_transform",
                 "distillation",
+                "token_loss",
                 "recompute",
                 "attention/",
             ),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead, summed_loss, token_losses_and_hits
 
 pytestmark = [
@@ -28,14 +29,20 @@ def make(dtype: torch.dtype) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kernel", ["rows", "compiled", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_is_the_plain_loss(kernel, dtype):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("terms", [PLAIN, TokenLoss(1e-2, 0.1)], ids=str)
+def test_a_kernel_is_the_plain_loss(kernel, dtype, softcap, terms):
     if kernel == "liger" and importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("liger-kernel is not installed")
     head, hidden, targets = make(dtype)
-    plain = F.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    logits = head(hidden).float()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    options = {"ignore_index": IGNORE_INDEX, "reduction": "sum", "label_smoothing": terms.label_smoothing}
+    plain = F.cross_entropy(logits, targets, **options)
+    plain = plain + terms.z_loss * logits.logsumexp(1)[targets != IGNORE_INDEX].square().sum()
     wanted = torch.autograd.grad(plain, [hidden, head.weight])
     for chunk in (None, 100):
-        loss = summed_loss(VocabularyHead(head), hidden, targets, chunk, kernel=kernel)
+        loss = summed_loss(VocabularyHead(head, softcap=softcap), hidden, targets, chunk, kernel=kernel, terms=terms)
         found = torch.autograd.grad(loss, [hidden, head.weight])
         assert loss.item() == pytest.approx(plain.item(), rel=1e-3 if dtype == torch.bfloat16 else 1e-5)
         for one, other in zip(found, wanted, strict=True):

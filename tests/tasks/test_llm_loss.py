@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
+from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm import vocabulary_loss
 from dlo_tasks.llm.vocabulary_loss import (
     IGNORE_INDEX,
@@ -410,10 +411,12 @@ def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_the_compiled_kernel_is_the_loss() -> None:
+@pytest.mark.parametrize("terms", [PLAIN, TokenLoss(z_loss=0.03, label_smoothing=0.2)], ids=str)
+def test_the_compiled_kernel_is_the_loss(terms: TokenLoss) -> None:
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection, softcap=2.0)
-    expected, found = full_logits_loss(head, hidden, targets), summed_loss(head, hidden, targets, 8, kernel="compiled")
+    expected = full_logits_loss(head, hidden, targets, terms)
+    found = summed_loss(head, hidden, targets, 8, kernel="compiled", terms=terms)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     wanted = gradients(expected, hidden, projection.weight)
     for one, other in zip(gradients(found, hidden, projection.weight), wanted, strict=True):

@@ -24,6 +24,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.token_loss import TokenLoss
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import log_text
 from dlo_tasks import optim
@@ -85,6 +86,10 @@ class CausalLM(Task):
         recompute: Whether to keep only the blocks' inputs for backward, and to recompute all other activations.
         loss_kernel: Implementation of the loss over the vocabulary: `torch`, torch's operations; `compiled`, the same
             with everything but the matrix products in one kernel of torch.compile; `liger`, Liger Kernel, on a GPU.
+        z_loss: Factor of the squared logarithm of the softmax's normaliser in the training loss; PaLM uses 1e-4.
+        label_smoothing: Probability that the training loss spreads evenly over the vocabulary.
+        logit_softcap: Soft bound `c` of the logits, `c * tanh(logits / c)`, in training, metrics and generation; by
+            default that of the model's config (Gemma 2: 30).
         optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; in dlo's list: `adamw8bit`,
             `soap`, `adamw_schedulefree`...; or of a class under `plugins:`, or the path of a class.
         lr: Base learning rate, for the global batch, or with `lr_scaling` for its reference batch.
@@ -121,6 +126,9 @@ class CausalLM(Task):
         freeze: list[str] | None = None,
         recompute: bool = False,
         loss_kernel: vocabulary_loss.UserKernel = "torch",
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        logit_softcap: float | None = None,
         optimizer: str = "adamw",
         lr: float = 3e-4,
         weight_decay: float = 0.1,
@@ -157,7 +165,9 @@ class CausalLM(Task):
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
         self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
         vocabulary_loss.check_kernel(loss_kernel)
-        self.loss_kernel = loss_kernel
+        self.loss_kernel, self.logit_softcap = loss_kernel, logit_softcap
+        self.token_loss = TokenLoss(z_loss, label_smoothing)
+        language_models.check_softcap(logit_softcap, self.config)
         self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
         self.lr, self.weight_decay, self.schedule = lr, weight_decay, schedule
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
@@ -333,8 +343,8 @@ class CausalLM(Task):
     def head(self) -> vocabulary_loss.VocabularyHead:
         """Head that turns the outputs of :meth:`forward` into logits; the identity where they are logits already."""
         if not self._traits.has_linear_head:
-            return vocabulary_loss.VocabularyHead(nn.Identity())
-        return language_models.find_head(self.model)  # type: ignore[arg-type]
+            return vocabulary_loss.VocabularyHead(nn.Identity(), softcap=self.logit_softcap)
+        return language_models.find_head(self.model, self.logit_softcap)  # type: ignore[arg-type]
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
         """Returns a batch of one row, as long as the data's windows."""
@@ -395,7 +405,7 @@ class CausalLM(Task):
         return language_models.find_base_model(self.model) if self._traits.has_linear_head else self.model  # type: ignore[arg-type]
 
     def loss(self, outputs: Tensor | tuple[Tensor, Tensor], batch: Any) -> Tensor:
-        """Returns this micro-batch's part of the mean cross-entropy over all tokens of the optimizer step, a scalar.
+        """Returns this micro-batch's part of the mean loss over all tokens of the optimizer step, a scalar.
 
         Lightning divides the loss by the number of micro-batches, and strategies average over ranks. Both divisions are
         undone here, because the sum is divided by the tokens of the step. The load-balancing loss is added per token.
@@ -405,7 +415,7 @@ class CausalLM(Task):
         count = batch_counts.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
         total = vocabulary_loss.summed_loss(
-            self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel
+            self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel, terms=self.token_loss
         )
         if balance is not None:
             total = total + balance * (labels != vocabulary_loss.IGNORE_INDEX).sum()
@@ -464,7 +474,7 @@ class CausalLM(Task):
         ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
         sampling = Sampling(max_new_tokens, temperature)
         draws = completions.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
-        written = complete_ids(self.model, ids, mask, sampling, self.tokenizer, self._together, draws)  # type: ignore[arg-type]
+        written = self._complete_ids(ids, mask, sampling, draws)
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
         return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
 
@@ -504,7 +514,14 @@ class CausalLM(Task):
         super().validation_step(batch, batch_idx)
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
             with self._whole_sequences():
-                self.samples = complete_texts(self.model, self.prompts, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+                model: Any = self.model
+                self.samples = complete_texts(
+                    model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap
+                )
+
+    def _complete_ids(self, ids: Tensor, mask: Tensor, sampling: Sampling, draws: Tensor | None = None) -> Tensor:
+        model: Any = self.model
+        return complete_ids(model, ids, mask, sampling, self.tokenizer, self._together, draws, self.logit_softcap)
 
     @property
     def _together(self) -> bool:
@@ -528,7 +545,7 @@ class CausalLM(Task):
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
         with self._whole_sequences():
-            written = complete_ids(self.model, ids, mask, self.sampling, self.tokenizer, self._together)  # type: ignore[arg-type]
+            written = self._complete_ids(ids, mask, self.sampling)
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
         found: list[dict[str, Any]] = []
         for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
 from dlo_framework.errors import DloError
@@ -23,7 +24,8 @@ def describe(task: Any) -> dict[str, Any]:
 
     Returns:
         Dict of `plugin`, the task's name; `config` and `generation_config`, JSON; `tokenizer`, its files' names and
-        texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial weights.
+        texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial weights;
+        `logit_softcap`, the soft bound of the logits that transformers' model lacks, or None.
     """
     generation = getattr(task.model, "generation_config", None)
     return {
@@ -33,6 +35,7 @@ def describe(task: Any) -> dict[str, Any]:
         "tokenizer": {} if task.tokenizer is None else tokenizer_files(task.tokenizer),
         "lora": None if task.lora is None else vars(task.lora).copy(),
         "base": task.model_name,
+        "logit_softcap": task.logit_softcap,
     }
 
 
@@ -70,6 +73,11 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
         raise DloError(f"output folder must be new or empty, got {folder}; remove it, or choose another")
     model = _model(checkpoint, about, dtype)
     lora = None if about["lora"] is None else Lora(**about["lora"])
+    if about.get("logit_softcap") is not None:
+        rank_zero_warn(
+            f"transformers' {type(model).__name__} does not bound its logits, got logit_softcap"
+            f" {about['logit_softcap']}: its most probable tokens are the same, its probabilities are not"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in about["tokenizer"].items():
         path = _below(folder, name)

@@ -71,6 +71,7 @@ def complete_ids(
     tokenizer: Any,
     together: bool,
     draws: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Returns the model's completions of prompts, `[B, T]`; rows that end early are padded.
 
@@ -86,6 +87,7 @@ def complete_ids(
             because its weights are gathered from all ranks. All ranks must then call this, each with its own prompts.
         draws: Random number in [0, 1) of each row and new token, `[B, max_new_tokens]`, from which tokens are drawn
             with `sampling.temperature`, in place of `sampling.seed`, `top_k` and `top_p`.
+        softcap: Soft bound of the logits that the model does not apply by itself.
 
     Raises:
         DloError: If the model has too few positions for these tokens.
@@ -102,7 +104,9 @@ def complete_ids(
         pad_token_id=pad if pad is not None else ends[0] if ends else 0,
         **(_drawing(sampling) if draws is None else {}),
     )
-    processors = [] if draws is None else [DrawnTokens(draws, sampling.temperature, input_ids.shape[1])]
+    processors: list[Any] = [] if softcap is None else [SoftcappedLogits(softcap)]
+    if draws is not None:
+        processors.append(DrawnTokens(draws, sampling.temperature, input_ids.shape[1]))
     devices = [model.device] if model.device.type == "cuda" else []
     was_training = model.training
     model.eval()
@@ -119,6 +123,17 @@ def complete_ids(
         )
     model.train(was_training)
     return written[:, input_ids.shape[1] :]
+
+
+class SoftcappedLogits:
+    """Logits processor of transformers that bounds the logits softly, as the loss does."""
+
+    def __init__(self, softcap: float) -> None:
+        self.softcap = softcap
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the logits `c * tanh(scores / c)`, `[B, V]`."""
+        return self.softcap * torch.tanh(scores / self.softcap)
 
 
 class DrawnTokens:
@@ -172,7 +187,12 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
 
 
 def complete_texts(
-    model: PreTrainedModel, prompts: Sequence[str], sampling: Sampling, tokenizer: Any, together: bool
+    model: PreTrainedModel,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    tokenizer: Any,
+    together: bool,
+    softcap: float | None = None,
 ) -> list[str]:
     """Returns the completion of each prompt, as text; for the arguments see :func:`complete_ids`.
 
@@ -185,7 +205,7 @@ def complete_texts(
         raise DloError(f"prompts must have at least one token each, got {empty!r}; write at least one character")
     pad = tokenizer.pad_token_id
     ids, mask = pad_left(rows, 0 if pad is None else pad, model.device)
-    written = complete_ids(model, ids, mask, sampling, tokenizer, together)
+    written = complete_ids(model, ids, mask, sampling, tokenizer, together, None, softcap)
     return [str(text) for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
 
 

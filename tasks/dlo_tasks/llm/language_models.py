@@ -268,13 +268,40 @@ def recomputed_layers(model: PreTrainedModel) -> list[nn.Module]:
     return marked or list(find_blocks(model)[1])
 
 
-def find_head(model: PreTrainedModel) -> VocabularyHead:
-    """Returns the head that turns the base model's hidden states into logits."""
+def find_head(model: PreTrainedModel, softcap: float | None = None) -> VocabularyHead:
+    """Returns the head that turns the base model's hidden states into logits.
+
+    Args:
+        model: Model.
+        softcap: Soft bound of the logits; None for that of the model's config.
+    """
     config = text_config(model.config)
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return VocabularyHead(model.get_output_embeddings(), scale, softcap)  # Gemma 2; RecurrentGemma
+    return VocabularyHead(model.get_output_embeddings(), scale, softcap or _own_softcap(config))
+
+
+def _own_softcap(config: Any) -> float | None:
+    found = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return None if found is None else float(found)  # Gemma 2; RecurrentGemma
+
+
+def check_softcap(softcap: float | None, config: PretrainedConfig) -> None:
+    """Checks a soft bound of the logits, which the model must not have by itself.
+
+    Raises:
+        DloError: If it is not positive, or the model's config has one.
+    """
+    if softcap is None:
+        return
+    if not 0 < softcap < float("inf"):
+        raise DloError(f"logit_softcap must be above 0, got {softcap}; 15 to 50 are usual, and null leaves it out")
+    own = _own_softcap(text_config(config))
+    if own is not None:
+        raise DloError(
+            f"logit_softcap must be unset for a model whose config has one, got {softcap} and {own} of"
+            f" {config.model_type}; set it under config: {{final_logit_softcapping: {softcap}}}"
+        )
 
 
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:

@@ -125,6 +125,9 @@ class PreferenceLM(CausalLM):
                 raise DloError(f"{name} must not be negative, got {value}; 1.0 is the default")
         if self.loss_kernel != "torch":
             raise DloError(f"loss_kernel must be torch for PreferenceLM, got {self.loss_kernel}; leave it out")
+        for name, value in vars(self.token_loss).items():
+            if value:
+                raise DloError(f"{name} must be 0 for PreferenceLM, got {value}; leave it out")
         self.objective, self.gamma = objective, gamma
         self.beta = DEFAULT_BETA[objective] if beta is None else beta
         self.weights = (desirable_weight, undesirable_weight)

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses, shard_of
 from dlo_framework.errors import DloError
+from dlo_framework.token_loss import PLAIN, TokenLoss
 
 #: Label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -75,15 +76,22 @@ class VocabularyHead:
         """
         return self._bent(self.module(hidden))
 
-    def summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of the cross-entropies of tokens that have a target, from all their logits at once.
+    def summed(self, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
+        """Returns the sum of the losses of tokens that have a target, from all their logits at once.
 
         Where the vocabulary is split, pass `hidden` through :meth:`VocabularyShard.enter` first; no rank computes all
         logits.
         """
         if self.shard is None:
-            return F.cross_entropy(self.logits(hidden), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        losses = self.shard.cross_entropy(self.own_logits(hidden), targets)
+            logits = self.logits(hidden)
+            total = F.cross_entropy(
+                *(logits, targets), ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=terms.label_smoothing
+            )
+            if terms.z_loss:
+                squares = torch.logsumexp(logits, dim=1).square()
+                total = total + terms.z_loss * squares.masked_fill(targets == IGNORE_INDEX, 0).sum()
+            return total
+        losses = self.shard.cross_entropy(self.own_logits(hidden), targets, terms)
         return losses.masked_fill(targets == IGNORE_INDEX, 0).sum()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
@@ -148,8 +156,9 @@ def summed_loss(
     chunk: int | None = None,
     count: int | None = None,
     kernel: Kernel | None = None,
+    terms: TokenLoss = PLAIN,
 ) -> Tensor:
-    """Returns the sum of the tokens' cross-entropies, a scalar in float32; 0 without targets.
+    """Returns the sum of the tokens' losses, a scalar in float32; 0 without targets.
 
     A head that is gathered on use is called once, with all tokens: ranks may have different numbers of targets, and
     all ranks must call it equally often.
@@ -162,15 +171,16 @@ def summed_loss(
         count: Number of targets, if known. Otherwise a CPU counts them, and an accelerator computes the logits of all
             tokens, because reading the number would wait for the device.
         kernel: Implementation; by default that of the device.
+        terms: Terms beside the cross-entropy.
 
     Raises:
         DloError: If the kernel does not support this head.
     """
     _check_head(head, kernel)
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
-        return head.summed(hidden, targets)
+        return head.summed(hidden, targets, terms)
     if head.is_gathered:
-        return full_logits_loss(head, hidden, targets)
+        return full_logits_loss(head, hidden, targets, terms)
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
@@ -179,15 +189,17 @@ def summed_loss(
         linear: Any = head.module
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         if kernel == "liger":
-            return _by_liger(linear, hidden, targets, head.softcap)
+            return _by_liger(linear, hidden, targets, head.softcap, terms)
         complete = kernel == "columns" or count == len(targets)
         found: Tensor = _LinearCrossEntropy.apply(
             *(hidden, linear.weight, linear.bias, targets, head.softcap, dtype),
-            *(chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel), head.shard, kernel, complete),
+            *(chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel), head.shard, kernel, complete, terms),
         )
         return found
     rows = chunk or (CHUNK_TOKENS if kernel == "columns" else chunk_tokens(head_width(head), len(targets), kernel))
-    losses = [checkpoint(_chunk_loss, head, h, t, use_reentrant=False) for h, t in _chunks(hidden, targets, rows)]
+    losses = [
+        checkpoint(_chunk_loss, head, h, t, terms, use_reentrant=False) for h, t in _chunks(hidden, targets, rows)
+    ]
     return torch.stack(losses).sum() if losses else hidden.float().sum()
 
 
@@ -271,8 +283,8 @@ class _Rows(torch.autograd.Function):
         return grads[0].new_zeros(ctx.count, *grads[0].shape[1:]).index_copy_(0, rows, grads[0]), None
 
 
-def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
-    return head.summed(hidden, targets)
+def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, terms: TokenLoss) -> Tensor:
+    return head.summed(hidden, targets, terms)
 
 
 def chunk_tokens(vocabulary: int, tokens: int, kernel: Kernel) -> int:
@@ -320,6 +332,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard | None,
         kernel: Kernel,
         complete: bool,
+        terms: TokenLoss,
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
@@ -338,11 +351,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits = project_rows(h, parts.weight, bias, buffer[: len(h)])
                     t = t if ignored is None else t.clamp(min=0)
                 if kernel == "compiled":
-                    losses, slope = _compiled()(logits, t, softcap, need_slope=parts.wanted)
+                    losses, slope = _compiled()(logits, t, softcap, terms, need_slope=parts.wanted)
                 elif kernel == "columns" or softcap is not None or shard is not None:
-                    losses, slope = losses_and_slope(logits, t, softcap, shard, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
                 else:
-                    losses, slope = losses_and_slope_of_rows(logits, t, need_slope=parts.wanted)
+                    losses, slope = losses_and_slope_of_rows(logits, t, terms, need_slope=parts.wanted)
                 total += (losses if ignored is None else losses.masked_fill_(ignored, 0)).sum()
                 if slope is not None:
                     parts.add(start, h, slope, ignored)
@@ -356,7 +369,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "backward of the loss over the vocabulary must run once, got a second call; compute the loss again"
             )
-        return (*parts.scaled(grads[0]), *(None,) * 7)
+        return (*parts.scaled(grads[0]), *(None,) * 8)
 
 
 class HeadGradients:
@@ -446,6 +459,7 @@ def losses_and_slope(
     targets: Tensor,
     softcap: float | None,
     shard: VocabularyShard | None = None,
+    terms: TokenLoss = PLAIN,
     *,
     need_slope: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -456,6 +470,7 @@ def losses_and_slope(
         targets: Target ids, `[n, 1]`.
         softcap: Soft bound of the logits; see :class:`VocabularyHead`.
         shard: Shard of the vocabulary that the logits cover, `[n, v]`; None for the full vocabulary.
+        terms: Terms beside the cross-entropy.
         need_slope: Whether to compute the gradient.
     """
     dtype = logits.dtype
@@ -466,48 +481,71 @@ def losses_and_slope(
         bent = 1 - values.square() if need_slope else None  # the slope of cap * tanh(x / cap)
         values = values.mul_(softcap)
     if shard is None:
-        columns, own = targets, None
+        columns, own, size = targets, None, values.shape[1]
         highest = values.amax(dim=1, keepdim=True)
+        values = values.sub_(highest)
         at_target = values.gather(1, columns)
-        values = values.sub_(highest).exp_()
-        total = values.sum(dim=1, keepdim=True)
-        losses = total.log() + highest - at_target
+        mean = values.mean(dim=1, keepdim=True) if terms.label_smoothing else None
+        total = values.exp_().sum(dim=1, keepdim=True)
+        above = total.log()
+        losses, log_total = terms.losses(above, highest, at_target, mean), above + highest
     else:
+        size = shard.size
         columns, own = shard.locate_targets(targets)
-        losses, total = exp_and_losses(values, columns, own, shard.communicator)
+        losses, total, log_total = exp_and_losses(values, columns, own, shard, terms)
     if not need_slope:
         return losses, None
-    values = values.div_(total)
-    values.scatter_(1, columns, values.gather(1, columns) - (1 if own is None else own.to(values.dtype)))
+    values = terms.slope(values.div_(total), log_total, columns, own, size)
     if bent is not None:
         values = values.mul_(bent)
     return losses, values if values.dtype == dtype else logits.copy_(values)
 
 
-def losses_and_slope_of_rows(logits: Tensor, targets: Tensor, *, need_slope: bool) -> tuple[Tensor, Tensor | None]:
+def losses_and_slope_of_rows(
+    logits: Tensor, targets: Tensor, terms: TokenLoss = PLAIN, *, need_slope: bool
+) -> tuple[Tensor, Tensor | None]:
     """Computes the same with few kernels, each of which passes once over the logits `[n, V]`."""
     log_shares = torch.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
     at_target = log_shares.gather(1, targets)
+    losses = -at_target
+    if terms.label_smoothing:
+        losses = losses + terms.label_smoothing * (at_target - log_shares.mean(dim=1, keepdim=True))
+    log_total = logits.gather(1, targets).to(at_target.dtype) - at_target if terms.z_loss else at_target
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_total.square()
     if not need_slope:
-        return -at_target, None
-    slope = torch.exp(log_shares, out=logits)
-    return -at_target, slope.scatter_(1, targets, (at_target.exp() - 1).to(slope.dtype))
+        return losses, None
+    if terms.is_plain:
+        slope = torch.exp(log_shares, out=logits)
+        return losses, slope.scatter_(1, targets, (at_target.exp() - 1).to(slope.dtype))
+    return losses, logits.copy_(terms.slope(log_shares.exp_(), log_total, targets, None, logits.shape[1]))
 
 
 def _fusible(
-    logits: Tensor, targets: Tensor, softcap: float | None, *, need_slope: bool
+    logits: Tensor, targets: Tensor, softcap: float | None, terms: TokenLoss, *, need_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the same with operations that a compiler can fuse into one kernel; overwrites nothing."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     bent = None if softcap is None else torch.tanh(values / softcap)
     if softcap is not None and bent is not None:
         values = softcap * bent
+    smoothing, size = terms.label_smoothing, logits.shape[1]
     total = torch.logsumexp(values, dim=1, keepdim=True)
-    losses = total - values.gather(1, targets)
+    at_target = values.gather(1, targets)
+    losses = total - at_target
+    if smoothing:
+        losses = losses + smoothing * (at_target - values.mean(dim=1, keepdim=True))
+    if terms.z_loss:
+        losses = losses + terms.z_loss * total.square()
     if not need_slope:
         return losses, None
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets
-    slope = torch.exp(values - total) - is_target.to(values.dtype)
+    is_target = torch.arange(size, device=logits.device) == targets
+    shares = torch.exp(values - total)
+    if terms.z_loss:
+        shares = shares * (1 + 2 * terms.z_loss * total)
+    slope = shares - (1 - smoothing) * is_target.to(values.dtype)
+    if smoothing:
+        slope = slope - smoothing / size
     return losses, (slope if bent is None else slope * (1 - bent.square())).to(logits.dtype)
 
 
@@ -516,17 +554,22 @@ def _compiled() -> Any:
     return torch.compile(_fusible)
 
 
-def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | None, terms: TokenLoss = PLAIN) -> Tensor:
     """Returns the loss of Liger Kernel (0.8), which waits for the device to read the number of targets."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE_INDEX, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        softcap=softcap,
+        accum_dtype=torch.float32,
+        lse_square_scale=terms.z_loss,
+        label_smoothing=terms.label_smoothing,
     )
     found: Tensor = loss(linear.weight, hidden, targets, linear.bias)
     return found
 
 
-def full_logits_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor) -> Tensor:
+def full_logits_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
     """Returns the result of :func:`summed_loss`, computed from the logits of all tokens at once."""
-    return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets)
+    return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets, terms)
