@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.control_group import control_group
@@ -125,6 +126,11 @@ class PreferenceLM(CausalLM):
                 raise DloError(f"{name} must not be negative, got {value}; 1.0 is the default")
         if self.loss_kernel != "torch":
             raise DloError(f"loss_kernel must be torch for PreferenceLM, got {self.loss_kernel}; leave it out")
+        if isinstance(self.attention, Attention) and self.attention.mask is not None and self.attention.mask.prefix:
+            raise DloError(
+                "attention.mask must be causal for PreferenceLM, whose answers are scored by all of their tokens, got"
+                " Prefix; choose another pattern"
+            )
         self.objective, self.gamma = objective, gamma
         self.beta = DEFAULT_BETA[objective] if beta is None else beta
         self.weights = (desirable_weight, undesirable_weight)
