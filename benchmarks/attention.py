@@ -13,8 +13,8 @@ DeepSpeed's sparse attention is not among them: its kernels need Triton 1 and a 
 states sequences up to 10 times longer, and up to 6 times faster, at comparable accuracy (deepspeed.ai, September
 2020).
 
-Memory is the peak that a call adds to the resident set, in a process per contestant; on a GPU, to allocated memory. Time
-is the CPU time of the process with one thread, or the GPU's own time.
+Memory is the peak that a call adds to the resident set, in a process per contestant; on a GPU, to allocated memory.
+Time is the CPU time of the process with one thread, or the GPU's own time.
 
 Run: ``python benchmarks/attention.py [--lengths 2048 4096 8192] [--window 512] [--device cuda]``
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.attention.attention_mask import AttentionMask
 from dlo_framework.attention.sparsity_patterns import SparsityPattern, pattern_from_settings
@@ -14,7 +14,6 @@ from dlo_framework.errors import DloError, did_you_mean
 
 KernelChoice = Literal["auto", "blocks", "flex", "sdpa", "flash", "cudnn", "varlen", "eager"]
 
-_log = logging.getLogger(__name__)
 #: Kernels that compute a sparse mask.
 _SPARSE = ("blocks", "flex", "sdpa")
 #: Compute capabilities from which FlashAttention-2 and cuDNN's attention run.
@@ -131,7 +130,7 @@ def _check_kernel(name: str, device: torch.device, dtype: torch.dtype, *, dropou
 
 
 def log_choice(kernel: Kernel, mask: AttentionMask | None, length: int | None = None) -> None:
-    """Logs the kernel, the reason and the mask; the caller does so once a run, on one rank.
+    """Logs the kernel, the reason and the mask, on the first rank; the caller does so once a run.
 
     Args:
         kernel: Chosen kernel.
@@ -141,4 +140,4 @@ def log_choice(kernel: Kernel, mask: AttentionMask | None, length: int | None = 
     what = "" if mask is None else f"; mask {mask.pattern}"
     if mask is not None and length:
         what += f", {mask.density(length):.0%} of the blocks of {length} positions"
-    _log.info("attention: %s, because %s%s", kernel.name, kernel.reason, what)
+    rank_zero_info(f"attention: {kernel.name}, because {kernel.reason}{what}")

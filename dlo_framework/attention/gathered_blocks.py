@@ -1,7 +1,7 @@
 """Block-sparse attention by gathered blocks: each block of queries attends to a copy of the key blocks that it sees.
 
 The copies of a group of rows go through one batched ``scaled_dot_product_attention`` with a mask of positions. Time and
-memory are O(L w) for L positions that see w keys each; there is no kernel to compile, so that it runs on any device.
+memory are O(L w) for L positions that see w keys each. Nothing is compiled, so that it runs on any device.
 
 Shapes: B rows, H heads of queries, K heads of keys and values, L positions, D and E widths, N blocks of b positions, R
 block rows of a group that see C blocks each, h layouts (1 or H).

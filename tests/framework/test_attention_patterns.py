@@ -24,7 +24,7 @@ from dlo_framework.attention import (
 )
 from dlo_framework.attention.attention_mask import LocalHeads
 from dlo_framework.attention.attention_options import choose_kernel
-from dlo_framework.attention.flex_blocks import attend_flex, flex_mask
+from dlo_framework.attention.flex_blocks import flex_mask
 from dlo_framework.attention.gathered_blocks import attend_blocks
 from dlo_framework.attention.masked_attention import masked_attention
 from dlo_framework.errors import DloError
@@ -249,15 +249,3 @@ def test_patterns_are_rebuilt_from_their_settings():
     before = random.getstate()
     BigBird().layout(2, 9)
     assert random.getstate() == before, "the layout draws from numbers of its own"
-
-
-@pytest.mark.gpu
-def test_flex_on_a_gpu_equals_attention_with_the_dense_mask():
-    for pattern in SOME:
-        mask = AttentionMask(pattern, causal=True, num_heads=HEADS)
-        inputs = [torch.randn(2, HEADS, 512, 64, device="cuda", requires_grad=True) for _ in range(3)]
-        outs = attend_flex(*inputs, mask), attend_blocks(*inputs, mask)
-        torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
-        grads = [torch.autograd.grad(out.square().sum(), inputs) for out in outs]
-        for one, other in zip(*grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)

@@ -17,6 +17,7 @@ from dlo_framework.attention import (
     VariableSparsity,
 )
 from dlo_framework.errors import DloError
+from dlo_tasks.llm import sparse_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 
 LENGTH, HEADS = 60, 4
@@ -186,6 +187,19 @@ def test_dropout_of_weights_is_drawn_by_the_block_kernel():
     assert not torch.equal(task(**inputs), task(**inputs))
     task.eval()
     assert torch.equal(task(**inputs), task(**inputs))
+
+
+def test_the_run_logs_what_computes_attention_and_why(caplog):
+    task = make_task(option=Attention(mask=BSLongformer(8)))
+    kernel = sparse_attention.install(task.model, task.attention, torch.device("cpu"))
+    with caplog.at_level("INFO"):
+        sparse_attention.log_kernel(task.model, task.attention, kernel, LENGTH)
+        sparse_attention.log_kernel(make_task().model, None, None, LENGTH)
+    first, second = [record.message for record in caplog.records if record.message.startswith("attention: ")]
+    assert first.startswith("attention: blocks, because FlexAttention does not train on cpu")
+    assert "mask BSLongformer(block=8" in first
+    assert "% of the blocks of 60 positions" in first
+    assert second.startswith("attention: sdpa, because torch's scaled_dot_product_attention")
 
 
 REFUSED = {

@@ -91,7 +91,7 @@ def masked_vision_model(model: nn.Module, option: Attention | None, device: torc
         device: Device of the run; None if the model will not run, so that no kernel is chosen.
 
     Raises:
-        DloError: If the model has no attention of timm's common class, or the kernel does not run on the device.
+        DloError: If the model's attention is not timm's common class, or the kernel does not run on the device.
     """
     if option is None or (option.mask is None and option.kernel == "auto"):
         return None
