@@ -53,6 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "batch_transform",
                 "distillation",
                 "token_loss",
+                "four_bit_linear",
                 "recompute",
                 "attention/",
             ),
