@@ -22,6 +22,9 @@ class AccumulationTail(Callback):
     gradient up.
     """
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(self) -> None:
         self._size = 1
         self._window: AccumulationWindow | None = None

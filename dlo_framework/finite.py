@@ -33,6 +33,9 @@ class FiniteLoss(Callback):
         max_skipped: Number of skipped steps in a row that ends the run, with ``skip``.
     """
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(self, on_nan: Literal["stop", "skip", "ignore"] = "stop", max_skipped: int = 10) -> None:
         if on_nan not in ("stop", "skip", "ignore"):
             raise DloError(f"FiniteLoss: on_nan must be stop, skip or ignore, got {on_nan!r}")

@@ -120,6 +120,9 @@ class Recorder(Callback):
         nudge: Seed of a change of each weight by one unit in the last place, before the first step; 0 for none.
     """
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(self, nudge: int = 0) -> None:
         self.record = Record()
         self.nudge = nudge
@@ -152,7 +155,9 @@ class Recorder(Callback):
         self._random = list(leaves(random_state()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Records the gradient norm."""
+        """Records the gradient norm, unless backward has stepped the gradients."""
+        if contract_of(trainer.strategy).drops_gradients:
+            return
         norm = gradient_norm(trainer, optimizer)
         if norm is not None:
             self._squares.append(float(norm) ** 2)

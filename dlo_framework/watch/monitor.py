@@ -50,6 +50,9 @@ class RunMonitor(Callback):
             shape of samples.
     """
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(self, gradient_norm: bool = True, flops: bool = True) -> None:
         self.gradient_norm = gradient_norm
         self.latest: dict[str, float] = {}

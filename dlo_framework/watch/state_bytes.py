@@ -89,6 +89,9 @@ class StateReport(Callback):
         formula: Bytes by the ZeRO paper's formula for the strategy; None for a strategy without a stage.
     """
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(self) -> None:
         self.found: StateBytes | None = None
         self.formula: StateBytes | None = None

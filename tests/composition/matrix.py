@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer, seed_everything
 from PIL import Image
 from torch import Tensor
 
+from dlo_framework.attention import Attention, SlidingWindow
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
@@ -41,6 +42,7 @@ from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.prune import Prune
@@ -92,7 +94,7 @@ class With:
         alone: whether one process can have it too; else it is compared with one that has nothing beside it.
         rtol: of losses and norms; weights are compared where it is that of single precision.
         model_args: further arguments of the images' model.
-        optimizer: further arguments of the task's optimizer.
+        task_args: further arguments of the task.
         joint: whether ranks have the gradients of all; else each has its own, whose norms are not compared.
     """
 
@@ -104,7 +106,7 @@ class With:
     alone: bool = True
     rtol: float = 1e-5
     model_args: tuple[tuple[str, Any], ...] = ()
-    optimizer: tuple[tuple[str, Any], ...] = ()
+    task_args: tuple[tuple[str, Any], ...] = ()
     joint: bool = True
 
 
@@ -114,7 +116,7 @@ def pictures(folder: Path, what: With) -> tuple[Any, Any]:
         data = ImageFolderData(root=str(folder / "photos"), image_size=16, batch_size=what.batch_size, num_workers=0)
     classes = 2 if what.photographs else 10
     args = VIT | dict(what.model_args)
-    options = _OPTIMIZER | dict(what.optimizer)
+    options = _OPTIMIZER | dict(what.task_args)
     return ImageClassifier("vit_tiny_patch16_224", model_args=args, num_classes=classes, **options), data
 
 
@@ -127,7 +129,7 @@ def words(folder: Path, what: With) -> tuple[Any, Any]:
         vocab_size=320,
         corpus_bytes=60_000,
     )
-    return CausalLM(config=dict(LLAMA), **(_OPTIMIZER | dict(what.optimizer))), data
+    return CausalLM(config=dict(LLAMA), **(_OPTIMIZER | dict(what.task_args))), data
 
 
 TASKS: dict[str, Callable[[Path, With], tuple[Any, Any]]] = {"ImageClassifier": pictures, "CausalLM": words}
@@ -155,6 +157,8 @@ def text_teacher() -> CausalLM:
 BESIDE: dict[str, With] = {
     "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
     "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
+    "adamw_schedulefree": With(task_args=(("optimizer", "adamw_schedulefree"),)),
+    "attention, a sparse mask": With(task_args=(("attention", Attention("blocks", SlidingWindow(8, block=4))),)),
     "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
     "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
     "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
@@ -163,7 +167,7 @@ BESIDE: dict[str, With] = {
     # The ranks' mean after each step: plain SGD on all samples. Another period has no like in one process.
     "DiLoCo": With(
         lambda: [DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)],
-        optimizer=(("optimizer", "momentum"), ("optimizer_args", {"momentum": 0.0})),
+        task_args=(("optimizer", "momentum"), ("optimizer_args", {"momentum": 0.0})),
         joint=False,
     ),
     "Distill": With(lambda: taught(image_teacher()), tasks=IMAGES),
@@ -179,6 +183,8 @@ BESIDE: dict[str, With] = {
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
+    # Backward has stepped the gradients: there is no norm to compare.
+    "OptimizerInBackward": With(lambda: [OptimizerInBackward()]),
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
     "Profile": With(lambda: [Profile(wait=1, warmup=1, active=2, formats=["memory"])]),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.errors import DloError
+from dlo_framework.finite import FiniteLoss
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.sharding.optimizer_probe import changed_settings, probe_optimizer
 
 _SELF = "OptimizerInBackward"
@@ -71,6 +71,8 @@ class OptimizerInBackward(Callback):
         DloError: If the Trainer, a callback, the optimizer or the strategy does not allow it.
     """
 
+    needs_gradients = False
+
     def __init__(self) -> None:
         self.steps = 0  # number of partial steps in this fit
         self._optimizer: Optimizer | None = None
@@ -101,13 +103,13 @@ class OptimizerInBackward(Callback):
         if pl_module.__class__.on_before_optimizer_step is not LightningModule.on_before_optimizer_step:
             _refuse_reader(type(pl_module).__name__)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
-            reads = any(
-                getattr(type(other), hook) is not getattr(Callback, hook)
-                for hook in ("on_before_optimizer_step", "on_after_backward")
-            )
-            if (reads and not isinstance(other, RunMonitor | OptimizerInBackward)) or type(
-                other
-            ).__name__ in _STEP_HOOKS:
+            if isinstance(other, FiniteLoss) and other.on_nan == "skip":
+                raise DloError(
+                    f"{_SELF}: on_nan of FiniteLoss must be stop or ignore, got skip, which would come after the step"
+                )
+            hooks = ("on_before_optimizer_step", "on_after_backward")
+            reads = any(getattr(type(other), hook) is not getattr(Callback, hook) for hook in hooks)
+            if (reads and getattr(other, "needs_gradients", True)) or type(other).__name__ in _STEP_HOOKS:
                 _refuse_reader(type(other).__name__)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

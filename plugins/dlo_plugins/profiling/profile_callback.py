@@ -70,6 +70,9 @@ class Profile(Callback):
     #: Why `dlo parity` trains without it.
     left_out_of_parity = "it observes steps and changes nothing in them"
 
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
     def __init__(
         self, wait: int = 5, warmup: int = 2, active: int = 3, repeat: int = 1, ranks: list[int] | None = None,
         formats: list[Format] | None = None, waits: bool = True, machine: str | None = None,
