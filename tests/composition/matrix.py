@@ -95,7 +95,7 @@ class With:
         rtol: of losses and norms; weights are compared where it is that of single precision.
         model_args: further arguments of the images' model.
         task_args: further arguments of the task.
-        joint: whether ranks have the gradients of all; else each has its own, whose norms are not compared.
+        joint: whether ranks have the gradients of all when the optimizer steps; else no norms are compared.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -184,7 +184,7 @@ BESIDE: dict[str, With] = {
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
     # Backward has stepped the gradients: there is no norm to compare.
-    "OptimizerInBackward": With(lambda: [OptimizerInBackward()]),
+    "OptimizerInBackward": With(lambda: [OptimizerInBackward()], joint=False),
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
     "Profile": With(lambda: [Profile(wait=1, warmup=1, active=2, formats=["memory"])]),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
@@ -351,7 +351,9 @@ def judge(name: str, ranks: list[Found], alone: Found) -> str:
     pairs = list(zip(both.steps, one.steps, strict=True))
     found = {
         "loss": max(_apart(mine.loss, theirs.loss) for mine, theirs in pairs),
-        "gradient norm": max(_apart(norm, theirs.norms[0]) for mine, theirs in pairs for norm in mine.norms),
+        "gradient norm": max(
+            (_apart(norm, theirs.norms[0]) for mine, theirs in pairs for norm in mine.norms), default=float("inf")
+        ),
         "validation": max(_apart(cell.measures.get(key), of) for cell in ranks for key, of in alone.measures.items()),
     }
     if name and not BESIDE[name].joint:

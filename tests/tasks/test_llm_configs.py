@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dlo_framework import attention
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
@@ -27,7 +28,7 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("curriculum", "distill", "dpo", "mesh", "mixture", "one_bit_adam", "quickstart")
+SMALL = ("curriculum", "distill", "dpo", "int8", "mesh", "mixture", "one_bit_adam", "quickstart", "sparse_attention")
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.
@@ -127,6 +128,10 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
     arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
+    if "attention" in given:
+        mask = given["attention"]["mask"]
+        pattern = getattr(attention, mask["class_path"])(**mask["init_args"])
+        arguments["attention"] = attention.Attention(given["attention"]["kernel"], pattern)
     CLASSES[config["model"]["class_path"]](**arguments).check(None)
     data = CLASSES[config["data"]["class_path"]](**config["data"]["init_args"])
     assert data.batch_size % config["trainer"].get("devices", 1) == 0
