@@ -45,7 +45,7 @@ class FourBitLinear(nn.Module):
     Args:
         in_features: Number of input features; a multiple of `block`.
         out_features: Number of output features.
-        bias: Bias, which stays as it is; None for none.
+        bias: Bias in full precision; None for none.
         kind: Kind of the levels.
         block: Number of input features that share a scale; even.
         dtype: Dtype of the weight before quantisation, and after :meth:`to_linear`.
