@@ -192,7 +192,7 @@ def test_dropout_of_weights_is_drawn_by_the_block_kernel():
 def test_the_run_logs_what_computes_attention_and_why(caplog):
     task = make_task(option=Attention(mask=BSLongformer(8)))
     kernel = sparse_attention.install(task.model, task.attention, torch.device("cpu"))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):  # Another test may have silenced it.
         sparse_attention.log_kernel(task.model, task.attention, kernel, LENGTH)
         sparse_attention.log_kernel(make_task().model, None, None, LENGTH)
     first, second = [record.message for record in caplog.records if record.message.startswith("attention: ")]
