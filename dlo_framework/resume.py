@@ -49,6 +49,7 @@ class ExactResume(Callback):
         }
         if "loops" in checkpoint:
             _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
+            _keep_next_validation(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores the random state, so that loaders that shuffle with it draw the same order.
@@ -230,6 +231,27 @@ def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
         if counts["processed"] == started and started > 0:
             counts["processed"] = started - 1
             counts["completed"] = min(counts["completed"], started - 1)
+
+
+def _keep_next_validation(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
+    """Corrects a checkpoint saved right before a validation, so that a resumed run begins with that validation.
+
+    A checkpoint saved in ``on_train_batch_end`` does not count the batch as completed. Lightning (2.6,
+    ``_TrainingEpochLoop.advance``) then takes the validation that follows as done: its metrics, the best checkpoint
+    and the hooks of the epoch's end would be missing from the run. The counters become those of a run that has
+    completed the batch and has started the validation.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    batches, validation = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_loop.val_loop.batch_progress"]
+    total = batches["total"]
+    in_batch_end = total["ready"] == total["processed"] == total["completed"] + 1
+    data = trainer.fit_loop._data_fetcher
+    if not in_batch_end or data is None or not trainer.enable_validation or not loop._should_check_val_fx(data):
+        return
+    for span in ("total", "current"):
+        batches[span]["completed"] = batches[span]["processed"]
+        validation[span] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    validation["is_last_batch"] = False
 
 
 def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:

@@ -136,14 +136,16 @@ class GracefulStop(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops at the end of an optimizer step, if requested."""
+        """Stops at the end of an optimizer step, if requested; after the last of `max_steps` the run ends by itself."""
         signum = self._agree() if self._group is not None else self._asked.signum
-        if signum and not mid_accumulation(trainer):
+        if signum and not mid_accumulation(trainer) and not _is_last(trainer):
             self._stop(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops after a validation, if requested during it; several ranks agree at their next step instead."""
-        if self._asked.signum and self._group is None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or _is_last(trainer):
+            return
+        if self._asked.signum and self._group is None:
             self._stop(trainer, self._asked.signum)
 
     def stop_aside(self) -> None:
@@ -202,6 +204,11 @@ class GracefulStop(Checkpoint):
         if self._alone is not None:
             self._alone.stop()
             self._alone = None
+
+
+def _is_last(trainer: Trainer) -> bool:
+    """Returns whether the last of `max_steps` is done: a run that resumed from here would end at once."""
+    return 0 <= trainer.max_steps <= trainer.global_step
 
 
 def _disable_sigterm_broadcast(trainer: Trainer) -> None:

@@ -272,6 +272,21 @@ class StrategyContract:
         """
         return False
 
+    #: Whether gradients are stepped and dropped during backward, see :meth:`watch_gradients`.
+    drops_gradients = False
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in each backward with tensors that the optimizer steps, when their gradients are complete.
+
+        Args:
+            ready: Function of stepped tensors that have gradients, averaged over the ranks; it drops the gradients.
+                None ends the calls.
+
+        Returns:
+            Whether the strategy does; False where gradients are complete at the end of backward only.
+        """
+        return False
+
     def full_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""
         return contextlib.nullcontext()

@@ -123,6 +123,15 @@ def no_hooks_of_saved_tensors_are_left():
         saved.add_(1).sum().backward()
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """Lightning keeps a strategy's group for the life of the process, where the next test would be refused its own."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(params=["float64", "float32", "bfloat16"])
 def default_dtype(request):
     """torch's default dtype, which Lightning sets in steps under `precision: 64-true` and `bf16-true`."""

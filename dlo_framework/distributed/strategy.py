@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.launcher import WatchedRanks
@@ -42,6 +43,18 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
     """Strategy of one process on one device; ``auto`` chooses it on a machine with one device."""
 
     holds_full_state = True
+    _handles: tuple[RemovableHandle, ...] = ()
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with each parameter whose gradient is complete."""
+        for handle in self._handles:
+            handle.remove()
+        self.drops_gradients, self._handles = ready is not None, ()
+        if ready is not None:
+            assert self.lightning_module is not None
+            trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
+            self._handles = tuple(p.register_post_accumulate_grad_hook(lambda p: ready([p])) for p in trained)
+        return True
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of an optimizer's gradients."""
@@ -61,6 +74,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
     """
 
     holds_full_state = True
+    _buckets: BackwardBuckets | None = None
 
     def __init__(
         self,
@@ -92,7 +106,9 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         Raises:
             DloError: if parameters have been unfrozen under a communication hook.
         """
-        if any(parameter.requires_grad for parameter in self._frozen.values()):
+        if self._buckets is not None:
+            self._buckets.begin()
+        elif any(parameter.requires_grad for parameter in self._frozen.values()):
             self._wrap_again()
         with self._naming_unused():
             return super().training_step(*args, **kwargs)
@@ -101,6 +117,31 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         """Prepares torch's wrapper for a backward in manual optimization."""
         with self._naming_unused():
             super().pre_backward(closure_loss)
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with each bucket whose gradients are averaged, in place of torch's wrapper."""
+        module = self.lightning_module
+        assert module is not None
+        if self._buckets is not None:
+            self._buckets.remove()
+        self.drops_gradients, self._buckets = ready is not None, None
+        if ready is None:
+            return True
+        wrapper = self.model
+        if isinstance(wrapper, DistributedDataParallel):
+            if wrapper.find_unused_parameters or wrapper._comm_hooks:
+                self.drops_gradients = False
+                return False
+            self.model = wrapper.module  # The wrapper's buckets would hold all gradients.
+            del wrapper
+        self._buckets = BackwardBuckets(module, ready, self._world())
+        return True
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends a backward that has averaged gradients in buckets of its own."""
+        super().post_backward(closure_loss)
+        if self._buckets is not None:
+            self._buckets.finish()
 
     def _wrap_again(self) -> None:
         """Wraps the module again, since torch's wrapper averages only what was trainable when it was made."""

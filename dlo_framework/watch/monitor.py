@@ -164,6 +164,8 @@ class RunMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the gradients' norm on the steps that are logged."""
+        if contract_of(trainer.strategy).drops_gradients:
+            return  # Backward has stepped them.
         if self.gradient_norm and self._completes_window(trainer.global_step + 1):
             self._norm = gradient_norm(trainer.strategy, optimizer)
 

@@ -52,7 +52,10 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "channel_groups",
                 "batch_transform",
                 "distillation",
+                "token_loss",
+                "four_bit_linear",
                 "recompute",
+                "attention/",
             ),
         ),
         ("data and state", ("registry/", "data/", "checkpoint/")),
@@ -71,6 +74,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "frozen_cache",
                 "frozen_model",
                 "run_checker",
+                "optimizers",
             ),
         ),
         ("ranks", ("distributed/",)),
@@ -91,12 +95,13 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("mesh", ("mesh/",)),
         ("strategies", ("strategies/",)),
         ("distillation", ("distillation/",)),
+        ("optimizers", ("optimizers/",)),
         ("callbacks", ("callbacks/",)),
         ("planner", ("planner/",)),
         ("profiling", ("profiling/",)),
         ("commands", ("commands/",)),
     ),
-    "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
+    "dlo_tasks": (("rates", ("lr_scaling",)), ("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
 }
 
 #: Imports inside functions that go up, with the reason.

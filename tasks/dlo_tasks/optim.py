@@ -11,7 +11,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from timm.models import group_parameters
@@ -21,13 +21,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
+from dlo_tasks.lr_scaling import check_scaling, scale_rates
 
 Shape = Literal["cosine", "linear"]
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
     from dlo_framework.task import Task
@@ -156,7 +158,13 @@ def lr_schedule(
 
 
 def scheduled(
-    optimizer: Optimizer, trainer: Trainer | None, schedule: Shape | Literal["constant"], **warmup_and_ends: Any
+    optimizer: Optimizer,
+    trainer: Trainer | None,
+    schedule: Shape | Literal["constant"],
+    *,
+    scaling: Mapping[str, Any] | None = None,
+    start: float = 0.0,
+    **warmup_and_ends: Any,
 ) -> OptimizerLRScheduler:
     """Returns the value of ``configure_optimizers``: the optimizer, with a scheduler unless `schedule` is `constant`.
 
@@ -164,10 +172,24 @@ def scheduled(
         optimizer: Optimizer at its base rates.
         trainer: Trainer of the run.
         schedule: Decay of the rate after the warm-up; `constant` leaves the rate to a callback.
-        **warmup_and_ends: Arguments of :func:`lr_schedule`.
+        scaling: Scaling of the rates by the batch, see :func:`~dlo_tasks.lr_scaling.scale_rates`. The first rate of the
+            warm-up is not scaled.
+        start: First rate of the warm-up, as a fraction of the base rates before scaling.
+        **warmup_and_ends: Other arguments of :func:`lr_schedule`.
+
+    Raises:
+        DloError: If the first rate of the warm-up is above the scaled rates.
     """
+    factor = scale_rates(optimizer, trainer, scaling)
+    if start > factor:
+        raise DloError(
+            f"warmup_lr must be at most the scaled lr, got {start:g} times lr with lr_scaling's factor {factor:g};"
+            " lower warmup_lr, or leave it out"
+        )
     if schedule == "constant":
         return optimizer
+    check_schedule(type(optimizer), schedule)
+    warmup_and_ends["start"] = start / factor
     scheduler = lr_schedule(optimizer, trainer, shape=schedule, **warmup_and_ends)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -222,13 +244,14 @@ def build_optimizer(
     layer_decay: float | None = None,
     args: dict[str, Any] | None = None,
 ) -> Optimizer:
-    """Builds an optimizer of timm's registry (`adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov), `momentum`, ...) or
-    of any other class.
+    """Builds an optimizer of dlo's list (`adamw8bit`, `soap`, ...), of timm's registry (`adamw`, `lamb`, `lars`,
+    `muon`, `sgd` (Nesterov), `momentum`, ...) or of any other class.
 
     Args:
         model: Module whose trainable parameters are optimized, grouped by :func:`parameter_groups`.
-        name: Name of the optimizer in timm, or one that :func:`optimizer_class` finds. If `muon` is in it, the stem,
-            the head and exempt parameters are in groups with `use_fallback: True`, for which timm's Muon uses AdamW.
+        name: Name of the optimizer in one of the lists, or one that :func:`optimizer_class` finds. If `muon` is in it,
+            the stem, the head and exempt parameters are in groups with `use_fallback: True`, for which timm's Muon uses
+            AdamW.
         lr: Base learning rate.
         weight_decay: Weight decay, see :func:`parameter_groups`.
         layer_decay: Layer-wise decay of the learning rate, see :func:`parameter_groups`.
@@ -248,19 +271,29 @@ def build_optimizer(
         if other is not None:
             return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
+    except (AssertionError, ImportError, RuntimeError) as error:
+        raise DloError(
+            f"optimizer '{name}' cannot be built on this machine: {error}; docs/plugins/optimizers.md has one that can"
+        ) from error
     except (TypeError, ValueError) as error:
         raise DloError(f"optimizer_args must be arguments of optimizer '{name}', got {args}: {error}") from error
     return optimizer
 
 
-def check_optimizer(name: str) -> None:
-    """Checks that an optimizer of this name exists.
+def check_optimizer(name: str, schedule: str = "constant") -> None:
+    """Checks that an optimizer of this name exists, and that the learning rate may have a schedule.
+
+    Args:
+        name: Name of an optimizer, or path of a class.
+        schedule: Decay of the learning rate.
 
     Raises:
-        DloError: If it does not; the message has the nearest name.
+        DloError: If it does not; the message has the nearest name. If it must have no schedule.
     """
-    known = [str(known) for known in list_optimizers()]
-    if optimizer_class(name) is None and name.lower().removeprefix("lookahead_") not in known:
+    known = list(dict.fromkeys([*OPTIMIZERS.names(), *(str(known) for known in list_optimizers())]))
+    found = optimizer_class(name)
+    check_schedule(found, schedule)
+    if found is None and name.lower().removeprefix("lookahead_") not in known:
         others = [other for other in _imported() if other.lower() not in known]
         raise DloError(
             f"unknown optimizer '{name}'{did_you_mean(name, [*known, *others]) or ';'} available: {', '.join(known)};"
@@ -268,17 +301,41 @@ def check_optimizer(name: str) -> None:
         )
 
 
+def check_schedule(optimizer: type[Optimizer] | None, schedule: str) -> None:
+    """Checks that an optimizer's learning rate may have a schedule.
+
+    Raises:
+        DloError: If the optimizer is schedule-free, and the schedule is not `constant`.
+    """
+    if getattr(optimizer, "schedule_free", False) and schedule != "constant":
+        raise DloError(
+            f"schedule must be constant with {optimizer.__name__}, got {schedule}; set schedule: constant, and a"  # type: ignore[union-attr]
+            " warm-up by optimizer_args: {warmup_steps: ...}"
+        )
+
+
+def optimizer_callbacks(name: str) -> list[Callback]:
+    """Returns the callbacks that an optimizer needs, such as the one that evaluates a schedule-free average."""
+    path = getattr(optimizer_class(name), "callback", None)
+    if path is None:
+        return []
+    module, _, attribute = str(path).rpartition(".")
+    return [getattr(importlib.import_module(module), attribute)()]
+
+
 def optimizer_class(name: str) -> type[Optimizer] | None:
-    """Returns the class for a name that timm does not know; None if timm knows it.
+    """Returns the class for a name of dlo's list, or for one that timm does not know; None if timm knows it.
 
     Args:
-        name: Path of a class, such as `torch.optim.AdamW`, or the name of an imported optimizer, such as the config's
-            plug-ins: `OneBitAdam`.
+        name: Name in the list of installed packages (entry points `dlo_framework.optimizers`); path of a class, such as
+            `torch.optim.AdamW`; or name of an imported optimizer, such as the config's plug-ins: `OneBitAdam`.
 
     Raises:
         DloError: If a config may not name the path, or it does not lead to an optimizer.
     """
     if "." not in name:
+        if name in OPTIMIZERS.names():
+            return OPTIMIZERS.get(name)
         known = name.lower().removeprefix("lookahead_") in list_optimizers()
         return None if known else _imported().get(name)
     module, _, attribute = name.rpartition(".")
@@ -304,14 +361,15 @@ def _imported() -> dict[str, type[Optimizer]]:
     return found
 
 
-def check_rates(lr: float, **others: float) -> None:
-    """Checks a learning rate, and by name the rates that it rises from and falls to.
+def check_rates(lr: float, scaling: Mapping[str, Any] | None = None, **others: float) -> None:
+    """Checks a learning rate, its scaling, and by name the rates that it rises from and falls to.
 
     Raises:
         DloError: If it is not positive, or another rate is not between 0 and it.
     """
     if not lr > 0:
         raise DloError(f"lr must be positive, got {lr}; 0.001 is usual for adamw")
+    check_scaling(scaling)
     for name, rate in others.items():
         if not 0 <= rate <= lr:
             raise DloError(f"{name} must be between 0 and lr={lr}, got {rate}; 0 is the default")

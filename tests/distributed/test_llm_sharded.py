@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import quantise
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
@@ -93,6 +94,7 @@ def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> 
 
 
 #: Under what each case starts, beside FSDPStrategy; ranks that share a model see the same data.
+DORA = Lora(rank=2, dora=True)
 MESHES: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
 
 
@@ -145,6 +147,8 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
         cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", "zero3", *MESHES)]
     cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in ("fsdp", "zero3")]
+    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in MESHES]
+    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": DORA}) for kind in ("fsdp", "zero3", *MESHES)]
     cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
     cases += [(kind, {"model": str(save_with_scales(tmp_path / "scales"))}) for kind in ("fsdp", "zero3")]
     (tmp_path / "run").mkdir()
@@ -158,6 +162,11 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         outside = {name: tensor for name, tensor in adapted.items() if name.removeprefix("model.") not in expected}
         assert all(".lora_" in name and tensor.isfinite().all() for name, tensor in outside.items())
         assert all(not tensor.any() for name, tensor in outside.items() if ".lora_B." in name)
+        for name, tensor in outside.items():
+            if ".lora_magnitude_vector." in name:
+                base = name.split(".lora_")[0].removeprefix("model.")
+                torch.testing.assert_close(tensor, expected[f"{base}.weight"].norm(dim=1))
+        assert any(".lora_magnitude_vector." in name for name in outside) == (case.get("lora") is DORA)
         task = CausalLM(**{**case, "lora": None})
         alone = trainer_of("auto", 1, tmp_path)
         (measures,) = alone.validate(task, datamodule=Words(tmp_path / "run", 0, 1), verbose=False)
@@ -166,15 +175,44 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         assert built_on == "meta"
 
 
+def test_each_rank_quantises_its_part_of_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"])
+    source = AutoModelForCausalLM.from_config(config)
+    source.save_pretrained(tmp_path / "qwen3", max_shard_size="20KB")
+    case: dict[str, Any] = {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2, base="nf4", base_block=8)}
+    cases = [(kind, case) for kind in ("fsdp", "zero3", *MESHES)]
+    (tmp_path / "run").mkdir()
+    embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
+    answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
+    (measures,) = trainer_of("auto", 1, tmp_path).validate(
+        CausalLM(**case), datamodule=Words(tmp_path / "run", 0, 1), verbose=False
+    )
+    for (kind, _), (loss, weights, _, built_on) in zip(cases, answers[0], strict=True):
+        assert built_on == "meta"
+        quantised = [name for name in weights if name.endswith(".codes")]
+        assert len(quantised) == 14
+        for name in quantised:
+            weight = source.get_parameter(name.removeprefix("model.").replace(".base_layer.codes", ".weight")).detach()
+            codes, scales = quantise(weight, "nf4", 8)
+            assert torch.equal(weights[name], codes), (kind, name)
+            assert torch.equal(weights[name.replace(".codes", ".scales")], scales), (kind, name)
+        assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
+
+
 def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:
     embedded_tokenizer([Path(__file__)], 280, tmp_path)
-    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": Lora(rank=2)}
+    case = {"config": {**CONFIG, "initializer_range": 0.5}, "lora": DORA}
     ((_, weights, *_), *_), _ = run_distributed(_start, 2, tmp_path, [("fsdp", case)], backend=None)
     matrices = [t for name, t in weights.items() if name.endswith(("base_layer.weight", "embed_tokens.weight"))]
     assert matrices
     for tensor in matrices:
         assert float(tensor.std()) == pytest.approx(0.5, rel=0.1)
     assert all((tensor == 1).all() for name, tensor in weights.items() if "norm" in name)
+    norms = {name: tensor for name, tensor in weights.items() if ".lora_magnitude_vector." in name}
+    assert norms
+    for name, tensor in norms.items():
+        torch.testing.assert_close(tensor, weights[f"{name.split('.lora_')[0]}.base_layer.weight"].norm(dim=1))
 
 
 def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:

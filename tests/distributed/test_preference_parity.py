@@ -48,7 +48,7 @@ def cases(folder: Path, names: Any, trainer: dict[str, Any] | None = None, **arg
 
 
 def test_strategies_are_one_process(folder: Path) -> None:
-    found = cases(folder, ("zero3", "cp", "pp"), objective="dpo", source="adapters")
+    found = cases(folder, ("zero3", "cp", "pp", "tp"), objective="dpo", source="adapters")
     found += cases(folder, ("fsdp", "tp", "pp"), objective="dpo", source="model")
     assert_parity(build, found, steps=4, rtol=1e-5)
 
@@ -57,8 +57,7 @@ def test_strategies_are_one_process(folder: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_every_objective_and_reference_is_one_process_under_every_strategy(folder: Path) -> None:
     everywhere = [name for name in STRATEGIES if name != "deepspeed2"]
-    with_adapters = [name for name in STRATEGIES if name != "tp"]  # tp refuses adapters.
-    found = cases(folder, with_adapters, objective="dpo", source="adapters")
+    found = cases(folder, STRATEGIES, objective="dpo", source="adapters")
     found += cases(folder, everywhere, objective="dpo", source="model")
     found += cases(folder, everywhere, objective="ipo", source="precompute")
     found += cases(folder, everywhere, objective="orpo", packing="none")

@@ -1,8 +1,6 @@
 """A user's task on one and two ranks: nine validation samples, losses that know nothing of padding."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,16 +47,13 @@ trainer:
 """
 
 
-def test_the_validation_loss_and_the_best_checkpoint_are_the_same_on_two_ranks(tmp_path: Path) -> None:
+def test_the_validation_loss_and_the_best_checkpoint_are_the_same_on_two_ranks(dlo, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODULE)
     (tmp_path / "x.yaml").write_text(CONFIG)
     metrics, best = [], []
     for devices in ("1", "2"):
         words = ["fit", "--config", "x.yaml", "--trainer.devices", devices, "--run.name", f"on{devices}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "dlo_framework", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        dlo(*words)
         folder = tmp_path / "runs" / f"on{devices}" / "version_0"
         metrics.append(json.loads((folder / "summary.json").read_text())["metrics"]["val_loss"])
         best.append(sorted(path.name for path in (folder / "checkpoints").glob("epoch=*")))

@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.errors import DloError
+from dlo_framework.testing.dlo_process import DloProcess
 from dlo_plugins.commands import sweep_command
 from support.sweep_config import CONFIG
 
@@ -29,13 +28,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(place: Path, *words: str) -> subprocess.Popen[str]:
+def start(place: Path, *words: str) -> DloProcess:
     mine = {key: value for key, value in os.environ.items() if not key.startswith(("DLO_", "PYTEST"))}
-    command = [sys.executable, "-m", "dlo_framework", "sweep", *WORDS, *words]
-    return subprocess.Popen(
-        command, cwd=place, env=mine | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+    return DloProcess(["sweep", *WORDS, *words], place, mine | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.timeout(900)

@@ -6,13 +6,13 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from dlo_framework.testing.dlo_process import DloProcess
 from support.named_sets import isolate_named_sets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,10 @@ def test_the_python_of_a_page_runs(page, monkeypatch):
 
 
 def dlo(*words: str, cwd: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dlo_framework", *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = DloProcess(list(words), cwd, {**os.environ, "OMP_NUM_THREADS": "1"})
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    return out
 
 
 @pytest.fixture

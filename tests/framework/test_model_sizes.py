@@ -138,7 +138,9 @@ def test_a_bias_depends_on_the_offset_relative_to_the_image(height, width):
             assert bias[head][place].item() == pytest.approx(scale * (first - second), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vit, no class token", "coatnet", "coatnet, mlp"])
+@pytest.mark.parametrize(
+    "name", ["vit, no class token", "coatnet", pytest.param("coatnet, mlp", marks=pytest.mark.slow)]
+)
 def test_it_compiles_to_one_graph_a_size(name):
     model = build(name)
     accept_any_size(model)

@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -384,3 +385,42 @@ def test_plain_loaders_resume_exactly_at_an_epochs_end(tmp_path):
     after, _ = run(tmp_path / "run", data=PlainData(), max_epochs=4, resume=True)
     assert len(set(whole)) == len(whole)
     assert before + after == whole
+
+
+class Validations(Net):
+    """Records the epoch and step of each validation, and of each end of an epoch."""
+
+    seen: ClassVar[list[tuple[str, int, int]]] = []
+
+    def on_validation_end(self):
+        if not self.trainer.sanity_checking:
+            self.seen.append(("validation", self.trainer.current_epoch, self.trainer.global_step))
+
+    def on_train_epoch_end(self):
+        self.seen.append(("epoch", self.trainer.current_epoch, self.trainer.global_step))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (20, {}),
+        (30, {}),  # The last epoch ends with it.
+        (10, {"val_check_interval": 5}),
+        (9, {"val_check_interval": 3}),
+        (13, {"max_steps": 13, "val_check_interval": 3}),  # The run ends with it, and is not stopped.
+        (18, {"max_steps": 25, "check_val_every_n_epoch": None, "val_check_interval": 6}),
+    ],
+)
+def test_a_run_that_is_stopped_right_before_a_validation_has_it_when_it_is_resumed(
+    tmp_path, monkeypatch, batch, options
+):
+    found, options = [], {"kind": Validations, "accumulate_grad_batches": 1, **options}
+    for stop in (None, Signal(batch)):
+        monkeypatch.setattr(Validations, "seen", [])
+        losses, stopped = run(tmp_path / str(stop), stop=stop, **options)
+        assert (stopped is None) == (stop is None or batch == options.get("max_steps"))
+        if stopped is not None:
+            losses += run(tmp_path / str(stop), resume=True, **options)[0]
+        best = [path.name for path in (tmp_path / str(stop) / "checkpoints").glob("epoch=*")]
+        found.append((Validations.seen, losses, best))
+    assert found[0] == found[1]

@@ -1,11 +1,9 @@
 """Sums of metrics and buffers that a task names keep their dtype under each strategy, whatever the precision."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -72,14 +70,6 @@ class Counting(Task):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """A strategy of several ranks makes a group of one, which the next test's simulation refuses."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -12,6 +12,10 @@ import yaml
 from lightning.pytorch import Trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dlo_framework.four_bit_linear import FourBitLinear
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.mesh.mesh_simulation import simulate_ranks
+from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm import language_models
 from dlo_tasks.llm.adapters import Lora, add_adapters
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -51,6 +55,17 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "meta-llama/Llama-3.1-70B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
     "Qwen/Qwen3-8B": (
         "qwen3",
         {
@@ -85,14 +100,23 @@ def parameters(model: Any) -> int:
 
 def test_the_recipes_are_there() -> None:
     assert list(CONFIGS) == sorted(
-        [*SMALL, "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.2_3b_fsdp", "qwen3_8b_zero3"]
+        [
+            *(*SMALL, "llama3.1_70b_qlora", "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.1_8b_qlora"),
+            *("llama3.2_3b_fsdp", "qwen3_8b_zero3"),
+        ]
     )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, header = read(name)
-    tiny = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    tiny = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     given = config["model"]["init_args"]
     assert set(config["trainer"]) <= set(inspect.signature(Trainer).parameters)
     if "model" in given:  # The hub is out of reach of tests.
@@ -134,6 +158,31 @@ def test_adapters_take_what_the_header_says(name: str) -> None:
         add_adapters(model, model.lm_head, Lora(**given["lora"]), torch.float32)
     assert float(millions) == pytest.approx(parameters(model) / 1e6, abs=0.05)
     assert float(state) == pytest.approx(16 * parameters(model) / 1e9, abs=0.05)
+
+
+@pytest.mark.parametrize(("name", "devices", "limit"), [("llama3.1_8b_qlora", 1, 16), ("llama3.1_70b_qlora", 2, 48)])
+def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, devices: int, limit: int) -> None:
+    config, header = read(name)
+    family, sizes = SIZES[config["model"]["init_args"]["model"]]
+    given = {**config["model"]["init_args"], "model": None, "config": {"model_type": family, **sizes}}
+    task = CausalLM(**{**given, "lora": Lora(**given["lora"])})
+    model: Any = task.on_meta().model
+    layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+    codes, billions, others, millions = re.findall(
+        r"computed: ([\d.]+) for .*?([\d.]+) billion 4-bit weights, ([\d.]+) for .* ([\d.]+) million", header
+    )[0]
+    assert config["trainer"]["devices"] == devices
+    assert float(billions) == pytest.approx(sum(m.in_features * m.out_features for m in layers) / 1e9, abs=0.005)
+    in_codes = sum(p.nbytes for layer in layers for p in layer.parameters())
+    assert float(codes) == pytest.approx(in_codes / devices / 1e9, abs=0.05)
+    assert float(millions) == pytest.approx(parameters(model) / 1e6, abs=0.05)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - in_codes
+    assert float(others) == pytest.approx(frozen / devices / 1e9, abs=0.05)
+    ranks = simulate_ranks(task, MeshStrategy(dp_shard=devices), MeshSpec(dp_shard=devices), range(devices))
+    computed = (in_codes + frozen + 16 * parameters(model)) / devices
+    for rank in ranks:
+        assert rank.state_bytes.total == pytest.approx(computed, rel=0.01)
+    assert int(re.findall(r"memory\s+(\d+) GB", header)[0]) < limit
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SMALL])

@@ -91,10 +91,10 @@ def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> No
     torch.manual_seed(2)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
     base.save_pretrained(tmp_path / "base")
-    for merge in (True, False):
-        folder = tmp_path / str(merge)
+    for merge, dora in ((True, False), (False, False), (True, True), (False, True)):
+        folder = tmp_path / f"{merge} {dora}"
         folder.mkdir()
-        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge), lr=1e-2)
+        task = CausalLM(model=str(tmp_path / "base"), lora=Lora(rank=2, merge=merge, dora=dora), lr=1e-2)
         path, _ = train(folder, task)
         export(path, folder / "out")
         if merge:
@@ -108,6 +108,16 @@ def test_adapters_are_merged_or_written_alone(family: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits(loaded), found, rtol=1e-4, atol=1e-5)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         assert (logits(plain) - found).abs().max() > 0.01  # the adapters have learned something
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_four_bit_weights_are_merged_as_they_were_trained(dora: bool, tmp_path: Path) -> None:
+    lora = Lora(rank=2, base="nf4", base_block=16, dora=dora)
+    task = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, lora=lora, lr=1e-2)
+    path, _ = train(tmp_path, task)
+    export(path, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])

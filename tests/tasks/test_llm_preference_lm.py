@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dlo_framework.attention import Attention, BSLongformer, DenseSparsity, Prefix
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
@@ -56,6 +57,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"desirable_weight": 0.0}, {}, r"desirable_weight must be positive"),
     ({"objective": "ppo"}, {}, r"objective must be one of dpo, ipo, hinge, kto, orpo, simpo, got ppo"),
     ({"loss_kernel": "compiled"}, {}, r"loss_kernel must be torch for PreferenceLM"),
+    ({"attention": Attention(mask=Prefix(3))}, {}, r"must be causal for PreferenceLM, .* got Prefix"),
     ({}, {}, r"reference must be set for objective dpo, got none; set precompute: true .* or lora"),
     ({"objective": "orpo", "precompute": True}, {}, r"precompute must be unset for objective orpo, which needs no"),
     ({"objective": "kto", "precompute": True}, {}, r"unpaired must be true for objective kto, got false; set data"),
@@ -212,3 +214,20 @@ def test_an_export_is_a_model_that_transformers_loads_and_predicts_as_the_task(f
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     found = trainer(folder).predict(task, rows)
     assert [row["prompt"] for batch in found for row in batch] == ["the loss", "of a"]
+
+
+def test_a_dense_mask_changes_nothing_and_a_sparse_one_trains_other_weights(folder: Path) -> None:
+    found = []
+    for option in (
+        None,
+        Attention(mask=DenseSparsity(4)),
+        Attention("blocks", DenseSparsity(4)),
+        Attention(mask=BSLongformer(2, 1)),
+    ):
+        seed_everything(1, verbose=False)
+        task, made = build(str(folder), objective="orpo", attention=option)
+        fit(folder, task, made, max_steps=3)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in task.model.parameters()]))
+    for other in found[1:3]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-6)
+    assert (found[3] - found[0]).abs().max() > 1e-4

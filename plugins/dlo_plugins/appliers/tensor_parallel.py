@@ -65,6 +65,7 @@ class TensorParallel(Applier):
         from dlo_plugins.tensor import parameter_sharding, regions, sharded_norms, vocabulary
         from dlo_plugins.tensor.local_random import LocalRandom
         from dlo_plugins.tensor.sequence_parallel import ShardedSequence
+        from dlo_plugins.tensor.tp_plan import vocabulary_size
         from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         communicator = Communicator(mesh[AXIS].get_group())
@@ -84,7 +85,7 @@ class TensorParallel(Applier):
                 size = found.divisions[f"{norm}.weight"].pieces[0]
                 sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
         for name in found.vocabulary:
-            size = sum(found.divisions[f"{name}.weight"].pieces)
+            size = vocabulary_size(found, name)
             vocabulary.install_vocabulary(module.get_submodule(name), size, communicator)
         if stream is not None:
             stream.install(module, plan.block_names(module))

@@ -9,12 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
 from dlo_plugins.context import operators, sequence_layout
 from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.fused import Dropout, Score
 from dlo_plugins.context.ring import Ring, RingAttention
 from dlo_plugins.context.ulysses import FullAttention, chunk_count, ulysses_attention
-from dlo_plugins.context.visibility import CountedTensor, Documents, count_ends, find_documents, read_counts
+from dlo_plugins.context.visibility import (
+    CountedTensor,
+    Documents,
+    SparseMask,
+    count_ends,
+    find_documents,
+    read_counts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +50,8 @@ class SharedSequence:
         self._tickets: dict[tuple[int, int] | None, Tensor] = {}
         self._ticket = operators.issue(self.ring, None)
         self._has_padded = False
+        #: Sparse mask of all attention modules; None without one.
+        self.sparse: SparseMask | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
         return self  # A copy of the model uses the same ranks; process groups cannot be copied.
@@ -73,6 +83,7 @@ class SharedSequence:
             self._batch = find_documents(whole["position_ids"], mask, chunks, read_counts(described))
         else:  # One document in each row; its tokens do not see the padding after it.
             self._batch = Documents(ids.shape[1], chunks)
+        self._batch.sparse = self.sparse
         self._current = self._batch
         self._ticket = operators.issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
@@ -107,6 +118,19 @@ class SharedSequence:
             name: CountedTensor.attach(batch[name], ends) for name in names[1:] if isinstance(batch.get(name), Tensor)
         }
         return {**batch, **more}
+
+    def set_mask(self, mask: AttentionMask, heads: LocalHeads | None) -> None:
+        """Sets the sparse mask of the attention, cut to the heads that this rank computes.
+
+        Args:
+            mask: Mask of the attention modules.
+            heads: Heads that tensor parallelism leaves to this rank; None for all.
+        """
+        if self.method == "ulysses":
+            first, count = heads or LocalHeads(0, mask.num_heads)
+            count //= self.ring.size
+            heads = LocalHeads(first + self.ring.rank * count, count)
+        self.sparse = SparseMask(mask, heads)
 
     def _chunks(self, length: int) -> int:
         """Returns the number of chunks of a sequence."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dlo_framework.attention.attention_mask import find_heads, find_mask
 from dlo_framework.errors import DloError
 from dlo_plugins.context.fused import Score
 from dlo_plugins.context.shared_sequence import SharedSequence
@@ -40,7 +41,11 @@ def share_attention(module: nn.Module, attention: Sequence[str], sequence: Share
     for model in outermost(module):
         model.set_attn_implementation(IMPLEMENTATION)
     for name in attention:
-        module.get_submodule(name).__dict__[_SEQUENCE] = sequence
+        part = module.get_submodule(name)
+        part.__dict__[_SEQUENCE] = sequence
+        mask = find_mask(part)
+        if mask is not None:
+            sequence.set_mask(mask, find_heads(part))
 
 
 def check_model(module: nn.Module, attention: Sequence[str]) -> None:
@@ -196,6 +201,12 @@ def _check_attention(module: nn.Module, name: str) -> None:
         raise DloError(
             f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for context"
             f" parallelism, got {kind}, which does not; set cp=1, or use a family that does: llama, qwen3, gpt_neox..."
+        )
+    mask = find_mask(part)
+    if mask is not None and mask.pattern.prefix:
+        raise DloError(
+            "attention.mask must be causal under context parallelism, whose ranks have no keys after their queries, got"
+            " Prefix; set cp=1"
         )
     if getattr(part, "sinks", None) is not None:
         raise DloError(f"attention must have no attention sinks for context parallelism, got {kind}; set cp=1")

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
+
 #: Largest number of elements of a batch's masks that are kept for later layers: 2^28 take 256 MiB, and their biases in
 #: half precision another 512 MiB.
 KEPT_ELEMENTS = 2**28
@@ -49,7 +51,7 @@ class PairMask:
     """Mask of one chunk's keys for another chunk's queries, in the forms that kernels take; each is made once.
 
     Args:
-        seen: Mask, bool [B or 1, 1, S, T], true for keys that are seen.
+        seen: Mask, bool [B or 1, H or 1, S, T], true for keys that are seen.
     """
 
     def __init__(self, seen: Tensor) -> None:
@@ -58,7 +60,7 @@ class PairMask:
 
     @functools.cached_property
     def blind(self) -> Tensor:
-        """Mask of the queries that see no key, bool [B or 1, 1, S]."""
+        """Mask of the queries that see no key, bool [B or 1, H or 1, S]."""
         return ~self.visible.any(-1)
 
     def bias(self, dtype: torch.dtype) -> Tensor:
@@ -71,6 +73,25 @@ class PairMask:
             room = self.visible.new_zeros((*shape, -(-keys // _ALIGNED) * _ALIGNED), dtype=dtype)
             self._biases[dtype] = room[..., :keys].masked_fill_(~self.visible, -math.inf)
         return self._biases[dtype]
+
+
+class SparseMask(NamedTuple):
+    """Mask of the attention modules, for this rank's heads.
+
+    Attributes:
+        mask: Mask.
+        heads: Heads of this rank; None for all.
+    """
+
+    mask: AttentionMask
+    heads: LocalHeads | None
+
+    def has_blocks(self, query: range, key: range, length: int) -> bool:
+        """Returns whether any block of these keys is visible to any of these queries."""
+        layout, size = self.mask.layout(length, self.heads), self.mask.pattern.block
+        rows = slice(query.start // size, (query.stop - 1) // size + 1)
+        columns = slice(key.start // size, (key.stop - 1) // size + 1)
+        return bool(layout[:, rows, columns].any())
 
 
 class ChunkEnds(NamedTuple):
@@ -99,6 +120,7 @@ class Documents:
         first_start: Index as in :class:`ChunkEnds`, [B, C]; None for one document a row.
         last_start: Index as in :class:`ChunkEnds`, [B, C]; None for one document a row.
         padded: Mask as in :class:`ChunkEnds`, [B, C]; None without padding.
+        sparse: Sparse mask of the attention; None without one.
     """
 
     length: int
@@ -108,6 +130,7 @@ class Documents:
     first_start: Tensor | None = None
     last_start: Tensor | None = None
     padded: Tensor | None = None
+    sparse: SparseMask | None = None
     _known: dict[tuple[int, int, int | None], Visibility] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Documents] = field(default_factory=dict, repr=False)
     _masks: dict[tuple[int, int, int | None, torch.device], PairMask] = field(default_factory=dict, repr=False)
@@ -119,8 +142,8 @@ class Documents:
 
     @property
     def plain(self) -> bool:
-        """Whether each row is one document without padding."""
-        return self.starts is None and self.real is None
+        """Whether each row is one document without padding or a sparse mask."""
+        return self.starts is None and self.real is None and self.sparse is None
 
     def rows(self, first: int, count: int) -> Documents:
         """Returns the documents of a micro-batch's rows; the same object for the same rows."""
@@ -148,7 +171,7 @@ class Documents:
         return self._known[at]
 
     def mask(self, query: int, key: int, window: int | None, device: torch.device) -> PairMask:
-        """Returns the mask of one chunk's keys for another chunk's queries, `[B or 1, 1, S, S]`.
+        """Returns the mask of one chunk's keys for another chunk's queries, `[B or 1, H or 1, S, S]`.
 
         It is kept for later layers and backward, as long as all kept masks together have at most :data:`KEPT_ELEMENTS`.
         """
@@ -162,8 +185,9 @@ class Documents:
 
     def _seen_tokens(self, query: int, key: int, window: int | None, device: torch.device) -> Tensor:
         size = self.size
-        q = torch.arange(query * size, (query + 1) * size, device=device)[:, None]
-        k = torch.arange(key * size, (key + 1) * size, device=device)[None, :]
+        queries = torch.arange(query * size, (query + 1) * size, device=device)
+        keys = torch.arange(key * size, (key + 1) * size, device=device)
+        q, k = queries[:, None], keys[None]
         found = (k <= q)[None]
         if window is not None:
             found = found & (q - k < window)
@@ -172,7 +196,9 @@ class Documents:
         if self.real is not None:
             # Padding sees itself, so that no row of the softmax is empty; its output is not used.
             found = found & (self.real[:, None, key * size : (key + 1) * size] | (q == k))
-        return found[:, None]
+        if self.sparse is None:
+            return found[:, None]
+        return found[:, None] & self.sparse.mask.visible(queries, keys, self.sparse.heads, self.length)
 
     def _decide(self, query: int, key: int, window: int | None) -> Visibility:
         size = self.size
@@ -182,6 +208,9 @@ class Documents:
             return Visibility.NOTHING
         if self.first_start is not None and bool((self.first_start[:, query] > k_last).all()):
             return Visibility.NOTHING
+        if self.sparse is not None:
+            rows, columns = range(q_first, q_last + 1), range(k_first, k_last + 1)
+            return Visibility.SOME if self.sparse.has_blocks(rows, columns, self.length) else Visibility.NOTHING
         narrow = window is not None and q_last - k_first >= window
         split = self.last_start is not None and bool((self.last_start[:, query] > k_first).any())
         padded = self.padded is not None and bool(self.padded[:, key].any())

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.fused_optimizers import prefer_fused
@@ -113,6 +115,28 @@ class OptimizerShards:
                 if tensor.numel() == 0 and tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None]) -> list[RemovableHandle] | None:
+        """Calls a function in backward with this rank's rows of each parameter whose gradient FSDP2 has reduced.
+
+        FSDP2 (torch 2.11 to 2.15) calls the hooks of ``register_post_accumulate_grad_hook`` on its sharded parameters.
+        Scalars, which it does not shard, keep their gradients for the ordinary step.
+
+        Returns:
+            Handles of the hooks; None where an optimizer steps other tensors than rows.
+        """
+        if len(self._shares) != 1 or not all(isinstance(share, RowShard) for share in self._shares.values()):
+            return None
+        (share,) = self._shares.values()
+        assert share is not None
+        handles = []
+        for group in share.groups:
+            rows = dict(zip(group.owned, group.stepped_pieces(), strict=True))
+            for number, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
+                if isinstance(parameter, DTensor):
+                    local = share.local_params[name] if number in rows else None
+                    handles.append(parameter.register_post_accumulate_grad_hook(_step_rows(local, ready)))
+        return handles
+
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -131,8 +155,8 @@ class OptimizerShards:
     def _counts(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
-        has_full = name not in layout.slices or isinstance(self.share_of(name), JoinedTensorShard)
-        if name in layout.tied_copies or (place.tp and has_full):
+        # A sliced tensor that is stepped in full is stepped by one tp rank.
+        if name in layout.tied_copies or (place.tp and name not in layout.slices):
             return False
         if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
             return False  # The optimizer steps full tensors on each rank.
@@ -179,6 +203,16 @@ class OptimizerShards:
             return share.empty_shard(name, shape, dtype)
         found = share.empty_shard(name, cut.slice_shape(shape), dtype)
         return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
+
+
+def _step_rows(local: Tensor | None, ready: Callable[[list[Tensor]], None]) -> Callable[[Tensor], None]:
+    def step(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if local is not None and gradient is not None:
+            local.grad = local_tensor(gradient).reshape(-1).view_as(local)
+            ready([local])
+
+    return step
 
 
 def _parameters(share: OptimizerShard[RowGroup]) -> list[nn.Parameter]:

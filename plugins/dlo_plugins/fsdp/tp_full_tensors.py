@@ -1,11 +1,15 @@
 """Optimizer shards of full tensors under tensor parallelism, whose ranks hold slices of parameters.
 
-Each rank of the tp axis joins the slices of the tensors that it owns among the ranks that share its part of the model,
-and steps the same full tensors as the other tp ranks. So the step's work and the optimizer's state are not divided by
-tp, as they are for an elementwise optimizer. The gradients of a sliced parameter are exchanged once a step.
+Each sliced tensor has one owner among the ranks of the tp axis, beside its owner among the ranks that share this rank's
+part of the model. So each is stepped once, as by Muon's orthogonalisation, and its state exists once. All tp ranks send
+the owner their slices of the gradient and of the values before the step, and get their slices of the new values after
+it: three times the slices of the other owners' tensors. Tensors without slices, such as norms, are stepped by each tp
+rank.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,8 @@ from torch import Tensor
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import RowGroup
-from dlo_plugins.sharding.optimizer_shards import FullTensorShard
+from dlo_plugins.sharding.flat_partition import assign_balanced
+from dlo_plugins.sharding.optimizer_shards import FullTensorShard, concat
 
 
 class JoinedTensorShard(FullTensorShard[RowGroup]):
@@ -38,48 +43,79 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         self._slices_of: list[dict[str, TensorSlice]] = [{} for _ in range(tensor_parallel.size)]
         dist.all_gather_object(self._slices_of, slices, group=tensor_parallel.group)
         super().__init__(groups, communicator)
+        # Of the tensors of this rank among those that share a part of the model, which are the same on all tp ranks.
+        self._sliced: dict[torch.dtype, list[str]] = defaultdict(list)
+        for group, number in self._places:
+            name = group.names[number]
+            if name in self.local_params and name in slices:
+                self._sliced[group.dtype].append(name)
+        names = [name for same in self._sliced.values() for name in same]
+        owners = assign_balanced([self.full_shape(name).numel() for name in names], tensor_parallel.size)
+        self._tp_owner = dict(zip(names, owners, strict=True))
+        for name, owner in self._tp_owner.items():
+            if owner != tensor_parallel.rank:
+                del self.local_params[name]
 
     def full_shape(self, name: str) -> torch.Size:
-        """Returns the shape of a parameter without slices; by its size, all tp ranks assign the same owner."""
+        """Returns the shape of a parameter without slices; by its size, all tp ranks assign the same owners."""
         shape = self.shapes[name]
         return self.slices[name].full_shape(shape) if name in self.slices else shape
+
+    def _slice_shape(self, name: str, rank: int) -> torch.Size:
+        return self._slices_of[rank][name].slice_shape(self.full_shape(name))
+
+    def _owned_by(self, names: list[str], rank: int) -> list[str]:
+        return [name for name in names if self._tp_owner[name] == rank]
 
     def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the full tensors that this rank owns, joined over the tp axis."""
         parts = super()._gather_owned(shards)
-        loaded = [
-            (group, number)
-            for group, number in self._places
-            if id(group) in shards and group.names[number] in self.local_params and group.names[number] in self.slices
-        ]
-        for group, number in loaded:
-            name = group.names[number]
-            part = parts.get(name)
-            if part is None:  # This rank's slice has no elements.
-                part = torch.empty(self.shapes[name], dtype=group.dtype, device=group.step_device)
-            parts[name] = self._join(name, part.to(group.device)).to(group.step_device)
+        device, home = self.groups[0].device, self.groups[0].step_device
+        ranks = range(self.tensor_parallel.size)
+        loaded = {group.dtype for group in self.groups if id(group) in shards}
+        for dtype, names in self._sliced.items():
+            if dtype not in loaded:
+                continue
+            # A slice without elements is in no shard.
+            values = {name: parts.pop(name, torch.empty(0, dtype=dtype)).to(device).flatten() for name in names}
+            sent = [concat([values[name] for name in self._owned_by(names, rank)], dtype, device) for rank in ranks]
+            own = self._owned_by(names, self.tensor_parallel.rank)
+            lengths = [sum(self._slice_shape(name, rank).numel() for name in own) for rank in ranks]
+            received = self.tensor_parallel.exchange(sent, lengths)
+            at = [0] * len(ranks)
+            for name in own:
+                whole = torch.empty(self.full_shape(name), dtype=dtype, device=device)
+                for rank in ranks:
+                    shape = self._slice_shape(name, rank)
+                    piece = received[rank][at[rank] : at[rank] + shape.numel()].view(shape)
+                    at[rank] += shape.numel()
+                    _write_slice(whole, piece, self._slices_of[rank][name])
+                parts[name] = whole.to(home)
         return parts
 
-    def _join(self, name: str, part: Tensor) -> Tensor:
-        own = self.slices[name]
-        whole = part.new_empty(own.full_shape(part.shape))
-        lengths = [slices[name].slice_shape(whole.shape).numel() for slices in self._slices_of]
-        sent = part.new_zeros(max(lengths))  # Slices may differ in length; a collective's may not.
-        sent[: part.numel()] = part.flatten()
-        received = self.tensor_parallel.all_gather_parts(sent)
-        for slices, row, length in zip(self._slices_of, received, lengths, strict=True):
-            there = slices[name]
-            values, at = row[:length].view(there.slice_shape(whole.shape)), 0
-            for first, count in there.runs:
-                whole.narrow(there.dim, first, count).copy_(values.narrow(there.dim, at, count))
-                at += count
-        return whole
+    def _stepped_values(self) -> dict[str, Tensor]:
+        """Returns this rank's slices of the stepped values, those of other tp ranks' tensors included."""
+        found = {name: tensor.data for name, tensor in self.local_params.items() if name not in self.slices}
+        device, ranks = self.groups[0].device, range(self.tensor_parallel.size)
+        for dtype, names in self._sliced.items():
+            own = {name: self.local_params[name].data for name in self._owned_by(names, self.tensor_parallel.rank)}
+            sent = []
+            for rank in ranks:
+                pieces = [self._slices_of[rank][name].slice_tensor(tensor).flatten() for name, tensor in own.items()]
+                sent.append(concat(pieces, dtype, device))
+            mine = self.tensor_parallel.rank
+            theirs = [self._owned_by(names, rank) for rank in ranks]
+            lengths = [sum(self._slice_shape(name, mine).numel() for name in owned) for owned in theirs]
+            received = self.tensor_parallel.exchange(sent, lengths)
+            for owned, values in zip(theirs, received, strict=True):
+                sizes = [self._slice_shape(name, mine).numel() for name in owned]
+                found |= dict(zip(owned, values.split(sizes), strict=True))
+        return found
 
-    @torch.no_grad()
-    def all_gather_params(self) -> None:
-        """Copies this rank's slices of the stepped values into the shards, and starts their all-gather."""
-        for name, tensor in self.local_params.items():
-            if name in self.slices and tensor.numel():
-                tensor.grad = None
-                tensor.data = self.slices[name].slice_tensor(tensor.data)
-        super().all_gather_params()
+
+def _write_slice(whole: Tensor, piece: Tensor, place: TensorSlice) -> None:
+    """Writes a slice into the full tensor."""
+    at = 0
+    for first, count in place.runs:
+        whole.narrow(place.dim, first, count).copy_(piece.narrow(place.dim, at, count))
+        at += count

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
@@ -73,6 +74,7 @@ class MeshEngine:
         self._shard, self._allow_unused = shard, allow_unused
         self._ends_window = True  # Whether the running backward is the last of its accumulation.
         self._state: _Fit | None = None
+        self._gradient_hooks: list[RemovableHandle] = []
 
     def begin_fit(self, optimizers: list[Optimizer]) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
@@ -157,6 +159,26 @@ class MeshEngine:
         """Drops what the next step would apply of an earlier one."""
         if self.pipelined is not None:
             self.pipelined.pipeline.reset()
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with this rank's rows of each parameter whose gradient is reduced.
+
+        Where ranks hold other slices of the model, or another part of a sequence, gradients may be partial sums until
+        the end of backward.
+
+        Returns:
+            Whether the engine does.
+        """
+        for handle in self._gradient_hooks:
+            handle.remove()
+        self._gradient_hooks = []
+        if ready is None:
+            return True
+        spec = self.sharded.groups.spec
+        alone = spec.pp == spec.tp == spec.cp == 1 and self.sharded.is_sharded and not self.sharded.options.offload
+        handles = self._fit.shares.watch_gradients(ready) if alone and not self._shard.find_unused else None
+        self._gradient_hooks = handles or []
+        return handles is not None
 
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""

@@ -34,7 +34,7 @@ from dlo_plugins.quantisation.grids import (
     traced_fake_quantise,
 )
 from dlo_plugins.quantisation.schemes import Scheme
-from dlo_plugins.tensor.regions import RowProjection
+from dlo_plugins.tensor.projections import RowProduct
 
 
 class FakeQuantiser:
@@ -62,7 +62,7 @@ class FakeQuantiser:
         for layer in layers:
             if layer in self.layers:
                 continue
-            name = "product" if isinstance(layer, RowProjection) else "forward"
+            name = "product" if isinstance(layer, RowProduct) else "forward"
             self._before.append(layer.__dict__.get(name))
             # A method bound to the layer: a deep copy of the model binds it to the copied layer.
             layer.__dict__[name] = MethodType(self, layer)
@@ -71,7 +71,7 @@ class FakeQuantiser:
     def remove(self) -> None:
         """Restores the forwards of the layers."""
         for layer, before in zip(self.layers, self._before, strict=True):
-            name = "product" if isinstance(layer, RowProjection) else "forward"
+            name = "product" if isinstance(layer, RowProduct) else "forward"
             layer.__dict__.pop(name, None)
             if before is not None:
                 layer.__dict__[name] = before
@@ -79,7 +79,7 @@ class FakeQuantiser:
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """Returns the layer's output; without its bias for a row projection, whose output is a partial sum."""
-        is_row = isinstance(layer, RowProjection)
+        is_row = isinstance(layer, RowProduct)
         joined = layer.__dict__["tensor_region"].communicator.maximum if is_row else None
         bias = None if is_row else layer.bias
         weight_grid, input_grid = self.grids(x, layer.weight, joined)

@@ -3,10 +3,13 @@
 The probe runs the optimizer instead of looking up its name. So it is right for a user's own optimizer too, and for a
 flag that changes the update (timm's ``caution`` takes a mean over the tensor).
 
-It looks twice. First it compares the updates of small tensors that are stepped together, alone, and cut. An update can
-pass that and still read the full tensor: only from a size on (timm's ``adafactorbv`` factors from 16 rows and columns),
-or only if a condition on the tensor holds (``adamp`` projects where gradient and weight are nearly orthogonal). So it
-then looks at the operators of a step on tensors of the parameters' own shapes.
+It looks three times. First it compares the updates of small tensors that are stepped together, alone, and cut. An
+update can pass that and still read the full tensor: only from a size on (timm's ``adafactorbv`` factors from 16 rows
+and columns), or only if a condition on the tensor holds (``adamp`` projects where gradient and weight are nearly
+orthogonal). So it then looks at the operators of a step on tensors of the parameters' own shapes. Operators of other
+libraries and of tensor subclasses cannot be seen, such as those of a block-wise quantised state, whose blocks share a
+scale. So it looks at the shapes of the state too: a tensor of several values that are not one an element belongs to no
+element alone.
 """
 
 from __future__ import annotations
@@ -84,6 +87,20 @@ def _probe_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
     return "elementwise"
 
 
+def changed_settings(optimizer: Optimizer) -> list[str]:
+    """Returns the settings of parameter groups that a step changes, such as a count of steps."""
+    generator, changed = torch.Generator().manual_seed(0), set()
+    for group in optimizer.param_groups:
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        weight, *gradients = (torch.randn(_SHAPES[0], generator=generator).to(device) for _ in range(_STEPS + 1))
+        once, twice = (
+            _step_trial(optimizer, group, [weight], [[one] for one in gradients[:count]])[0].param_groups[0]
+            for count in (1, 2)
+        )
+        changed |= {name for name, value in twice.items() if name != "params" and once.get(name) != value}
+    return sorted(changed)
+
+
 def _combines_elements(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
     """Returns whether an operator of a step on tensors of the parameters' shapes combines elements of a tensor."""
     shapes = {_shrunk(tuple(parameter.shape)) for parameter in group["params"] if parameter.numel()}
@@ -92,10 +109,25 @@ def _combines_elements(optimizer: Optimizer, group: dict[str, Any], device: torc
         weight, *gradients = (torch.randn(shape, generator=generator).to(device) for _ in range(_STEPS + 1))
         try:
             with _ElementwiseOnly():
-                _stepped(optimizer, group, [weight], [[gradient] for gradient in gradients])
+                trial, parameters = _step_trial(optimizer, group, [weight], [[gradient] for gradient in gradients])
         except _CombinedElementsError:
             return True
+        if any(_is_shared(value, parameters[0]) for value in _state_of(trial, parameters[0])):
+            return True
     return False
+
+
+def _is_shared(value: Any, parameter: Tensor) -> bool:
+    """Returns whether a tensor of the state belongs to several elements of a parameter, such as scales of blocks."""
+    if not isinstance(value, Tensor):
+        return False
+    return type(value) is not Tensor or (value.numel() > 1 and value.shape != parameter.shape)
+
+
+def _state_of(trial: Optimizer, parameter: Tensor) -> list[Any]:
+    """Returns the values in a parameter's state, those of wrapped optimizers included."""
+    inner = [value for value in vars(trial).values() if isinstance(value, Optimizer)]
+    return [leaf for one in (trial, *inner) for leaf in tree_leaves(dict(one.state.get(parameter, {})))]
 
 
 def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,7 +168,14 @@ def _stepped(
     optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
     """Returns the weights after a copy of the optimizer has stepped them, with one gradient per weight and step."""
-    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    return [parameter.detach() for parameter in _step_trial(optimizer, group, weights, gradients)[1]]
+
+
+def _step_trial(
+    optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
+) -> tuple[Optimizer, list[Tensor]]:
+    """Returns a copy of the optimizer and the parameters that it has stepped, with one gradient per weight and step."""
+    parameters: list[Tensor] = [torch.nn.Parameter(weight.clone()) for weight in weights]
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     # A warm-up starts at lr 0, where no update can be seen.
     settings["lr"] = max(float(settings["lr"]), 1e-2) if "lr" in settings else 1e-2
@@ -147,7 +186,7 @@ def _stepped(
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         _step(trial)
-    return [parameter.detach() for parameter in parameters]
+    return trial, parameters
 
 
 def requires_closure(optimizer: Optimizer) -> bool:

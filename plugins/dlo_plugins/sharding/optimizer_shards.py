@@ -293,10 +293,11 @@ class FullTensorShard(OptimizerShard[Group]):
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             by_dtype[group.dtype].append(group)
+        stepped = self._stepped_values()
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for rank, name, start, length in self._owned_runs(groups):
-                sent[rank].append(self.local_params[name].flatten()[start : start + length])
+                sent[rank].append(stepped[name].flatten()[start : start + length])
             held = self._count_by_owner(groups)
             received = self.communicator.exchange([concat(parts, dtype, groups[0].device) for parts in sent], held)
             at = [0] * self.communicator.size
@@ -311,6 +312,10 @@ class FullTensorShard(OptimizerShard[Group]):
         for tensor in self.local_params.values():
             tensor.grad = None
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def _stepped_values(self) -> dict[str, Tensor]:
+        """Returns the stepped values of the tensors that this rank owns."""
+        return {name: tensor.data for name, tensor in self.local_params.items()}
 
     def _owned_runs(self, groups: list[Group]) -> Iterable[tuple[int, str, int, int]]:
         """Yields the runs of this rank's tensors in each rank's segment, as rank, name, start and length."""

@@ -498,6 +498,12 @@ class MeshStrategy(ShardedStrategy):
             group = self.groups.data_group
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with this rank's rows whose gradients are reduced, on axes of data alone."""
+        running = self.engine is not None and self.engine.watch_gradients(ready)
+        self.drops_gradients = running and ready is not None
+        return running or ready is None
+
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
         """Calls a function with the losses of a pipeline's micro-batches, on the ranks of its last stage."""
         if self.pipelined is None or self.delays_gradients:

@@ -7,7 +7,7 @@ arXiv 1910.02054. ZeRO-Offload: Democratizing Billion-Scale Model Training. Ren 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -328,6 +328,11 @@ class ZeroStrategy(ShardedStrategy):
         """Finishes the engine's reduction."""
         assert self.engine is not None
         self.engine.after_backward(self._module().automatic_optimization)
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with this rank's shards whose gradients are reduced, in stage 3."""
+        self.drops_gradients = self.engine is not None and self.engine.watch_gradients(ready) and ready is not None
+        return self.drops_gradients or ready is None
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.tensor_slice import get_layout
+from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
-from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.projections import set_feature_counts
 from dlo_plugins.tensor.tp_plan import TPPlan
 
 
@@ -35,17 +37,14 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
     layout.partial |= found.partial
     for around, region in found.regions.items():
         for name in (*region.columns, *region.rows):
-            _set_features(name, module.get_submodule(name))
+            projection = module.get_submodule(name)
+            set_feature_counts(name, base_of(projection))
+            if projection is not base_of(projection):
+                set_features(projection)
         if region.heads:
             attention = module.get_submodule(around)
             set_local_heads(attention, region.heads, region.kv, region.width, ranks)
+            count = region.heads // ranks
+            bind_heads(attention, LocalHeads(rank * count, count))
             if region.counts_by_config:
                 set_local_config(attention, ranks)
-
-
-def _set_features(name: str, projection: nn.Module) -> None:
-    """Sets a projection's numbers of features to those of its weight."""
-    kind, weight = projection_kind(name, projection), projection.weight
-    assert isinstance(weight, Tensor)
-    setattr(projection, kind.outputs, weight.shape[kind.out_dim])
-    setattr(projection, kind.inputs, weight.shape[kind.in_dim])

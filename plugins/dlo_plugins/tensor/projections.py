@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import FourBitLinear
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,35 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     Raises:
         DloError: If tensor parallelism cannot shard the module.
     """
-    if isinstance(module, nn.Linear) and not hasattr(module, "base_layer"):
+    if isinstance(module, nn.Linear | FourBitLinear):
         return _LINEAR
     if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1:
         return _CONVOLUTION
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return _CONV1D
-    if hasattr(module, "base_layer"):
-        raise DloError(
-            f"projection '{name}' must have no adapters for tensor parallelism, got {type(module).__name__}; set tp=1,"
-            " or train without lora"
-        )
     raise DloError(
         f"projection '{name}' must be Linear, 1x1 Conv2d or Conv1D for tensor parallelism, got {type(module).__name__};"
         " remove it from the plan's tensor rules"
     )
 
 
+def weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters that are a projection's weight."""
+    return ("codes", "scales") if isinstance(module, FourBitLinear) else ("weight",)
+
+
+def set_feature_counts(name: str, module: nn.Module) -> None:
+    """Sets a projection's numbers of features to those of its weight."""
+    kind = projection_kind(name, module)
+    weight = module.get_parameter(weight_names(module)[0])
+    setattr(module, kind.outputs, weight.shape[kind.out_dim])
+    setattr(module, kind.inputs, weight.shape[kind.in_dim] * (2 if isinstance(module, FourBitLinear) else 1))
+
+
 def apply_without_bias(module: Any, x: Tensor) -> Tensor:
     """Returns a projection's output without its bias."""
+    if isinstance(module, FourBitLinear):
+        return module.multiply(x)
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)
     if isinstance(module, nn.Conv2d):
@@ -72,3 +83,11 @@ def add_bias(module: Any, x: Tensor) -> Tensor:
         return x
     bias = module.bias.to(x.dtype)
     return x + (bias[:, None, None] if isinstance(module, nn.Conv2d) else bias)
+
+
+class RowProduct:
+    """Mixin for the class of a projection whose output is a partial sum, without its bias."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns this rank's partial sum, without the bias."""
+        return apply_without_bias(self, x)

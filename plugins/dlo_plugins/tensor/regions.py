@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.tensor import overlap
+from dlo_plugins.tensor.adapted_projections import REGION, install_row_adapters
 from dlo_plugins.tensor.collectives import copy_in, gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
-from dlo_plugins.tensor.projections import add_bias, apply_without_bias
+from dlo_plugins.tensor.projections import RowProduct, add_bias
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence, change_first_input
-
-_REGION = "tensor_region"
 
 
 class Region:
@@ -116,24 +115,30 @@ class ColumnProjection:
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""
-        region: Region = self.__dict__[_REGION]
+        region: Region = self.__dict__[REGION]
         weight = region.weight_of(self, x)  # type: ignore[arg-type]
         if weight is None:
             return super().forward(x)  # type: ignore[misc]
         return overlap.project(x, weight, self.bias)  # type: ignore[attr-defined]
 
 
-class RowProjection:
+class RowProjection(RowProduct):
     """Mixin for the class of a row projection: its output leaves the region, and its bias is added to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, plus the bias."""
-        region: Region = self.__dict__[_REGION]
+        region: Region = self.__dict__[REGION]
         return add_bias(self, region.leave(self.product(x)))
 
-    def product(self, x: Tensor) -> Tensor:
-        """Returns this rank's partial sum, without the bias."""
-        return apply_without_bias(self, x)
+
+class AdaptedRowProjection:
+    """Mixin for the class of a row projection's wrapper with adapters; see :mod:`~.tensor.adapted_projections`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the sum of the ranks' products and adapters, plus the bias."""
+        region: Region = self.__dict__[REGION]
+        partial: Tensor = super().forward(x)  # type: ignore[misc]
+        return add_bias(self.base_layer, region.leave(partial))  # type: ignore[attr-defined]
 
 
 def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
@@ -146,22 +151,24 @@ def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Mo
         if region.sequence is None:
             column.register_forward_pre_hook(functools.partial(_enter_column, region))
         if type(column) is nn.Linear:
-            column.__dict__[_REGION] = region
+            column.__dict__[REGION] = region
             column.__class__ = _column_class(nn.Linear)  # type: ignore[assignment]
             region.columns.append(column)
     region.gathers_again = len(region.columns) == len(columns) > 0
     if region.sequence is not None:
         change_first_input(module, region.enter)
     for row in rows:
-        row.__dict__[_REGION] = region
-        row.__class__ = _row_class(type(row))  # type: ignore[arg-type]
+        row.__dict__[REGION] = region
+        if hasattr(row, "base_layer"):
+            install_row_adapters(row, region)
+        row.__class__ = _row_class(AdaptedRowProjection if hasattr(row, "base_layer") else RowProjection, type(row))  # type: ignore[arg-type]
     # After an error too: the search for the largest micro-batch continues after an error.
     module.register_forward_hook(functools.partial(_end, region), always_call=True)
 
 
 @functools.cache
-def _row_class(cls: Any) -> type[nn.Module]:
-    return type(f"Row{cls.__name__}", (RowProjection, cls), {})
+def _row_class(mixin: Any, cls: Any) -> Any:
+    return type(f"Row{cls.__name__}", (mixin, cls), {})
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.adapted_projections import base_name, base_of
 from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of
 
 
@@ -16,14 +17,16 @@ def find_partial(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
         DloError: If a parameter needs all features at once, or the plan has no rule for a parameter that needs one.
     """
     blocks = set(plan.block_names(module))
-    rows = {f"{row}.bias" for region in found.regions.values() for row in region.rows}
-    shared = {name for region in found.regions.values() for name in region.shared}
     owners = dict(module.named_modules(remove_duplicate=False))
+    rows = {f"{base_name(row, owners[row])}.bias" for region in found.regions.values() for row in region.rows}
+    shared = tuple(f"{name}." for region in found.regions.values() for name in region.shared)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         around = region_of(found, name)
         if around is None or name in found.divisions or name in rows or plan.rule_for(name) is Rule.SEQUENCE:
             continue
-        if name.rpartition(".")[0] in shared:
+        if name in found.partial:
+            continue
+        if name.startswith(shared):
             found.partial.add(name)
             continue
         if around in blocks or around == "" or any(block.startswith(f"{around}.") for block in blocks):
@@ -58,7 +61,7 @@ def check_sequence(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None
     """
     modules = dict(module.named_modules())
     for around, region in found.regions.items():
-        if any(not isinstance(modules[row], nn.Linear) and not hasattr(modules[row], "nf") for row in region.rows):
+        if any(isinstance(base_of(modules[row]), nn.Conv2d) for row in region.rows):
             raise DloError(
                 "sequence_parallel must have activations [batch, sequence, width], got feature maps in"
                 f" '{around}'; set sequence_parallel: false"

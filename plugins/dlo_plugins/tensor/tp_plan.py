@@ -67,3 +67,9 @@ def region_of(found: TPPlan, name: str) -> str | None:
             return name
         name = name.rpartition(".")[0]
     return "" if "" in found.regions else None
+
+
+def vocabulary_size(found: TPPlan, name: str) -> int:
+    """Returns the number of tokens of an embedding or output projection, over all ranks."""
+    inner = name if f"{name}.weight" in found.divisions else f"{name}.base_layer"
+    return sum(found.divisions[f"{inner}.weight"].pieces)

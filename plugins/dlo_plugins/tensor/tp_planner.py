@@ -9,12 +9,14 @@ from __future__ import annotations
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.adapted_projections import base_name, base_of, check_adapted, divide_adapters
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
 from dlo_plugins.tensor.heads import head_width, kv_heads
-from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.projections import projection_kind, weight_names
 from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, find_partial
-from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of
+from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of, vocabulary_size
 
 _COLUMNS = (
     *(Rule.COLUMN, Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED),
@@ -105,27 +107,37 @@ def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule
     if rule is Rule.COLUMN_NORM:
         _divide_norm(found, name, part)
         return
-    kind = projection_kind(name, part)
-    weight, bias = part.weight, part.bias
+    check_adapted(name, part)
+    base, inner = base_of(part), base_name(name, part)
+    kind = projection_kind(name, base)
+    inputs, size = getattr(base, kind.inputs), getattr(base, kind.outputs)
     if rule is Rule.ROW:
-        assert isinstance(weight, nn.Parameter)
-        size = weight.shape[kind.in_dim]
-        found.divisions[f"{name}.weight"] = Division(kind.in_dim, (size,))
-        found.divisibilities.append(Divisibility(name, size, "input features"))
+        for key in weight_names(base):
+            found.divisions[f"{inner}.{key}"] = Division(kind.in_dim, (base.get_parameter(key).shape[kind.in_dim],))
+        _divide_adapters(found, name, part, (inputs,), row=True)
+        found.divisibilities.append(Divisibility(name, inputs, "input features"))
+        if isinstance(base, FourBitLinear):
+            blocks = f"blocks of {base.block} input features"
+            found.divisibilities.append(Divisibility(name, inputs // base.block, blocks))
         return
-    assert isinstance(weight, nn.Parameter)
-    size = weight.shape[kind.out_dim]
     region_name = region_of(found, name)
     assert region_name is not None
     region = found.regions[region_name]
-    region.inputs.add(weight.shape[kind.in_dim])
+    region.inputs.add(inputs)
     region.outputs.add(size)
     pieces = _pieces(found, modules, name, rule, size, region_name)
     if name in region.shared:
         return
-    found.divisions[f"{name}.weight"] = Division(kind.out_dim, pieces)
-    if bias is not None:
-        found.divisions[f"{name}.bias"] = Division(0, pieces)
+    found.divisions |= {f"{inner}.{key}": Division(kind.out_dim, pieces) for key in weight_names(base)}
+    if base.bias is not None:
+        found.divisions[f"{inner}.bias"] = Division(0, pieces)
+    _divide_adapters(found, name, part, pieces, row=False)
+
+
+def _divide_adapters(found: TPPlan, name: str, part: nn.Module, pieces: tuple[int, ...], *, row: bool) -> None:
+    divisions, partial = divide_adapters(name, part, pieces, row=row)
+    found.divisions |= divisions
+    found.partial |= partial
 
 
 def _pieces(
@@ -160,20 +172,23 @@ def _pieces(
 
 
 def _divide_vocabulary(found: TPPlan, name: str, part: nn.Module) -> None:
-    if not isinstance(part, nn.Embedding | nn.Linear) or hasattr(part, "base_layer"):
+    check_adapted(name, part)
+    base, inner = base_of(part), base_name(name, part)
+    if not isinstance(base, nn.Embedding | nn.Linear):
         raise DloError(
             f"module '{name}' with the rule 'vocab' must be an Embedding or a Linear, got {type(part).__name__}; remove"
             " it from the plan's tensor rules"
         )
-    size = part.weight.shape[0]
+    size = base.weight.shape[0]
     found.vocabulary.append(name)
-    for key, _ in part.named_parameters(recurse=False):
-        found.divisions[f"{name}.{key}"] = Division(0, (size,))
+    for key, _ in base.named_parameters(recurse=False):
+        found.divisions[f"{inner}.{key}"] = Division(0, (size,))
+    _divide_adapters(found, name, part, (size,), row=False)
 
 
 def _check_vocabulary(found: TPPlan, tp: int) -> None:
     for name in found.vocabulary:
-        size = sum(found.divisions[f"{name}.weight"].pieces)
+        size = vocabulary_size(found, name)
         if size < tp:
             raise DloError(
                 f"tp must be at most the {size} tokens of '{name}', so that each rank has one, got {tp}; set tp={size}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard, shard_of
+from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.collectives import reduce_from_region
 from dlo_plugins.tensor.division import local_range
 
@@ -58,7 +59,9 @@ def install_vocabulary(module: nn.Module, size: int, communicator: Communicator)
             padding = module.padding_idx - first
             module.padding_idx = padding if 0 <= padding < count else None
     else:
-        module.out_features = count  # type: ignore[assignment]
+        base_of(module).out_features = count
+        if base_of(module) is not module:
+            set_features(module)
     module.__class__ = _split_class(type(module))  # type: ignore[arg-type]
 
 

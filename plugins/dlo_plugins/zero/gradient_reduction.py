@@ -85,6 +85,7 @@ class GradientReducer:
         self._free: list[tuple[Tensor, CopyHandle | None]] = []
         self.enabled = True
         self.announced = False  # whether this backward was started through the strategy
+        self.on_gradient: Callable[[FlatGroup], None] | None = None  # gets each group whose gradient shard is complete
         for reduction in self.reductions:
             # Backward computes a group's gradients from its last parameter or from its first: watch both ends.
             self._watch(reduction, {0, len(reduction.group.parameters) - 1})
@@ -193,6 +194,8 @@ class GradientReducer:
         copied = reduction.group.add_gradient(reduction.pending.wait())
         if len(self._free) < IN_FLIGHT:
             self._free.append((reduction.buffer, copied))
+        if self.on_gradient is not None:
+            self.on_gradient(reduction.group)
         reduction.pending = reduction.buffer = None
 
     def finish(self, *, partial: bool) -> set[str]:

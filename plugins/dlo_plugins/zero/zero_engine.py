@@ -22,7 +22,7 @@ precision is too coarse to accumulate them in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,6 +320,38 @@ class ZeroEngine:
                 if group.gathered:
                     group.finish_gather()
         share.stepped = True
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+        """Calls a function in backward with this rank's pieces of each group whose gradients are reduced.
+
+        In stages 1 and 2 the pieces are memory of the parameters, which backward may still read.
+
+        Returns:
+            Whether the engine does.
+        """
+        options = self.options
+        offloads = options.offload_optimizer or options.offload_parameters
+        elementwise = len(self.shares) == 1 and isinstance(self.shares[0], ElementwiseShard)
+        if ready is not None and (options.stage < 3 or offloads or options.find_unused or not elementwise):
+            return False
+        if ready is None:
+            self.reducer.on_gradient = None
+            return True
+        (share,) = self.shares
+
+        def step_pieces(group: FlatGroup) -> None:
+            if group.gradient is None:
+                return
+            pieces = []
+            for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
+                piece = share.local_params[group.names[number]]
+                piece.grad = gradient.view_as(piece)
+                pieces.append(piece)
+            ready(pieces)
+            group.drop_gradient()
+
+        self.reducer.on_gradient = step_pieces
+        return True
 
     def finish_step(self) -> None:
         """Waits for the last step's collectives and copies; then parameters and shards can be read and written."""

@@ -12,13 +12,14 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models
+from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models, vision_attention
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -45,8 +46,9 @@ class ImageClassifier(Task):
         bce_threshold: Threshold of `bce` above which targets become 1, and the others 0; DeiT III uses 0. It is
             applied after `label_smoothing` and undoes it, so it must be above the smoothing of each class.
         optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `lars`, `muon`, `sgd` (Nesterov),
-            `momentum`...; or of a class under `plugins:`, or the path of a class.
-        lr: Base learning rate for the given global batch; it is not scaled.
+            `momentum`...; in dlo's list: `adamw8bit`, `soap`, `adamw_schedulefree`...; or of a class under `plugins:`,
+            or the path of a class.
+        lr: Base learning rate for the given global batch, or with `lr_scaling` for its reference batch.
         weight_decay: Weight decay; norms, biases and parameters that the model exempts have none.
         optimizer_args: Further arguments of the optimizer, such as `betas` or `momentum`.
         layer_decay: Ratio of the learning rates of a layer and the next one (fine-tuning: 0.65 to 0.8).
@@ -56,11 +58,14 @@ class ImageClassifier(Task):
         warmup_steps: Length of the linear warm-up in optimizer steps; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
+        lr_scaling: Scaling of `lr` and `min_lr` by the samples of an optimizer step: `{reference_batch: 256, rule:
+            linear}`, or `rule: sqrt`. None does not scale.
         ema_decay: Decay of an exponential moving average of the weights, which is then evaluated and saved; None
             keeps none.
         channels_last: Whether images and convolutions use channels-last memory, which is faster for
             convolutional models in mixed precision on GPUs.
         log_images: Number of training images to log; 0 logs none.
+        attention: Kernel and mask of a ViT's attention, `{mask: {class_path: BigBird}}`; by default timm's own.
 
     Raises:
         DloError: If a model, optimizer or argument is unknown, or values contradict each other.
@@ -90,12 +95,17 @@ class ImageClassifier(Task):
         warmup_steps: int | None = None,
         warmup_lr: float = 0.0,
         min_lr: float = 0.0,
+        lr_scaling: dict[str, Any] | None = None,
         ema_decay: float | None = None,
         channels_last: bool = False,
         log_images: int = 16,
+        attention: Attention | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["attention"])
+        self.attention = vision_attention.read_option(attention)
+        # Stored as plain data in checkpoints; `load_from_checkpoint` passes it as a dict.
+        self.hparams["attention"] = None if self.attention is None else self.attention.settings()
         self.model_name, self.model_args, self.pretrained = model, dict(model_args or {}), pretrained
         self.num_classes, self.image_size, self.channels_last = num_classes, image_size, channels_last
         self.position_embedding, self.log_images = position_embedding, log_images
@@ -105,16 +115,17 @@ class ImageClassifier(Task):
         self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
         self.schedule, self.warmup_epochs, self.warmup_steps = schedule, warmup_epochs, warmup_steps
         self.warmup_lr, self.min_lr, self.ema_decay = warmup_lr, min_lr, ema_decay
+        self.lr_scaling = lr_scaling
         self._ema: WeightEMA | None = None
         self._checked = False
         timm_models.check_name(model, pretrained=pretrained)
-        optim.check_optimizer(optimizer)
+        optim.check_optimizer(optimizer, schedule)
         self._check_values()
 
     def _check_values(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise DloError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
-        optim.check_rates(self.lr, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
+        optim.check_rates(self.lr, self.lr_scaling, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
         optim.check_warmup(self.warmup_epochs, self.warmup_steps)
         optim.check_decays(self.weight_decay, self.layer_decay)
         if self.ema_decay is not None:
@@ -197,7 +208,16 @@ class ImageClassifier(Task):
         )
         if self.position_embedding == "sincos2d":
             timm_models.set_sincos_positions(model)
+        self._kernel = vision_attention.masked_vision_model(model, self.attention, self._attention_device)
         return model
+
+    @property
+    def _attention_device(self) -> torch.device | None:
+        """Device of the attention's kernel; None before the ranks of an accelerator start."""
+        if self._trainer is None:
+            return torch.device("cpu")
+        device = self.trainer.strategy.root_device
+        return device if device.type == "cpu" or self._checked else None
 
     def configure_model(self) -> None:
         """Builds the timm model, once."""
@@ -206,6 +226,8 @@ class ImageClassifier(Task):
         if self.num_classes is None:
             raise DloError("num_classes must be set to build the model, got none; set model.init_args.num_classes")
         self.model = self._build(pretrained=self.pretrained)
+        if self._trainer is not None and self.trainer.is_global_zero:
+            vision_attention.log_kernel(self.model, self._kernel)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)
 
@@ -225,11 +247,12 @@ class ImageClassifier(Task):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns the callback that averages the weights, if `ema_decay` is set."""
+        """Returns the callback that averages the weights, if `ema_decay` is set, and those of the optimizer."""
+        found = optim.optimizer_callbacks(self.optimizer_name)
         if self.ema_decay is None:
-            return []
+            return found
         self._ema = WeightEMA(self.ema_decay)
-        return [self._ema]
+        return [self._ema, *found]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return optim.build_optimizer(
@@ -247,6 +270,7 @@ class ImageClassifier(Task):
             optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
+            scaling=self.lr_scaling,
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
             start=self.warmup_lr / self.lr,

@@ -1,6 +1,7 @@
 """Selects what trains: freezes parameters by name, adds low-rank adapters (LoRA), enables recomputation.
 
 LoRA: Low-Rank Adaptation of Large Language Models. Hu et al., 2021, arXiv 2106.09685; implemented by peft.
+DoRA: Weight-Decomposed Low-Rank Adaptation. Liu et al., 2024, arXiv 2402.09353; implemented by peft.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.four_bit_linear import LEVELS
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_tasks.llm import four_bit_base
 from dlo_tasks.llm.language_models import require_package, text_config
 
 #: peft's name of the only adapter.
@@ -31,6 +34,11 @@ class Lora:
         dropout: Dropout rate of the adapters' inputs.
         targets: Last parts of the names of the modules to adapt, such as `[q_proj, v_proj]`; by default every
             projection in the blocks.
+        dora: Whether to train the norm of each output feature's weights too (DoRA): the adapters then change their
+            direction only.
+        base: Levels of the frozen weights in the blocks: `nf4` or `int4`, 4 bits each with one scale for every
+            `base_block` input features (QLoRA); None keeps them in the model's dtype.
+        base_block: Number of input features that share a scale.
         merge: Whether an export merges the adapters into the weights; otherwise it writes the adapters only.
 
     Raises:
@@ -41,6 +49,9 @@ class Lora:
     alpha: float | None = None
     dropout: float = 0.0
     targets: list[str] | None = None
+    dora: bool = False
+    base: Literal["nf4", "int4"] | None = None
+    base_block: int = 64
     merge: bool = True
 
     def __post_init__(self) -> None:
@@ -50,6 +61,11 @@ class Lora:
             raise DloError(f"lora.dropout must be in [0, 1), got {self.dropout}; 0 disables it")
         if self.alpha is not None and self.alpha <= 0:
             raise DloError(f"lora.alpha must be positive, got {self.alpha}; {2 * self.rank} is usual")
+        if self.base is not None and self.base not in LEVELS:
+            hint = did_you_mean(self.base, LEVELS) or "; leave it out"
+            raise DloError(f"lora.base must be {' or '.join(LEVELS)}, got {self.base}{hint}")
+        if self.base_block < 2 or self.base_block % 2:
+            raise DloError(f"lora.base_block must be even and at least 2, got {self.base_block}; 64 is usual")
         if self.targets is not None and not self.targets:
             raise DloError(
                 "lora.targets must name at least one projection, got []; name some, or remove it to adapt all"
@@ -70,6 +86,7 @@ class Lora:
             lora_dropout=self.dropout,
             target_modules=list(targets),
             fan_in_fan_out=transposed,
+            use_dora=self.dora,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
@@ -125,6 +142,8 @@ def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dty
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if lora.base is not None:
+        four_bit_base.quantise_base(model, lora.base, lora.base_block)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -189,7 +208,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Merges the adapters into the base weights and removes them, in place."""
+    """Merges the adapters into the base weights and removes them, in place; 4-bit weights are dequantised before."""
+    four_bit_base.dequantise_base(model)
     for name, layer in adapter_layers(model).items():
         layer.merge(safe_merge=True)
         model.set_submodule(name, layer.get_base_layer())
@@ -198,7 +218,13 @@ def merge_adapters(model: nn.Module) -> None:
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the adapters' weights, under the names that `peft.PeftModel.from_pretrained` reads."""
     return {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().contiguous()
+        _peft_name(name): tensor.detach().contiguous()
         for name, tensor in model.state_dict().items()
         if ".lora_" in name
     }
+
+
+def _peft_name(name: str) -> str:
+    """Returns the name in an adapter's file; DoRA's magnitude, a weight of a module, has the name of the module."""
+    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
@@ -35,6 +36,7 @@ from dlo_tasks.llm import (
     families,
     language_models,
     sharded_weights,
+    sparse_attention,
     vocabulary_distillation,
     vocabulary_loss,
 )
@@ -75,7 +77,8 @@ class CausalLM(Task):
             special tokens come from the data's tokenizer.
         dtype: Dtype of the parameters; by default that of the Trainer's `precision`. With `lora`, the dtype of the
             frozen parameters.
-        attention: Attention implementation: one of transformers' (`sdpa`, `eager`, `flash_attention_2`, ...) or dlo's
+        attention: Kernel and mask of attention, `{kernel: auto, mask: {class_path: BSLongformer}}`; or the name of a
+            kernel, of an implementation of transformers (`sdpa`, `eager`, `flash_attention_2`, ...), or dlo's
             `dlo_varlen`. Default: `dlo_varlen` on CUDA, `sdpa` elsewhere, and `eager` for models with features that
             these do not compute (Gemma 2). Each keeps packed documents apart.
         lora: Low-rank adapters to train instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
@@ -87,9 +90,9 @@ class CausalLM(Task):
         label_smoothing: Probability that the training loss spreads evenly over the vocabulary.
         logit_softcap: Soft bound `c` of the logits, `c * tanh(logits / c)`, in training, metrics and generation; by
             default that of the model's config (Gemma 2: 30).
-        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; or of a class under
-            `plugins:`, or the path of a class.
-        lr: Base learning rate, for the global batch. It is not scaled with the batch size.
+        optimizer: Name of the optimizer in timm: `adamw`, `lamb`, `adafactor`, `muon`...; in dlo's list: `adamw8bit`,
+            `soap`, `adamw_schedulefree`...; or of a class under `plugins:`, or the path of a class.
+        lr: Base learning rate, for the global batch, or with `lr_scaling` for its reference batch.
         weight_decay: Weight decay; norms and biases have none.
         optimizer_args: More arguments for the optimizer, such as `betas`.
         schedule: Decay of the learning rate after the warm-up, `cosine` or `linear`. `constant` uses no scheduler, so
@@ -98,6 +101,8 @@ class CausalLM(Task):
         warmup_steps: Optimizer steps of linear warm-up; overrides `warmup_epochs`.
         warmup_lr: Learning rate at the first step of the warm-up.
         min_lr: Learning rate at the end of training.
+        lr_scaling: Scaling of `lr` and `min_lr` by the sequences of an optimizer step: `{reference_batch: 256, rule:
+            linear}`, or `rule: sqrt`. None does not scale.
         prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends.
         sampling: Sampling options for `prompts` and for `dlo predict`: `{max_new_tokens: 64, temperature: 0.8}`.
 
@@ -116,7 +121,7 @@ class CausalLM(Task):
         model: str | None = None,
         config: dict[str, Any] | str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        attention: str | None = None,
+        attention: Attention | str | None = None,
         lora: Lora | None = None,
         freeze: list[str] | None = None,
         recompute: bool = False,
@@ -133,14 +138,17 @@ class CausalLM(Task):
         warmup_steps: int | None = None,
         warmup_lr: float = 0.0,
         min_lr: float = 0.0,
+        lr_scaling: dict[str, Any] | None = None,
         prompts: list[str] | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["lora", "sampling", *self.not_saved])
+        self.save_hyperparameters(ignore=["attention", "lora", "sampling", *self.not_saved])
         # Stored as plain data in checkpoints; `load_from_checkpoint` passes them as dicts.
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling
+        attention = sparse_attention.read_option(attention)
+        self.hparams["attention"] = attention.settings() if isinstance(attention, Attention) else attention
         self.hparams["lora"] = None if lora is None else vars(lora).copy()
         self.hparams["sampling"] = None if sampling is None else vars(sampling).copy()
         if (model is None) == (config is None):
@@ -163,7 +171,7 @@ class CausalLM(Task):
         self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
         self.lr, self.weight_decay, self.schedule = lr, weight_decay, schedule
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
-        self.warmup_lr, self.min_lr = warmup_lr, min_lr
+        self.warmup_lr, self.min_lr, self.lr_scaling = warmup_lr, min_lr, lr_scaling
         self.prompts, self.sampling = list(prompts or []), sampling or Sampling()
         self.tokenizer: Any = None
         self.samples: list[str] = []
@@ -171,8 +179,8 @@ class CausalLM(Task):
         self._balance: LoadBalancing | None = None
         #: Folder or hub name of the model's own tokenizer; None without one.
         self.tokenizer_source = language_models.tokenizer_source(model)
-        optim.check_optimizer(optimizer)
-        optim.check_rates(lr, min_lr=min_lr, warmup_lr=warmup_lr)
+        optim.check_optimizer(optimizer, schedule)
+        optim.check_rates(lr, lr_scaling, min_lr=min_lr, warmup_lr=warmup_lr)
         optim.check_warmup(warmup_epochs, warmup_steps)
         optim.check_decays(weight_decay, None)
 
@@ -199,7 +207,12 @@ class CausalLM(Task):
         twin = copy.copy(self)
         twin._modules = dict(self._modules)
         with torch.device("meta"):
-            model = language_models.build_model(None, self.config, dtype=torch.float32, attention=self.attention)
+            dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.float32
+            model = language_models.build_model(
+                None, self.config, dtype=dtype, attention=sparse_attention.base_implementation(self.attention)
+            )
+            on_cpu = self._trainer is not None and self._root_device.type == "cpu"
+            sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
             twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
         return twin
@@ -217,14 +230,23 @@ class CausalLM(Task):
         vocabulary_loss.check_kernel(self.loss_kernel, None if self._trainer is None else self._root_device)
         self._fit_to_data()
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
-        model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=self.attention)
-        if self.attention is None and self._trainer is not None:
+        implementation = sparse_attention.base_implementation(self.attention)
+        model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=implementation)
+        if sparse_attention.is_default(self.attention) and self._trainer is not None:
             families.enable_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
         self._traits, self._balance = families.probe_traits(model), find_load_balancing(model)
         self._check_head(model)
+        self._install_attention(model)
         self.model = self._adapted(model)
         sharded_weights.prepare_meta_init(self.model, self.model_name)
+
+    def _install_attention(self, model: Any) -> None:
+        device = torch.device("cpu") if self._trainer is None else self._root_device
+        kernel = sparse_attention.install(model, self.attention, device)
+        if self._trainer is not None and self.trainer.is_global_zero:
+            data = getattr(self._trainer, "datamodule", None)
+            sparse_attention.log_kernel(model, self.attention, kernel, getattr(data, "seq_len", None))
 
     @property
     def _root_device(self) -> torch.device:
@@ -298,12 +320,17 @@ class CausalLM(Task):
             model, self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, args=self.optimizer_args
         )
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Returns the callbacks that the optimizer needs."""
+        return optim.optimizer_callbacks(self.optimizer_name)
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
         return optim.scheduled(
             optim.with_training_modules(self._optimizer(self.model), self),
             self._trainer,
             self.schedule,
+            scaling=self.lr_scaling,
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
             start=self.warmup_lr / self.lr,
@@ -383,7 +410,7 @@ class CausalLM(Task):
         Lightning divides the loss by the number of micro-batches, and strategies average over ranks. Both divisions are
         undone here, because the sum is divided by the tokens of the step. The load-balancing loss is added per token.
         """
-        labels = batch["labels"]
+        labels = sparse_attention.targets(self.attention, batch["labels"])
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
         count = batch_counts.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
@@ -416,7 +443,7 @@ class CausalLM(Task):
 
         A value of a sample, `[B]`, counts for each of its tokens.
         """
-        is_target = batch["labels"] != vocabulary_loss.IGNORE_INDEX
+        is_target = sparse_attention.targets(self.attention, batch["labels"]) != vocabulary_loss.IGNORE_INDEX
         values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
         return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
 
@@ -427,7 +454,7 @@ class CausalLM(Task):
 
         Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.llm.vocabulary_distillation`.
         """
-        labels = batch["labels"]
+        labels = sparse_attention.targets(self.attention, batch["labels"])
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
         count = batch_counts.read_target_count(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
@@ -459,7 +486,7 @@ class CausalLM(Task):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
-        labels = batch["labels"].flatten()
+        labels = sparse_attention.targets(self.attention, batch["labels"]).flatten()
         losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)
         is_target = labels != vocabulary_loss.IGNORE_INDEX
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()

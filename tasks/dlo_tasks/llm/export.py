@@ -109,7 +109,7 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)
             model._init_weights(module)  # Buffers that checkpoints leave out, such as rotary frequencies.
-    state = {name: weights[name].to(dtype or weights.dtype(name)) for name in weights}
+    state = {name: _converted(weights[name], dtype) for name in weights}
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -121,6 +121,11 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
     if about["generation_config"] is not None:
         model.generation_config = GenerationConfig.from_dict(json.loads(about["generation_config"]))
     return model.eval()
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns a tensor in a dtype; integers, which are codes of 4-bit weights, stay as they are."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _untie(model: Any) -> None:

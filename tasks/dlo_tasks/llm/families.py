@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import language_models, packed_attention
+from dlo_tasks.llm import language_models, packed_attention, sparse_attention
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts, single_documents
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, 
     """
     positions = inputs.get("position_ids")
     if positions is None:
+        if sparse_attention.is_masked(model):
+            return sparse_attention.mask_arguments(inputs)
         if packed_attention.is_packed_attention(model) and "attention_mask" not in inputs:
             return packed_attention.attention_arguments(model, single_documents(inputs["input_ids"]))
         return {}
@@ -85,6 +87,8 @@ def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, 
             f"data.init_args.packing must be none for {type(model).__name__}, which ignores restarting positions, got"
             f" packed rows, whose documents would attend to each other; set packing: none{other}"
         )
+    if sparse_attention.is_masked(model):
+        return sparse_attention.mask_arguments(inputs)
     if "attention_mask" in inputs:
         return {}
     if packed_attention.is_packed_attention(model):

@@ -72,7 +72,7 @@ def is_supported(config: Any, device: torch.device) -> bool:
         config: Text model's config.
         device: Device of the run.
     """
-    if device.type != "cuda" or torch.version.cuda is None or _has_dropout(config):
+    if device.type != "cuda" or torch.version.cuda is None or has_dropout(config):
         return False
     kinds = set(getattr(config, "layer_types", None) or ())
     chunked = getattr(config, "attention_chunk_size", None)  # Llama 4
@@ -87,7 +87,7 @@ def choose_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> Kern
         dtype: Precision in which attention is computed.
         device: Device of the batch.
     """
-    if _has_dropout(config):
+    if has_dropout(config):
         return None
     softcap = getattr(config, "attn_logit_softcapping", None)
     if device.type != "cuda":
@@ -111,7 +111,7 @@ def attention_arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[st
     if isinstance(position_ids, FakeTensor):  # No values, as in FLOP counting or shape checks.
         return {}
     config: Any = model.config.get_text_config(decoder=True)
-    kernel = choose_kernel(config, _dtype_of(model, position_ids.device), position_ids.device)
+    kernel = choose_kernel(config, dtype_of(model, position_ids.device), position_ids.device)
     if kernel is None:
         return {}
     rows, length = position_ids.shape
@@ -371,7 +371,8 @@ def _refuse(module: nn.Module, dropout: float, softcap: float | None, others: di
         raise DloError(f"attention: {NAME} must be {what} in {type(module).__name__}; set attention: sdpa, or eager")
 
 
-def _has_dropout(config: Any) -> bool:
+def has_dropout(config: Any) -> bool:
+    """Returns whether a text model's config has dropout of attention weights."""
     return any(getattr(config, name, None) for name in _DROPOUTS)
 
 
@@ -382,7 +383,8 @@ def _widest_head(config: Any) -> int:
     return max([width, *(size for size in found if isinstance(size, int))])
 
 
-def _dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
+def dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
+    """Returns the precision in which a model computes on a device."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     found: torch.dtype = next(model.parameters()).dtype

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from dlo_framework.attention import Attention
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.control_group import control_group
@@ -128,6 +129,11 @@ class PreferenceLM(CausalLM):
         for name, value in vars(self.token_loss).items():
             if value:
                 raise DloError(f"{name} must be 0 for PreferenceLM, got {value}; leave it out")
+        if isinstance(self.attention, Attention) and self.attention.mask is not None and self.attention.mask.prefix:
+            raise DloError(
+                "attention.mask must be causal for PreferenceLM, whose answers are scored by all of their tokens, got"
+                " Prefix; choose another pattern"
+            )
         self.objective, self.gamma = objective, gamma
         self.beta = DEFAULT_BETA[objective] if beta is None else beta
         self.weights = (desirable_weight, undesirable_weight)
@@ -237,7 +243,7 @@ class PreferenceLM(CausalLM):
 
     def configure_callbacks(self) -> list[Callback]:
         """Returns the callback that adds the reference's log-probabilities to training batches."""
-        return [ReferenceLogProbs()] if self.compares else []
+        return [*super().configure_callbacks(), *([ReferenceLogProbs()] if self.compares else [])]
 
     # --- the reference -------------------------------------------------------------------------------------
 

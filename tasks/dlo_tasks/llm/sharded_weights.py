@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlo_framework.checkpoint import LazyStateDict
 from dlo_framework.checkpoint.loading import TensorReader
@@ -22,8 +22,9 @@ from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
-from dlo_framework.shards import full_box
-from dlo_tasks.llm import language_models
+from dlo_framework.four_bit_linear import FourBitLinear
+from dlo_framework.shards import Shard, full_box, held_boxes, slice_view
+from dlo_tasks.llm import four_bit_base, language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SOURCE = "_dlo_weights_to_read"
@@ -50,10 +51,15 @@ def _initialise(model: Any, module: Any, name: str) -> None:
     """Initialises one module as transformers does; adapters as LoRA does, with B zero."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         tensor.__dict__.pop("_is_hf_initialized", None)
-    if ".lora_A." in name:
+    if isinstance(module, FourBitLinear):
+        four_bit_base.initialise(model, module)
+    elif ".lora_A." in name:
         nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
     elif ".lora_B." in name:
         nn.init.zeros_(module.weight)
+    elif ".lora_magnitude_vector." in name:
+        # A wrapper's base layer is initialised before, in the same unit, so that its weight is full.
+        module.weight.copy_(_row_norms(module, model.get_submodule(name.rsplit(".", 2)[0]).base_layer.weight))
     else:
         model._init_weights(module)
 
@@ -90,10 +96,33 @@ def read_weights(task: Any, *, resumes: bool, held: Mapping[str, Any] | None = N
     for own in names.values():
         # Tensors of other pipeline stages and non-persistent buffers are not in the state dict.
         shard = held.get(f"model.{own[0]}")
-        if shard is not None and not any(".lora_" in name for name in own):
+        if shard is None:
+            continue
+        layer = model.get_submodule(own[0].rpartition(".")[0])
+        if isinstance(layer, FourBitLinear) and (key := own[0].rpartition(".")[2]) in ("codes", "scales"):
+            weight = _stored_name([f"{own[0].rpartition('.')[0]}.weight"], saved, model.base_model_prefix)
+            four_bit_base.read_codes(saved, weight, layer, key, shard)
+        elif ".lora_magnitude_vector." in own[0]:
+            _read_row_norms(own[0], model, saved, shard)
+        elif not any(".lora_" in name for name in own):
             saved.read_into(_stored_name(own, saved, model.base_model_prefix), shard)
     if strategy is not None:
         strategy.refresh()
+
+
+def _row_norms(magnitude: Any, weight: Tensor) -> Tensor:
+    """Returns DoRA's initial magnitudes of a weight: the norms over its input features."""
+    return torch.linalg.vector_norm(weight, dim=0 if magnitude.fan_in_fan_out else 1)
+
+
+def _read_row_norms(name: str, model: Any, saved: LazyStateDict, shard: Shard) -> None:
+    """Fills a shard of DoRA's magnitudes from the stored weight, of which the rank reads all."""
+    wrapper, _, adapter = name.removesuffix(".weight").rpartition(".lora_magnitude_vector.")
+    stored = saved[_stored_name([f"{wrapper}.weight"], saved, model.base_model_prefix)]
+    magnitude = model.get_submodule(wrapper).lora_magnitude_vector[adapter]
+    norms = _row_norms(magnitude, stored.to(shard.dtype))
+    for box, view in held_boxes(shard):
+        view.copy_(slice_view(norms, full_box(tuple(norms.shape)), box))
 
 
 def local_folder(source: str) -> Path:

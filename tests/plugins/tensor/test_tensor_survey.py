@@ -15,8 +15,6 @@ from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
 from dlo_plugins.tensor.tp_planner import make_tp_plan
-from dlo_tasks.llm import adapters
-from dlo_tasks.llm.adapters import Lora
 from support.tensor_models import SIZES, VIT, plan_of
 
 
@@ -79,13 +77,6 @@ def test_a_check_changes_nothing() -> None:
     before = {name: tuple(p.shape) for name, p in model.named_parameters()}
     TensorParallel(sequence_parallel=True).check(model, plan_of(model), 2)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == before
-
-
-def test_adapted_projections_are_refused() -> None:
-    model = on_meta("llama")
-    adapters.add_adapters(model, model.lm_head, Lora(), torch.float32)
-    with pytest.raises(DloError, match=r"'model.layers.0.self_attn.q_proj' must have no adapters .* set tp=1"):
-        TensorParallel().check(model, plan_of(model), 2)
 
 
 class Mlp(nn.Module):

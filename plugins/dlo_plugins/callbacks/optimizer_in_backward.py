@@ -1,0 +1,183 @@
+"""Callback `OptimizerInBackward`: each parameter is stepped in backward, as soon as its gradient is there.
+
+Optimizer Fusion: Efficient Training with Better Locality and Parallelism. Jiang et al., 2021, arXiv 2104.00237: its
+"backward-fusion". Departures from the paper: the step is the optimizer's own, on the tensors whose gradients are
+complete, instead of a fused kernel; and under several ranks it follows the reduction of their bucket. The paper's
+"forward-fusion", which steps before the next use, is left out: it keeps all gradients, so it saves no memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.sharding.optimizer_probe import changed_settings, probe_optimizer
+
+_SELF = "OptimizerInBackward"
+
+
+@torch.no_grad()
+def step_only(optimizer: Optimizer, tensors: list[Tensor], homes: dict[int, int]) -> None:
+    """Takes an optimizer's step on some of its tensors, without step hooks, and drops their gradients.
+
+    The parameter groups have only these tensors meanwhile. The hooks of strategies publish all values after a full
+    step, and those of schedulers count steps.
+
+    Args:
+        optimizer: Optimizer whose update of a tensor needs no other.
+        tensors: Tensors with gradients.
+        homes: Number of the parameter group of each tensor of the optimizer, by the tensor's id.
+    """
+    held = [group["params"] for group in optimizer.param_groups]
+    before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for tensor in tensors:
+            optimizer.param_groups[homes[id(tensor)]]["params"].append(tensor)
+        step: Any = type(optimizer).step  # The instance's counts its calls for a scheduler.
+        step(optimizer)
+    finally:
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before
+    for tensor in tensors:
+        tensor.grad = None
+
+
+class OptimizerInBackward(Callback):
+    """Steps each parameter in backward as soon as its gradient is complete, and frees the gradient (arXiv 2104.00237).
+
+    So the gradients of the whole model never exist at once: the peak is those of a parameter in one process, of a
+    bucket or of a unit under several ranks. The weights are those of the ordinary step, bit for bit. It works in one
+    process and under ddp, FSDP and ZeRO stage 3.
+
+    A step is taken before all gradients are known. So clipping by norm, gradient accumulation, loss scaling
+    (`16-mixed`), callbacks that read gradients and optimizers that need all tensors are refused; clipping by value
+    works. The gradients' norm is not logged, and a loss that becomes infinite has already stepped when it is noticed.
+
+    Raises:
+        DloError: If the Trainer, a callback, the optimizer or the strategy does not allow it.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0  # number of partial steps in this fit
+        self._optimizer: Optimizer | None = None
+        self._homes: dict[int, int] = {}
+        self._clip: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the Trainer's settings and the other callbacks."""
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise DloError(f"{_SELF}: the module must use automatic optimization, got manual; leave the callback out")
+        if trainer.accumulate_grad_batches != 1:
+            raise DloError(
+                f"{_SELF}: trainer.accumulate_grad_batches must be 1, got {trainer.accumulate_grad_batches}, since each"
+                " backward steps; raise the batch size with recomputation instead, or leave the callback out"
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+            raise DloError(
+                f"{_SELF}: trainer.gradient_clip_algorithm must be value, got norm, since the norm of all gradients is"
+                " known only when the first have stepped; set it, or leave gradient_clip_val out"
+            )
+        if isinstance(trainer.precision_plugin, MixedPrecision) and trainer.precision_plugin.scaler is not None:
+            raise DloError(
+                f"{_SELF}: trainer.precision must need no loss scaling, got 16-mixed, which skips a step by all"
+                " gradients; use bf16-mixed"
+            )
+        if pl_module.__class__.on_before_optimizer_step is not LightningModule.on_before_optimizer_step:
+            _refuse_reader(type(pl_module).__name__)
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            reads = any(
+                getattr(type(other), hook) is not getattr(Callback, hook)
+                for hook in ("on_before_optimizer_step", "on_after_backward")
+            )
+            if (reads and not isinstance(other, RunMonitor | OptimizerInBackward)) or type(
+                other
+            ).__name__ in _STEP_HOOKS:
+                _refuse_reader(type(other).__name__)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks the optimizer, and asks the strategy for gradients as they become complete."""
+        if len(trainer.optimizers) != 1:
+            raise DloError(f"{_SELF}: the run must have one optimizer, got {len(trainer.optimizers)}")
+        optimizer: Any = trainer.optimizers[0]
+        self._optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        assert self._optimizer is not None
+        name = type(self._optimizer).__name__
+        if probe_optimizer(self._optimizer) == "all":
+            raise DloError(
+                f"{_SELF}: the optimizer must update each tensor without the others, got {name}, which needs all"
+                " gradients (LAMB's max_grad_norm: set optimizer_args: {max_grad_norm: null}); use adamw"
+            )
+        counted = changed_settings(self._optimizer)
+        if counted:
+            raise DloError(
+                f"{_SELF}: the optimizer must count steps by parameter, got {name}, whose step changes"
+                f" {', '.join(counted)} of its parameter groups; use adamw"
+            )
+        groups = self._optimizer.param_groups
+        self._homes = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        # The Trainer's own clipping (Lightning 2.6) raises where no gradient is left at the end of backward.
+        self._clip, self.steps = trainer.gradient_clip_val or None, 0
+        trainer.gradient_clip_val = None
+        contract = contract_of(trainer.strategy)
+        if not contract.watch_gradients(self._step):
+            raise DloError(
+                f"{_SELF}: strategy must be one process, ddp, fsdp (without tp, cp and pp, without offload, with an"
+                " elementwise optimizer) or zero3 (without offload, with an elementwise optimizer), each without unused"
+                f" parameters, got {type(trainer.strategy).__name__}; use one of them"
+            )
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Clips the gradients that are left for the ordinary step, such as those of scalars under FSDP."""
+        self._clip_values([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the steps in backward."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends the steps in backward."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._optimizer is not None:
+            contract_of(trainer.strategy).watch_gradients(None)
+            trainer.gradient_clip_val, self._optimizer = self._clip, None
+
+    def _clip_values(self, tensors: list[Tensor]) -> None:
+        if self._clip is not None and tensors:
+            torch.nn.utils.clip_grad_value_(tensors, self._clip)
+
+    def _step(self, tensors: list[Tensor]) -> None:
+        assert self._optimizer is not None
+        known = [tensor for tensor in tensors if id(tensor) in self._homes and tensor.grad is not None]
+        if known:
+            self._clip_values(known)
+            step_only(self._optimizer, known, self._homes)
+            self.steps += 1
+
+
+#: Callbacks that change an optimizer's step by its hooks, which steps in backward do not call.
+_STEP_HOOKS = ("DynamicBatchSize", "GradientCompression", "Prune", "DiLoCo", "Freeze", "LRFinder", "MicroBatchFinder")
+
+
+def _refuse_reader(name: str) -> None:
+    raise DloError(
+        f"{_SELF}: callbacks and module must not read gradients or hook the optimizer's step, got {name}, which would"
+        " find no gradients; leave one of the two out"
+    )

@@ -1,0 +1,93 @@
+"""Optimizer state as canonical checkpoints hold it: one tensor or plain value a key, no lists of tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_NUMBERED = re.compile(r"^(.+)\.(\d+)$")
+
+
+def flatten_lists(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state with ``key.0``, ``key.1``, ... in place of each list under ``key``."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, list) and value:
+            found |= {f"{key}.{number}": item for number, item in enumerate(value)}
+        else:
+            found[key] = value
+    return found
+
+
+def restore_lists(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state from which :func:`flatten_lists` made ``state``."""
+    found: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for key, value in state.items():
+        match = _NUMBERED.match(key)
+        if match is None:
+            found[key] = value
+        else:
+            lists.setdefault(match[1], {})[int(match[2])] = value
+    return found | {key: [items[number] for number in sorted(items)] for key, items in lists.items()}
+
+
+class FlatState(Optimizer):
+    """Base of optimizers whose ``state_dict`` has a flat form of each parameter's state.
+
+    It precedes the library's class in the bases. :meth:`flatten` and :meth:`restore` are the two directions.
+    """
+
+    def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the flat form of a parameter's state."""
+        return flatten_lists(state)
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a parameter's state from its flat form."""
+        return restore_lists(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in its flat form."""
+        packed = super().state_dict()
+        return {**packed, "state": {number: self.flatten(state) for number, state in packed["state"].items()}}
+
+    def load_state_dict(self, state_dict: Any, *options: Any, **named: Any) -> None:
+        """Loads a state in its flat form; more arguments are those of the library's class."""
+        state = {number: self.restore(state) for number, state in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state}, *options, **named)
+
+
+class FullMatrices(FlatState):
+    """Base of optimizers whose library expects gradients of matrices, and takes any keyword.
+
+    A strategy's placeholder, which has no elements, is not stepped.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _without_empty(p for group in self.param_groups for p in group["params"]):
+            super().step()
+        return loss
+
+
+@contextmanager
+def _without_empty(parameters: Iterable[Tensor]) -> Any:
+    """Hides the gradients of tensors without elements."""
+    empty = [(p, p.grad) for p in parameters if p.numel() == 0 and p.grad is not None]
+    for parameter, _ in empty:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in empty:
+            parameter.grad = gradient

@@ -1,0 +1,203 @@
+"""OptimizerInBackward: the weights of the ordinary step, in one process and on two ranks, and the gradients' peak."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from dlo_framework.distributed.backward_buckets import BackwardBuckets
+from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.gradients import GradientNoise
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from support.fsdp_nets import Module, differ, mine, trainer
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": DataParallelStrategy,
+    "zero3": partial(ZeroStrategy, 3),
+    "fsdp": FSDPStrategy,
+}
+
+
+class Scaled(Module):
+    """With a scalar parameter, which FSDP does not shard, and a buffer that changes."""
+
+    @staticmethod
+    def prepare(net: Any) -> None:
+        net.scale = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]) * self.net.scale, batch[1])
+
+
+class Momentum(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+class SaveAfter(Callback):
+    def __init__(self, steps: int, path: Path) -> None:
+        self.steps, self.path = steps, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+
+
+def train(
+    strategy: Any,
+    world: int,
+    rank: int,
+    *callbacks: Any,
+    module: type[Module] = Scaled,
+    resume: Path | None = None,
+    **options: Any,
+) -> tuple[dict[str, Any], Any]:
+    made = trainer(world, strategy, max_epochs=2, callbacks=[ExactResume(), OneCycle(), *callbacks], **options)
+    use_canonical_checkpoints(made)
+    built = module()
+    made.fit(built, mine(rank, world), ckpt_path=resume)
+    return gather_full_weights(made), built
+
+
+def _compare(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    silence_lightning()
+    found: dict[str, Any] = {}
+    for name, make in STRATEGIES.items():
+        for module in (Scaled, Momentum):
+            for clip in (None, 0.01):
+                options = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
+                plain, _ = train(make(), world, rank, module=module, **options)
+                stepping = OptimizerInBackward()
+                path = folder / f"{name}-{module.__name__}-{clip}"
+                fused, _ = train(make(), world, rank, stepping, SaveAfter(3, path), module=module, **options)
+                again, _ = train(make(), world, rank, OptimizerInBackward(), module=module, resume=path, **options)
+                if rank == 0:
+                    found[path.name] = stepping.steps, differ(fused, plain), differ(again, plain)
+    refused = {
+        "zero2": ZeroStrategy(2),
+        "zero3 offload": ZeroStrategy(3, offload="both"),
+        "zero3 unused": ZeroStrategy(3, find_unused=True),
+        "fsdp offload": FSDPStrategy(offload=True),
+        "ddp unused": DataParallelStrategy(find_unused_parameters=True),
+    }
+    for name, strategy in refused.items():
+        try:
+            train(strategy, world, rank, OptimizerInBackward())
+            found[name] = "ran"
+        except DloError as error:
+            found[name] = str(error)
+    leave_group()
+    return found
+
+
+def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path) -> None:
+    found = run_distributed(_compare, 2, tmp_path, timeout=400)
+    values = dict(found[0])
+    for name in ("zero2", "zero3 offload", "zero3 unused", "fsdp offload", "ddp unused"):
+        assert "strategy must be one process, ddp, fsdp" in values.pop(name), name
+    assert len(values) == len(STRATEGIES) * 4
+    for name, (steps, difference, resumed) in values.items():
+        assert steps >= 8, name
+        assert (difference, resumed) == (0.0, 0.0), name
+
+
+class Gradients(Callback):
+    """Keeps the largest number of bytes of gradients that exist at once: looks at each gradient's arrival."""
+
+    def __init__(self) -> None:
+        self.peak = self.total = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        parameters = list(pl_module.parameters())
+        self.total = sum(p.nbytes for p in parameters)
+
+        def look(_: Any) -> None:
+            self.peak = max(self.peak, sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(look)
+
+
+@pytest.mark.parametrize("module", [Scaled, Momentum])
+def test_one_process_has_the_weights_of_the_ordinary_step_and_one_gradient_at_a_time(module: type[Module]) -> None:
+    plain_peak, peak, stepping = Gradients(), Gradients(), OptimizerInBackward()
+    plain, _ = train("auto", 1, 0, plain_peak, module=module)
+    fused, built = train("auto", 1, 0, peak, stepping, RunMonitor(), module=module)
+    assert differ(fused, plain) == 0.0
+    assert stepping.steps == 8 * len(list(built.parameters()))
+    assert plain_peak.peak == plain_peak.total
+    assert peak.peak == max(p.nbytes for p in built.parameters())
+
+
+def test_buckets_exist_one_at_a_time() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    seen: list[int] = []
+
+    def ready(bucket: list[Any]) -> None:
+        seen.append(sum(p.grad.nbytes for p in net.parameters() if p.grad is not None))
+        for parameter in bucket:
+            parameter.grad = None
+
+    one = sum(p.nbytes for p in net[0].parameters())
+    buckets = BackwardBuckets(net, ready, 1, bucket_bytes=2 * one)
+    assert len(buckets.buckets) == 3
+    buckets.begin()
+    net(torch.ones(2, 8)).sum().backward()
+    buckets.finish()
+    assert seen == [2 * one] * 3
+    buckets.begin()
+    net[:5](torch.ones(2, 8)).sum().backward()
+    with pytest.raises(DloError, match=r"5\.weight"):
+        buckets.finish()
+
+
+class Clipping(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class AllTensors(Module):
+    def configure_optimizers(self) -> Any:
+        from timm.optim import Lamb
+
+        return Lamb(self.parameters(), lr=0.01)
+
+
+class Counting(Module):
+    def configure_optimizers(self) -> Any:
+        from timm.optim import Adan
+
+        return Adan(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options", "message"),
+    [
+        (Module, (), {"accumulate_grad_batches": 2}, "accumulate_grad_batches must be 1, got 2"),
+        (Module, (), {"gradient_clip_val": 1.0}, "gradient_clip_algorithm must be value, got norm"),
+        (Module, (GradientNoise(eta=0.1),), {}, "must not read gradients .*, got GradientNoise"),
+        (Module, (DynamicBatchSize({0: 8}),), {}, "must not read gradients .*, got DynamicBatchSize"),
+        (Clipping, (), {}, "must not read gradients .*, got Clipping"),
+        (AllTensors, (), {}, "must update each tensor without the others, got Lamb"),
+        (Counting, (), {}, "must count steps by parameter, got Adan, whose step changes step"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(module: Any, callbacks: Any, options: Any, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        train("auto", 1, 0, OptimizerInBackward(), *callbacks, module=module, **options)

@@ -1,0 +1,86 @@
+"""Models whose attention has a mask with a layout per head train on several ranks as in one process.
+
+A mask that another rank's heads or chunks got would change every loss: BigBird draws other blocks for each head.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dlo_framework.attention import Attention, BigBird, BSLongformer
+from dlo_framework.testing import Case, assert_parity
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import FAMILIES, Tokens
+
+ROWS = 8
+VIT = {"img_size": 16, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 4}
+
+
+def make_pattern() -> BigBird:
+    return BigBird(block=3, different_layout_per_head=True, num_sliding_window_blocks=1, seed=3)
+
+
+def llm(family: str = "llama", **options: Any) -> tuple[Any, Any]:
+    config = {"model_type": family, **FAMILIES[family]}
+    # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
+    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
+    return CausalLM(config=config, attention=Attention(mask=make_pattern()), **more), Tokens(1, rows=ROWS)
+
+
+def vit() -> tuple[Any, Any]:
+    task = ImageClassifier(
+        "vit_tiny_patch16_224",
+        model_args=VIT,
+        num_classes=10,
+        lr=1e-3,
+        optimizer_args={"eps": 1e-4},
+        attention=Attention(mask=make_pattern()),
+    )
+    return task, DigitsData(image_size=16, batch_size=ROWS)
+
+
+def mesh(**options: Any) -> Case:
+    more = {"micro_batches": 4} if options.get("pp", 1) > 1 else {}
+    return Case(partial(MeshStrategy, **{"dp_shard": 1, **more, **options}), name=str(options))
+
+
+MESHES = ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2})
+SHARED = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
+
+
+def others() -> list[Case | str]:
+    return ["ddp", Case(FSDPStrategy, name="fsdp"), Case(partial(ZeroStrategy, 3), name="zero3")]
+
+
+def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
+    assert_parity(llm, [*others(), *(mesh(**axes) for axes in (*MESHES, *SHARED))], steps=3, rtol=1e-5)
+
+
+def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
+    assert_parity(vit, [*others(), *(mesh(**axes) for axes in MESHES)], steps=2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_four_ranks_deepspeed_compiled_and_recomputed_blocks_are_one_process() -> None:
+    pairs = ({"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "cp_method": "ulysses"}, {"pp": 2, "cp": 2}, {"pp": 2, "tp": 2})
+    assert_parity(llm, [mesh(**axes) for axes in pairs], steps=2, world_size=4, rtol=1e-5)
+    found = [Case(partial(DeepSpeedBridge, stage), name=f"deepspeed_{stage}") for stage in (1, 3)]
+    for applier in (CompileBlocks, ActivationCheckpoint):
+        for axes in ({"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}):
+            found.append(mesh(**axes, appliers=[applier()]))
+    assert_parity(llm, found, steps=2, rtol=1e-5)
+
+
+def test_the_meshes_would_notice_a_mask_of_other_heads() -> None:
+    layout = make_pattern().layout(4, 8)
+    assert not (layout[:2] == layout[2:]).all()
+    assert (BSLongformer(3).layout(4, 8)[:2] == BSLongformer(3).layout(4, 8)[2:]).all()

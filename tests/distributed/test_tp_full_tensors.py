@@ -1,0 +1,59 @@
+"""Optimizers of full tensors under tp: one rank steps and keeps each sliced tensor; the bytes are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
+from support.fsdp_nets import Batches, differ, trainer
+from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
+
+
+def _run(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
+    silence_lightning()
+    run = trainer(world, STRATEGIES["tp"](), max_steps=STEPS, max_epochs=-1, gradient_clip_val=1e6)
+    use_canonical_checkpoints(run)
+    run.fit(task(name), Batches(data()))
+    optimizer, strategy = run.optimizers[0], run.strategy
+    share = strategy.engine.shares.share_of("model.blocks.0.mlp.fc1.weight")
+    held = strategy.optimizer_tensors(optimizer)
+    sliced = {key: tuple(share.full_shape(key)) for key in share.slices if key in share.shapes}
+    state = {key for key, tensor in held.items() if key in sliced and optimizer.state[tensor]}
+    weights = gather_full_weights(run)
+    found = {
+        "sliced": sliced,
+        "held": sorted(held),
+        "state": sorted(state),
+        "sent": share.tensor_parallel.elements["exchange"],
+        "difference": differ(
+            {key: value for key, value in weights.items() if key.startswith("model.")}, plain_loop(name, 1)
+        )
+        if rank == 0
+        else 0.0,
+    }
+    leave_group()
+    return found
+
+
+def test_each_sliced_tensor_is_stepped_by_one_rank(tmp_path: Path) -> None:
+    first, second = run_distributed(_run, 2, tmp_path, "lamb8bit", timeout=200)
+    sliced = first["sliced"]
+    assert len(sliced) >= 8
+    both = set(first["held"]) & set(second["held"])
+    assert not both & sliced.keys()
+    assert set(first["held"]) | set(second["held"]) >= sliced.keys()
+    assert both, "tensors without slices are stepped by both"
+    assert not set(first["state"]) & set(second["state"])
+    assert set(first["state"]) | set(second["state"]) == sliced.keys()
+    # Slices of the gradient and of the old values to the owner, and of the new values from it.
+    elements = sum(torch.Size(shape).numel() for shape in sliced.values())
+    assert first["sent"] + second["sent"] == STEPS * 3 * elements
+    loads = [sum(torch.Size(sliced[key]).numel() for key in rank["state"]) for rank in (first, second)]
+    assert max(loads) <= 0.6 * elements
+    assert first["difference"] < 1e-5

@@ -1,0 +1,71 @@
+"""Codes and scales are the nearest levels, and a 4-bit layer computes as a linear layer with the dequantised weight."""
+
+from typing import Any
+
+import bitsandbytes.functional
+import pytest
+import torch
+from torch import nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.four_bit_linear import LEVELS, FourBitLinear, dequantise, quantise
+
+
+@pytest.mark.parametrize("kind", list(LEVELS))
+def test_each_weight_has_the_nearest_level(kind: Any) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 32)
+    weight[2, 8:16] = 0
+    codes, scales = quantise(weight, kind, 8)
+    assert (codes.shape, codes.dtype, scales.shape) == ((6, 16), torch.uint8, (6, 4))
+    found = dequantise(codes, scales, kind, torch.float32)
+    per_weight = scales.float().repeat_interleave(8, dim=1)
+    choices = per_weight[..., None] * torch.tensor(LEVELS[kind])  # [out, in, 16]
+    nearest = choices.gather(-1, (choices - weight[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
+    torch.testing.assert_close((found - weight).abs(), (nearest - weight).abs(), rtol=0, atol=1e-7)
+    assert not found[2, 8:16].any()
+
+
+def test_levels_of_nf4_are_those_of_bitsandbytes() -> None:
+    expected = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").data
+    torch.testing.assert_close(torch.tensor(LEVELS["nf4"]), expected, rtol=0, atol=0)
+
+
+def test_the_error_is_that_of_bitsandbytes() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    packed, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    theirs = (bitsandbytes.functional.dequantize_4bit(packed, state) - weight).square().mean()
+    ours = (dequantise(*quantise(weight, "nf4", 64), "nf4", torch.float32) - weight).square().mean()
+    assert float(ours) == pytest.approx(float(theirs), rel=5e-3)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_outputs_and_input_gradients_are_those_of_the_dequantised_layer(autocast: bool) -> None:
+    torch.manual_seed(0)
+    layer = FourBitLinear.from_linear("layer", nn.Linear(32, 12), "nf4", 16)
+    plain = layer.to_linear()
+    assert torch.equal(plain.weight, layer.weight)
+    results = []
+    for module in (layer, plain):
+        x = torch.linspace(-1, 1, 96).view(3, 32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = module(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad))
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
+    assert results[0][0].dtype == results[1][0].dtype
+    torch.testing.assert_close(results[0], results[1], **tolerance)
+
+
+def test_forward_keeps_no_tensor_of_the_weight() -> None:
+    layer = FourBitLinear.from_linear("layer", nn.Linear(64, 64, bias=False), "nf4", 64)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(torch.randn(2, 64, requires_grad=True)).sum().backward()
+    assert saved == []
+
+
+def test_a_block_that_does_not_divide_the_inputs_is_refused() -> None:
+    with pytest.raises(DloError, match=r"base_block must be even and divide the 48 .*, got 64; .*16"):
+        FourBitLinear.from_linear("up", nn.Linear(48, 8), "nf4", 64)

@@ -1,0 +1,222 @@
+"""CausalLM under a mask: equal to the model's own attention with the same dense mask, for several families."""
+
+import copy
+
+import pytest
+import torch
+
+from dlo_framework.attention import (
+    Attention,
+    AttentionMask,
+    BigBird,
+    BSLongformer,
+    DenseSparsity,
+    FixedSparsity,
+    Prefix,
+    SlidingWindow,
+    VariableSparsity,
+)
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import sparse_attention
+from dlo_tasks.llm.causal_lm import CausalLM
+
+LENGTH, HEADS = 60, 4
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "vocab_size": 64}
+FAMILIES = {
+    "llama": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": LENGTH},
+    "qwen3": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": None},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": HEADS, "vocab_size": 64, "attn_pdrop": 0.0}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": LENGTH},
+    "gpt_neox": {**SMALL, "intermediate_size": 48, "hidden_act": "gelu"},
+    "starcoder2": {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": None},
+}
+PATTERNS = [
+    DenseSparsity(16),
+    FixedSparsity(8, True, num_local_blocks=2, num_different_global_patterns=2),
+    VariableSparsity(8, True, 1, [2, 1], [0, 3]),
+    BSLongformer(8),
+    BigBird(8, different_layout_per_head=True),
+    SlidingWindow(11, 8),
+    Prefix(13, 8),
+]
+
+
+def make_task(family="llama", option=None, **more):
+    torch.manual_seed(0)
+    task = CausalLM(config={"model_type": family, **FAMILIES[family]}, attention=option, dtype="float64", **more)
+    task.configure_model()
+    return task
+
+
+def make_batch(packed=True, padded=False):
+    torch.manual_seed(1)
+    ids = torch.randint(3, 64, (2, LENGTH))
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    if packed:
+        positions[0, 25:] -= 25
+        positions[1, 7:] -= 7
+        positions[1, 41:] -= 34
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": positions}
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, 50:] = 0
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def dense_mask(pattern, batch, longest=LENGTH):
+    places = torch.arange(LENGTH)
+    seen = AttentionMask(pattern, causal=True, num_heads=HEADS, longest=longest).visible(places, places, length=LENGTH)
+    starts = torch.where(batch["position_ids"].diff(dim=1, prepend=batch["position_ids"][:, :1] - 1) != 1, 1, 0)
+    numbers = starts.cumsum(1)
+    if "attention_mask" in batch:
+        numbers = numbers.masked_fill(batch["attention_mask"] == 0, -1)
+    return seen[None] & (numbers[:, None, :, None] == numbers[:, None, None])
+
+
+def reference(task, pattern, batch):
+    """Returns hidden states and gradients of the same weights with transformers' sdpa and a dense mask."""
+    model = copy.deepcopy(task.model)
+    model.set_attn_implementation("sdpa")
+    mask = dense_mask(pattern, batch, min(task.config.max_position_embeddings, 2**14))
+    out = model.base_model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=mask, use_cache=False
+    )[0]
+    return out, model
+
+
+def compare(task, pattern, batch):
+    _, inputs = task.inputs(batch)
+    found = task(**inputs)
+    expected, model = reference(task, pattern, batch)
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    weight = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(2)) * real[..., None]
+    torch.testing.assert_close(found * real[..., None], expected * real[..., None], rtol=0, atol=1e-10)
+    ours = torch.autograd.grad((found * weight).sum(), list(task.model.parameters()), allow_unused=True)
+    theirs = torch.autograd.grad((expected * weight).sum(), list(model.parameters()), allow_unused=True)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_equal_their_own_attention_with_the_dense_mask(family):
+    for pattern in PATTERNS:
+        compare(make_task(family, Attention(mask=pattern)), pattern, make_batch())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blocks", "sdpa"])
+def test_each_kernel_computes_packed_padded_and_single_documents(kernel):
+    pattern = BigBird(8, True)
+    task = make_task("llama", Attention(kernel, pattern))
+    for batch in (make_batch(), make_batch(packed=False), make_batch(packed=False, padded=True)):
+        compare(task, pattern, batch)
+
+
+def test_the_mask_matters_and_a_recomputed_model_has_the_same_gradients():
+    pattern, batch = BSLongformer(8), make_batch()
+    plain, masked = make_task(option=None), make_task(option=Attention(mask=pattern))
+    again = make_task(option=Attention(mask=pattern), recompute=True)
+    outs = [task(**task.inputs(batch)[1]) for task in (plain, masked, again)]
+    assert not torch.allclose(outs[0], outs[1])
+    assert torch.equal(outs[1], outs[2])
+    for out in outs[1:]:
+        out.square().sum().backward()
+    for one, other in zip(masked.model.model.parameters(), again.model.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_dense_pattern_equals_the_plain_model():
+    batch = make_batch()
+    plain, masked = make_task(), make_task(option=Attention(mask=DenseSparsity()))
+    torch.testing.assert_close(plain(**plain.inputs(batch)[1]), masked(**masked.inputs(batch)[1]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", [BSLongformer(8), BigBird(8, True), SlidingWindow(11, 8), Prefix(5, 8)])
+def test_generation_with_a_cache_has_the_pattern_of_a_full_forward(pattern):
+    task = make_task("llama", Attention(mask=pattern))
+    task.model.eval()
+    torch.manual_seed(3)
+    rows = [torch.randint(3, 64, (length,)) for length in (30, 17)]
+    ids, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.long)
+    for number, row in enumerate(rows):  # padded on the left
+        ids[number, 30 - len(row) :], mask[number, 30 - len(row) :] = row, 1
+    written = task.model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert written.shape == (2, 50)
+    for number, row in enumerate(rows):
+        kept = written[number, 30 - len(row) :]
+        for past in range(len(row), len(kept)):
+            prompt = {"input_ids": kept[None, :past], "position_ids": torch.arange(past)[None]}
+            hidden = task(**task.inputs({**prompt, "labels": prompt["input_ids"]})[1])
+            assert int(task.model.get_output_embeddings()(hidden[0, -1]).argmax()) == int(kept[past])
+
+
+def test_a_prefix_has_no_targets_that_it_sees():
+    batch = make_batch(packed=False)
+    task = make_task(option=Attention(mask=Prefix(13, 8)))
+    out = task(**task.inputs(batch)[1]).detach().requires_grad_()
+    task.loss(out, batch).backward()
+    used = out.grad.abs().sum(-1)
+    assert (used[:, :12] == 0).all()
+    assert (used[:, 12:] > 0).all()
+
+
+def test_the_option_survives_a_checkpoint():
+    task = make_task(option=Attention("blocks", BigBird(8, True, seed=5)))
+    stored = task.hparams["attention"]
+    assert stored["mask"]["name"] == "BigBird"
+    assert stored["mask"]["seed"] == 5
+    again = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, attention=dict(stored), dtype="float64")
+    again.configure_model()
+    again.model.load_state_dict(task.model.state_dict())
+    batch = make_batch()
+    assert torch.equal(task(**task.inputs(batch)[1]), again(**again.inputs(batch)[1]))
+    with pytest.raises(DloError, match="must be an imported SparsityPattern, got Missing"):
+        Attention.from_settings({"mask": {"name": "Missing"}})
+
+
+def test_dropout_of_weights_is_drawn_by_the_block_kernel():
+    config = {"model_type": "llama", **FAMILIES["llama"], "attention_dropout": 0.5}
+    task = CausalLM(config=config, attention=Attention(mask=BSLongformer(8)), dtype="float64")
+    task.configure_model()
+    _, inputs = task.inputs(make_batch())
+    assert not torch.equal(task(**inputs), task(**inputs))
+    task.eval()
+    assert torch.equal(task(**inputs), task(**inputs))
+
+
+def test_the_run_logs_what_computes_attention_and_why(caplog):
+    task = make_task(option=Attention(mask=BSLongformer(8)))
+    kernel = sparse_attention.install(task.model, task.attention, torch.device("cpu"))
+    with caplog.at_level("INFO"):
+        sparse_attention.log_kernel(task.model, task.attention, kernel, LENGTH)
+        sparse_attention.log_kernel(make_task().model, None, None, LENGTH)
+    first, second = [record.message for record in caplog.records if record.message.startswith("attention: ")]
+    assert first.startswith("attention: blocks, because FlexAttention does not train on cpu")
+    assert "mask BSLongformer(block=8" in first
+    assert "% of the blocks of 60 positions" in first
+    assert second.startswith("attention: sdpa, because torch's scaled_dot_product_attention")
+
+
+REFUSED = {
+    "gemma2": ({"model_type": "gemma2", **SMALL, "head_dim": 8}, "soft-capped"),
+    "window": ({"model_type": "mistral", **SMALL, "sliding_window": 16}, "config.sliding_window=16"),
+    "gpt_oss": ({"model_type": "gpt_oss", **SMALL, "head_dim": 8}, "sliding_attention"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_attention_has_other_parts_are_refused_before_the_run(name):
+    config, words = REFUSED[name]
+    with pytest.raises(DloError, match=words):
+        CausalLM(config=config, attention=Attention(mask=BSLongformer(8))).check(None)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "flex"])
+def test_kernels_of_accelerators_are_refused_on_a_cpu(kernel):
+    with pytest.raises(DloError, match=f"must run on cpu, got {kernel}, which needs a CUDA device"):
+        make_task(option=Attention(kernel))

@@ -1,0 +1,102 @@
+"""The learning rate follows the batch: linear, by its root, with accumulation, growth and the schedules."""
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.one_cycle import OneCycle
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.lr_scaling import check_scaling, scale_factor
+
+TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.found.append(optimizer.param_groups[0]["lr"])
+
+
+def rates(*callbacks, accumulate=None, steps=6, batch_size=100, **options) -> list[float]:
+    module = ImageClassifier("vit_tiny_patch16_224", model_args=TINY, lr=0.01, log_images=0, **options)
+    watch = Rates()
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    more: dict = {} if accumulate is None else {"accumulate_grad_batches": accumulate}
+    more |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "callbacks": [*callbacks, watch]}
+    trainer = Trainer(accelerator="cpu", **quiet, **more)
+    trainer.fit(module, datamodule=DigitsData(image_size=8, batch_size=batch_size))
+    return watch.found
+
+
+def test_factors() -> None:
+    assert scale_factor(1024, 256, "linear") == 4
+    assert scale_factor(1024, 256, "sqrt") == 2
+    assert scale_factor(64, 256, "linear") == 0.25
+
+
+def test_the_rate_is_that_of_the_samples_of_a_step() -> None:
+    linear = {"reference_batch": 50}
+    assert rates(lr_scaling=linear, schedule="constant", steps=2) == pytest.approx([0.02] * 2)
+    assert rates(lr_scaling=linear, schedule="constant", steps=2, accumulate=2) == pytest.approx([0.04] * 2)
+    root = {"reference_batch": 25, "rule": "sqrt"}
+    assert rates(lr_scaling=root, schedule="constant", steps=2) == pytest.approx([0.02] * 2)
+
+
+def test_the_warm_up_rises_from_its_own_rate_and_the_decay_ends_at_the_scaled_one() -> None:
+    found = rates(
+        lr_scaling={"reference_batch": 25}, schedule="linear", warmup_steps=2, warmup_lr=0.01, min_lr=0.002, steps=6
+    )
+    assert found[:3] == pytest.approx([0.01, 0.025, 0.04])
+    plain = rates(schedule="linear", warmup_steps=2, warmup_lr=0.0025, min_lr=0.002, steps=6)
+    assert found[2:] == pytest.approx([4 * rate for rate in plain[2:]])
+
+
+def test_one_cycle_peaks_at_the_scaled_rate_and_growth_goes_on_from_it() -> None:
+    peak = max(rates(OneCycle(pct_start=0.5), lr_scaling={"reference_batch": 50}, schedule="constant"))
+    assert peak == pytest.approx(0.02, rel=0.1)
+    assert peak == pytest.approx(2 * max(rates(OneCycle(pct_start=0.5), schedule="constant")))
+    grown = rates_in_steps(DynamicBatchSize(schedule={0: 100, 1: 400}, lr_rule="linear"))
+    assert grown[0] == pytest.approx(0.02)
+    assert grown[-1] == pytest.approx(0.08)
+
+
+def rates_in_steps(growth) -> list[float]:
+    """Returns the rates inside the steps, where DynamicBatchSize has multiplied them."""
+    found: list[float] = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            trainer.optimizers[0].register_step_pre_hook(lambda opt, *_: found.append(opt.param_groups[0]["lr"]))
+
+    rates(growth, Watch(), lr_scaling={"reference_batch": 50}, schedule="constant", steps=22)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"reference_batch": 0}, "reference_batch of lr_scaling must be a number of samples, got 0"),
+        ({}, "got None"),
+        ({"reference_batch": 8, "rule": "liner"}, r"got liner; did you mean 'linear'\?"),
+        ({"reference": 8}, r"lr_scaling must have the keys .* got reference; did you mean 'reference_batch'\?"),
+    ],
+)
+def test_wrong_options_say_the_rule_and_the_fix(scaling, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        check_scaling(scaling)
+    with pytest.raises(DloError, match="lr_scaling"):
+        ImageClassifier("vit_tiny_patch16_224", lr_scaling=scaling)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(DloError, match=r"warmup_lr must be at most the scaled lr, got 1 times lr .* factor 0.5"):
+        rates(lr_scaling={"reference_batch": 200}, schedule="linear", warmup_lr=0.01, warmup_steps=2)
+    module = ImageClassifier("vit_tiny_patch16_224", model_args=TINY, num_classes=10, lr_scaling={"reference_batch": 2})
+    module.check(None)
+    module.configure_model()
+    with pytest.raises(DloError, match="lr_scaling must have a datamodule of dlo"):
+        module.configure_optimizers()
