@@ -229,6 +229,8 @@ class PipelinedTask:
     def run_on_all_ranks(self, part: Any, forward: Callable[[Any], Tensor]) -> Tensor:
         """Runs a forward through the stages, without gradients; returns its output on all ranks of the pipeline.
 
+        Where ranks share sequences, call it inside the strategy's `full_sequences`.
+
         Args:
             part: Tensors of one micro-batch, the same on all ranks, whose shapes decide those of hidden states.
             forward: Function that calls the model on the micro-batch and returns a tensor, which each stage runs up to
