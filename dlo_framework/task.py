@@ -68,6 +68,8 @@ class Task(LightningModule, ABC):
     training_modules: nn.ModuleDict
     #: Whether :meth:`predict_step` runs the model by itself, as often as needed, and not once on :meth:`inputs`.
     generates = False
+    #: Whether a task that :attr:`generates` runs these forwards by the strategy's `pipelined` where it has one.
+    generates_in_stages = False
     #: Number of logits that :meth:`loss` keeps at once on an accelerator, for estimates of memory; None for all.
     max_logits: int | None = None
     #: The same number on a CPU.
@@ -370,6 +372,9 @@ class Task(LightningModule, ABC):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Updates and logs the validation metrics as `val_<name>`."""
         self._evaluate(batch)
+
+    def after_validation_step(self, batch_idx: int) -> None:
+        """Called by a pipeline after a validation batch, on all its ranks, in place of :meth:`validation_step`."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Updates and logs the test metrics as `test_<name>`."""

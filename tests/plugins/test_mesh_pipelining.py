@@ -1,16 +1,11 @@
 """Who gets which blocks of a pipeline: by the work that the data will make, on one process as on many."""
 
-import functools
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
-from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.pipeline_options import PipelineOptions, forward_costs
@@ -84,23 +79,15 @@ def test_the_mesh_that_is_drawn_is_the_one_that_runs() -> None:
     assert [len(stage.blocks) for stage in drawn.stages] == split(task, datamodule=SimpleNamespace(seq_len=64))
 
 
-def test_text_that_a_pipeline_cannot_write_is_refused_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    starts = functools.wraps(Trainer.predict)(lambda *_, **__: pytest.fail("it has started"))
-    monkeypatch.setattr(Trainer, "predict", starts)
-    Path("p.txt").write_text("import\n")
-    config = json.dumps({**LLAMA, "intermediate_size": 128})
-    words = ["--model", "CausalLM", "--model.init_args.config", config, "--data", "TextData"]
-    words += ["--data.init_args.predict_files", "p.txt", "--data.init_args.batch_size", "4"]
-    words += ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "MeshStrategy"]
-    words += ["--trainer.strategy.pp", "2", "--trainer.strategy.dp_shard", "1", "--trainer.strategy.micro_batches", "2"]
-    assert main(["predict", *words]) == 2
-    assert (
-        "must run its model once per batch under pp > 1, got CausalLM, which runs it for each token"
-        in capsys.readouterr().err
-    )
+def test_a_task_that_generates_without_the_pipeline_is_refused_before_it_starts() -> None:
+    class Alone(CausalLM):
+        generates_in_stages = False
+
+    strategy = MeshStrategy(pp=2, dp_shard=1, micro_batches=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.check_predict(CausalLM(config=LLAMA))
+    with pytest.raises(DloError, match=r"must set generates_in_stages under pp > 1, got Alone; run its forwards by"):
+        strategy.check_predict(Alone(config=LLAMA))
 
 
 def test_parameters_outside_of_the_model_are_refused() -> None:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from dlo_tasks.llm import language_models
 from dlo_tasks.llm.generation import Sampling, complete_ids
+from support.token_batches import FAMILIES
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": None}
@@ -66,6 +67,18 @@ def test_temperature_0_takes_the_likeliest_token(model: Any) -> None:
     for _ in range(12):
         ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
     assert written(model).tolist() == ids[:, 5:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_eager_attention_writes_the_same_behind_padding_that_is_longer_than_the_window(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = language_models.read_config(None, {"model_type": "gemma2", **FAMILIES["gemma2"], "initializer_range": 0.4})
+    model = language_models.build_model(None, config, dtype=dtype, attention=None)
+    options = Sampling(max_new_tokens=12, temperature=1.0, seed=2)
+    padded, mask = torch.zeros(1, 20, dtype=torch.long), torch.zeros(1, 20, dtype=torch.long)
+    padded[:, 15:], mask[:, 15:] = IDS, 1
+    found = complete_ids(model, padded, mask, options, None, False)
+    assert torch.equal(found, complete_ids(model, IDS, torch.ones_like(IDS), options, None, False))
 
 
 def test_a_models_own_settings_are_back_after_an_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

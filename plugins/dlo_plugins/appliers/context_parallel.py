@@ -51,6 +51,7 @@ class ContextParallel(Applier):
         self.sequence: SharedSequence | None = None
         self._module: nn.Module | None = None
         self._original = "sdpa"
+        self._runs_full_sequences = False
 
     def check(self, module: nn.Module, plan: ParallelPlan, cp: int, tp: int = 1) -> None:
         """Checks that a model's sequence can be shared, before processes start; it may be on the meta device.
@@ -110,13 +111,14 @@ class ContextParallel(Applier):
     def select_rows(self, first: int, count: int) -> None:
         """Selects the rows of the batch for the model's next forward, those of a pipeline's micro-batch.
 
-        Call it before each forward of a micro-batch, and before its backward where activations are recomputed.
+        Call it before each forward of a micro-batch, and before its backward where activations are recomputed. Inside
+        :meth:`use_full_sequences` it does nothing.
 
         Args:
             first: Index of the first row.
             count: Number of rows.
         """
-        if self.sequence is not None:
+        if self.sequence is not None and not self._runs_full_sequences:
             self.sequence.select_rows(first, count)
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
@@ -136,5 +138,9 @@ class ContextParallel(Applier):
         if self._module is None:
             yield
             return
-        with transformers_attention.own_attention(self._module, self._original):
-            yield
+        before, self._runs_full_sequences = self._runs_full_sequences, True
+        try:
+            with transformers_attention.own_attention(self._module, self._original):
+                yield
+        finally:
+            self._runs_full_sequences = before

@@ -126,7 +126,7 @@ class MeshEngine:
     def evaluate(self, step: str, batch: Any, *args: Any) -> Any:
         """Runs ``validation_step`` or ``test_step`` with parameters gathered."""
         if self.pipelined is not None:
-            return self.sharded.call(self.pipelined.evaluate, batch)
+            return self.sharded.call(self.pipelined.evaluate, batch, *args if step == "validation_step" else ())
         return self.sharded.call(step, batch, *args)
 
     def predict(self, batch: Any, *args: Any) -> Any:

@@ -24,6 +24,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.mesh.batches import concat_batches
+from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 
 #: Shape of the tensors, without rows, and dtype of each list state of a metric.
@@ -78,6 +79,8 @@ class PipelinedTask:
         self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
         self._spans: list[tuple[int, int]] = []
+        #: Shape and dtype of the output of :meth:`run_on_all_ranks`, by the shapes of its input.
+        self._output_layouts: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
         if select is not None:  # Recomputation in backward needs the rows too.
             pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
 
@@ -125,8 +128,13 @@ class PipelinedTask:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.gathering)
         return int(least)
 
-    def evaluate(self, batch: Any) -> None:
-        """Updates the metrics with a batch on the last stage's rank, and logs them on all ranks."""
+    def evaluate(self, batch: Any, batch_idx: int | None = None) -> None:
+        """Updates the metrics with a batch on the last stage's rank, and logs them on all ranks.
+
+        Args:
+            batch: Batch on the device.
+            batch_idx: Index of the batch in validation, for :meth:`Task.after_validation_step`; None in a test.
+        """
         outputs, before = self.outputs(batch), self._updates()
         found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
         updated = {
@@ -141,6 +149,8 @@ class PipelinedTask:
             found = {name: self._decode_measure(value) for name, value in values.items()}
             self._count_as_updated(updated)
         self.task.log_measured(found, batch)
+        if batch_idx is not None:
+            self.task.after_validation_step(batch_idx)
 
     @torch.no_grad()
     def share_buffers(self) -> None:
@@ -206,6 +216,8 @@ class PipelinedTask:
             DloError: The task runs the model by itself to predict.
         """
         check_predict(self.task)
+        if self.task.generates:  # It calls :meth:`run_on_all_ranks` for each token.
+            return self.task.predict_step(batch, batch_idx)
         outputs = self.outputs(batch)
         message = [move_data_to_device(outputs, torch.device("cpu"))]
         dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
@@ -213,6 +225,39 @@ class PipelinedTask:
             outputs = move_data_to_device(message[0], self.pipeline.device)
         with self.task.given_outputs(outputs):
             return self.task.predict_step(batch, batch_idx)
+
+    def run_on_all_ranks(self, part: Any, forward: Callable[[Any], Tensor]) -> Tensor:
+        """Runs a forward through the stages, without gradients; returns its output on all ranks of the pipeline.
+
+        Where ranks share sequences, call it inside the strategy's `full_sequences`.
+
+        Args:
+            part: Tensors of one micro-batch, the same on all ranks, whose shapes decide those of hidden states.
+            forward: Function that calls the model on the micro-batch and returns a tensor, which each stage runs up to
+                its end.
+        """
+        (key,) = batch_signatures([part], self.pipeline.model, self.pipeline.device)
+        if self._select is not None:
+            self._rows = {id(part): (0, batch_size(part))}
+            self._select(*self._rows[id(part)])
+        found = self.pipeline.evaluate([part], forward)
+        if len(self._output_layouts) >= self.pipeline.most_shapes:
+            self._output_layouts.clear()
+        if key not in self._output_layouts:
+            message = [None if found is None else (tuple(found[0].shape), found[0].dtype)]
+            dist.broadcast_object_list(message, group=self.pipeline.group, group_src=self._source)
+            assert message[0] is not None
+            self._output_layouts[key] = message[0]
+        shape, dtype = self._output_layouts[key]
+        output = torch.empty(shape, dtype=dtype, device=self.pipeline.device) if found is None else found[0]
+        output = output.contiguous()
+        dist.broadcast(output, group=self.pipeline.group, group_src=self._source)
+        return output
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages that this rank runs in a forward."""
+        return len(self.pipeline.own_stages)
 
     @property
     def _source(self) -> int:
@@ -301,15 +346,16 @@ def check_outside(task: Task) -> None:
 
 
 def check_predict(task: Any) -> None:
-    """Checks that a task predicts from a single forward of its model, which a pipeline runs.
+    """Checks that a task predicts from forwards of its model that a pipeline runs.
 
     Raises:
-        DloError: The task runs the model repeatedly, as one that generates text does.
+        DloError: The task runs the model by itself, and not by the pipeline.
     """
-    if getattr(task, "generates", False):
+    if getattr(task, "generates", False) and not getattr(task, "generates_in_stages", False):
         raise DloError(
-            f"a task must run its model once per batch under pp > 1, got {type(task).__name__}, which runs it for each"
-            " token that it writes; predict with pp: 1, or in one process: checkpoints load on any mesh"
+            f"a task that generates must set generates_in_stages under pp > 1, got {type(task).__name__}; run its"
+            " forwards by contract_of(strategy).pipelined.run_on_all_ranks, or predict with pp: 1 (checkpoints load on"
+            " any mesh)"
         )
 
 

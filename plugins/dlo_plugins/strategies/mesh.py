@@ -174,7 +174,7 @@ class MeshStrategy(ShardedStrategy):
         """Checks that a model on this mesh can predict, before any process starts.
 
         Raises:
-            DloError: The mesh has a pipeline, and the task generates text.
+            DloError: The mesh has a pipeline, and the task generates without it.
         """
         if self.mesh_spec().pp > 1:
             check_predict(module)

@@ -112,7 +112,7 @@ class CausalLM(Task):
 
     #: Metric that selects the best checkpoint.
     best_metric = ("val_loss", "min")
-    generates = True
+    generates = generates_in_stages = True
     #: Arguments of a subclass that are not plain data, which checkpoints do not have.
     not_saved: tuple[str, ...] = ()
 
@@ -510,18 +510,26 @@ class CausalLM(Task):
         return self._bytes
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Updates the validation metrics; completes the prompts with the first batch, where weights are available."""
+        """Updates the validation metrics, and completes the prompts with the first batch."""
         super().validation_step(batch, batch_idx)
+        self.after_validation_step(batch_idx)
+
+    def after_validation_step(self, batch_idx: int) -> None:
+        """Completes the prompts with the first batch, where weights are available; a pipeline calls it too."""
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
             with self._whole_sequences():
                 model: Any = self.model
                 self.samples = complete_texts(
-                    model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap
+                    *(model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap),
+                    *(contract_of(self.trainer.strategy).pipelined, self._root_device),
                 )
 
     def _complete_ids(self, ids: Tensor, mask: Tensor, sampling: Sampling, draws: Tensor | None = None) -> Tensor:
         model: Any = self.model
-        return complete_ids(model, ids, mask, sampling, self.tokenizer, self._together, draws, self.logit_softcap)
+        pipelined = contract_of(self.trainer.strategy).pipelined
+        return complete_ids(
+            model, ids, mask, sampling, self.tokenizer, self._together, draws, self.logit_softcap, pipelined
+        )
 
     @property
     def _together(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.positions import check_generation_length
+from dlo_tasks.llm.staged_generation import keeps_keys_and_values, staged_forward
 from dlo_tasks.llm.tokenization import encode_without_end
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def complete_ids(
     together: bool,
     draws: Tensor | None = None,
     softcap: float | None = None,
+    pipelined: Any = None,
 ) -> Tensor:
     """Returns the model's completions of prompts, `[B, T]`; rows that end early are padded.
 
@@ -88,6 +90,8 @@ def complete_ids(
         draws: Random number in [0, 1) of each row and new token, `[B, max_new_tokens]`, from which tokens are drawn
             with `sampling.temperature`, in place of `sampling.seed`, `top_k` and `top_p`.
         softcap: Soft bound of the logits that the model does not apply by itself.
+        pipelined: Pipelined task, if the model's blocks are stages of a pipeline: all ranks of the pipeline get the
+            same prompts, and return the same tokens.
 
     Raises:
         DloError: If the model has too few positions for these tokens.
@@ -107,11 +111,14 @@ def complete_ids(
     processors: list[Any] = [] if softcap is None else [SoftcappedLogits(softcap)]
     if draws is not None:
         processors.append(DrawnTokens(draws, sampling.temperature, input_ids.shape[1]))
-    devices = [model.device] if model.device.type == "cuda" else []
+    if pipelined is not None and not keeps_keys_and_values(model):
+        config.use_cache = False
+    devices = [input_ids.device] if input_ids.device.type == "cuda" else []
     was_training = model.training
     model.eval()
     eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices=devices), eager, _without_own_settings(model):
+    staged = staged_forward(model, pipelined)
+    with torch.random.fork_rng(devices=devices), eager, _without_own_settings(model), staged:
         torch.manual_seed(sampling.seed)
         generate: Any = model.generate
         written: Tensor = generate(
@@ -193,8 +200,12 @@ def complete_texts(
     tokenizer: Any,
     together: bool,
     softcap: float | None = None,
+    pipelined: Any = None,
+    device: torch.device | None = None,
 ) -> list[str]:
     """Returns the completion of each prompt, as text; for the arguments see :func:`complete_ids`.
+
+    The prompts are on `device`, by default the model's.
 
     Raises:
         DloError: If a prompt has no tokens.
@@ -204,8 +215,8 @@ def complete_texts(
     if empty is not None:
         raise DloError(f"prompts must have at least one token each, got {empty!r}; write at least one character")
     pad = tokenizer.pad_token_id
-    ids, mask = pad_left(rows, 0 if pad is None else pad, model.device)
-    written = complete_ids(model, ids, mask, sampling, tokenizer, together, None, softcap)
+    ids, mask = pad_left(rows, 0 if pad is None else pad, device or model.device)
+    written = complete_ids(model, ids, mask, sampling, tokenizer, together, None, softcap, pipelined)
     return [str(text) for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
 
 

@@ -10,11 +10,12 @@ import copy
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
@@ -224,15 +225,37 @@ def build_model(
         options["experts_implementation"] = "eager"
     try:
         if model is None or torch.get_default_device().type == "meta":
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-        with limit_progress_bars():
-            found = AutoModelForCausalLM.from_pretrained(
-                _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
-            )
-        return found.train()
+            found = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        else:
+            with limit_progress_bars():
+                found = AutoModelForCausalLM.from_pretrained(
+                    _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
+                ).train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else getattr(config, "model_type", "config")
         raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
+    if dtype == torch.float64 and found.config._attn_implementation == "eager":
+        _bound_eager_masks(found)
+    return found
+
+
+def _bound_eager_masks(model: PreTrainedModel) -> None:
+    """Bounds float64 attention masks by the lowest float32 number, so that rows that are fully masked stay finite.
+
+    In transformers (5.24), eager attention adds the lowest float64 number and computes its softmax in float32, where
+    that is -inf: a row of padding without any position to attend to becomes NaN, and with it all rows that skip it.
+    """
+    for module in model.modules():
+        takes_mask = [part for part in module.modules() if "attention_mask" in signature(part.forward).parameters]
+        if takes_mask == [module]:  # The attention itself; the modules around it pass the mask on.
+            module.register_forward_pre_hook(_bounded_mask, with_kwargs=True)
+
+
+def _bounded_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    mask = options.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.float64:
+        return None
+    return args, {**options, "attention_mask": mask.clamp(min=torch.finfo(torch.float32).min)}
 
 
 @contextlib.contextmanager
