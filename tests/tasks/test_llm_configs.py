@@ -165,7 +165,10 @@ def test_adapters_take_what_the_header_says(name: str) -> None:
     assert float(state) == pytest.approx(16 * parameters(model) / 1e9, abs=0.05)
 
 
-@pytest.mark.parametrize(("name", "devices", "limit"), [("llama3.1_8b_qlora", 1, 16), ("llama3.1_70b_qlora", 2, 48)])
+@pytest.mark.parametrize(
+    ("name", "devices", "limit"),
+    [("llama3.1_8b_qlora", 1, 16), pytest.param("llama3.1_70b_qlora", 2, 48, marks=pytest.mark.slow)],
+)
 def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, devices: int, limit: int) -> None:
     config, header = read(name)
     family, sizes = SIZES[config["model"]["init_args"]["model"]]
