@@ -58,7 +58,7 @@ def test_the_average_is_validated_and_left_and_the_run_is_that_without_validatio
     for seen, average in zip(watch.validated, watch.averages, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(seen, average, strict=True))
     assert made.optimizers[0].holds_average
-    _, plain = run(max_epochs=3)
+    _, plain = run(max_epochs=3, limit_val_batches=1, num_sanity_val_steps=1)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
     # The checkpoint that was saved while the average was in the module resumes the trained weights.
     saved = load(tmp_path / "in validation.ckpt")
@@ -76,7 +76,8 @@ def test_a_run_resumes_to_the_bit_from_a_checkpoint_amid_validation_or_training(
     first, _ = run(Watch(path) if strategy == "auto" else ExactResume(), strategy=make(), limit_val_batches=1)
     if strategy != "auto":
         first.save_checkpoint(path)  # The module holds the average.
-    _, again = run(strategy=make(), max_epochs=2, resume=path)
+    checked = {"limit_val_batches": 1, "num_sanity_val_steps": 1}  # The average is validated before the first step.
+    _, again = run(strategy=make(), max_epochs=2, resume=path, **checked)
     assert all(torch.equal(a, b) for a, b in zip(full.parameters(), again.parameters(), strict=True))
 
 

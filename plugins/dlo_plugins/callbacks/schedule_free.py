@@ -68,6 +68,10 @@ class ScheduleFree(Callback):
             trained = {**checkpoint, "state_dict": checkpoint[_CURRENT]}
             trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes charge of the optimizers before the first validation."""
+        self.on_train_start(trainer, pl_module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes charge of the optimizers."""
         found = self._optimizers(trainer)
