@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.attention.sparsity_patterns import SparsityPattern
 from dlo_framework.errors import DloError
@@ -108,7 +109,7 @@ class AttentionMask:
             DloError: If the pattern's layout has another shape, or a block does not see itself.
         """
         heads = heads or LocalHeads(0, self.num_heads)
-        return self._cached(("layout", self.blocks(length), heads), lambda: self._make_layout(length, heads))
+        return self.cached(("layout", self.blocks(length), heads), lambda: self._make_layout(length, heads))
 
     def _make_layout(self, length: int, heads: LocalHeads) -> Tensor:
         if self.longest is not None and length < self.longest:
@@ -174,7 +175,7 @@ class AttentionMask:
             heads: Heads of this rank; None for all.
             device: Device of the tables.
         """
-        return self._cached(("table", length, heads, device), lambda: self._make_table(length, heads, device))
+        return self.cached(("table", length, heads, device), lambda: self._make_table(length, heads, device))
 
     def _make_table(self, length: int, heads: LocalHeads | None, device: torch.device) -> BlockTable:
         layout, size = self.layout(length, heads), self.pattern.block
@@ -204,13 +205,21 @@ class AttentionMask:
             rows_of.append(rows)
         return BlockTable(tuple(found), torch.cat(rows_of).argsort().to(device))
 
-    def _cached(self, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    def cached(self, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+        """Returns what a function makes: tensors that depend on the mask and the key only; the oldest are dropped.
+
+        Args:
+            key: Name of the tensors, and what they depend on.
+            make: Function that makes them, called without fake tensors.
+        """
         with self._lock:
             if key in self._cache:
                 return self._cache[key][1]
         with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
             found = make()
-        elements = sum(group.seen.numel() for group in found.groups) if isinstance(found, BlockTable) else 0
+        groups = found.groups if isinstance(found, BlockTable) else ()
+        tensors = [group.seen for group in groups] or [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        elements = sum(tensor.numel() for tensor in tensors)
         with self._lock:
             while self._cache and elements + sum(size for size, _ in self._cache.values()) > _CACHED:
                 self._cache.pop(next(iter(self._cache)))

@@ -51,26 +51,35 @@ def flex_mask(
         documents: Number of the document of each position, `[B, L]`; None for one document per row.
         device: Device of the mask.
     """
-    layout, size = mask.layout(length, heads), mask.pattern.block  # [h, N, N]
-    # A block of either size can reach into several of the other.
-    first, start = torch.arange(layout.shape[-1]) * size, torch.arange(-(-length // BLOCK)) * BLOCK
-    overlaps = ((first < start[:, None] + BLOCK) & (first + size > start[:, None])).float()  # [coarse, N]
-    seen = overlaps @ layout.float() @ overlaps.mT
-    order = (seen > 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    counts = (seen > 0).sum(-1, dtype=torch.int32)
-    table, single = layout.to(device), len(layout) == 1
+    # Each layer of each step asks for it: the tensors are made and copied to the device once.
+    make = functools.partial(_coarse_blocks, mask, length, heads, device)
+    counts, order, table = mask.cached(("flex", length, heads, device), make)
+    size, single = mask.pattern.block, len(table) == 1
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         found = table[0 if single else h, q // size, k // size] & mask._rules(q, k)
         return found if documents is None else found & (documents[b, q] == documents[b, k])
 
     return BlockMask.from_kv_blocks(
-        counts[None].to(device),
-        order[None].to(device),
+        counts[None],
+        order[None],
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
         seq_lengths=(length, length),
     )
+
+
+def _coarse_blocks(
+    mask: AttentionMask, length: int, heads: LocalHeads | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the numbers of FlexAttention's blocks that each of its blocks sees, their order, and the layout."""
+    layout, size = mask.layout(length, heads), mask.pattern.block  # [h, N, N]
+    # A block of either size can reach into several of the other.
+    first, start = torch.arange(layout.shape[-1]) * size, torch.arange(-(-length // BLOCK)) * BLOCK
+    overlaps = ((first < start[:, None] + BLOCK) & (first + size > start[:, None])).float()  # [coarse, N]
+    seen = overlaps @ layout.float() @ overlaps.mT > 0
+    order = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return seen.sum(-1, dtype=torch.int32).to(device), order.to(device), layout.to(device)
 
 
 @functools.lru_cache(maxsize=1)

@@ -33,7 +33,7 @@ TERMS = [TokenLoss(z_loss=0.03), TokenLoss(label_smoothing=0.2), TokenLoss(0.03,
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled runs as it is written; a slow test compiles it (test_llm_loss.py)."""
+    """Runs the compiled kernel's Python without torch.compile; a slow test compiles it (test_llm_loss.py)."""
     monkeypatch.setattr(vocabulary_loss, "_compiled", lambda: vocabulary_loss._fusible)
 
 
