@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("sharding", ("sharding/", "sweep/")),
         (
             "techniques",
-            ("__init__", "compression/", "context/", "tensor/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
+            ("__init__", "compression/", "context/", "tensor/", "experts/", "pipeline/", "remat/", "zero/", "fsdp/", "deepspeed/"),
         ),
         ("pruning", ("pruning/", "curricula/")),
         ("quantisation", ("quantisation/",)),

@@ -119,6 +119,8 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         place = (rank, world_size)
         if mesh in MESHES:
             strategy, place = MeshStrategy(dp_shard=1, meta_init=True, **MESHES[mesh]), (0, 1)
+        elif mesh == "ep":
+            strategy = MeshStrategy(dp_shard=2, ep=2, meta_init=True)
         trainer = trainer_of(strategy, world_size, folder)
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
@@ -150,6 +152,9 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
     cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in MESHES]
     cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": DORA}) for kind in ("fsdp", "zero3", *MESHES)]
     cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
+    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_local_experts=4)
+    AutoModelForCausalLM.from_config(moe).save_pretrained(tmp_path / "mixtral")
+    cases += [(kind, {"model": str(tmp_path / "mixtral")}) for kind in ("ep", "fsdp", "zero3")]
     cases += [(kind, {"model": str(save_with_scales(tmp_path / "scales"))}) for kind in ("fsdp", "zero3")]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")

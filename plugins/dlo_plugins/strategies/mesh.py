@@ -56,6 +56,8 @@ class MeshStrategy(ShardedStrategy):
             -1, which any axis may be, for all remaining ranks.
         cp: Number of ranks that shard each sequence (causal language models).
         tp: Number of ranks that shard each layer.
+        ep: Number of ranks among which the experts of each mixture are divided. It divides dp_shard x cp, and takes no
+            further ranks; see ExpertParallel.
         schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`,
             `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
             under `plugins:` or an installed package registers.
@@ -99,12 +101,13 @@ class MeshStrategy(ShardedStrategy):
         appliers: list[Applier] | None = None,
         meta_init: bool = False,
         timeout_minutes: float = 10.0,
+        ep: int = 1,
     ) -> None:
         super().__init__(timeout_minutes=timeout_minutes)
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
-        self.spec, self.meta_init = MeshSpec(**axes), meta_init
+        self.spec, self.meta_init = MeshSpec(**axes, ep=ep), meta_init
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
@@ -258,7 +261,7 @@ class MeshStrategy(ShardedStrategy):
     def needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
-        if spec.dp_shard == 1 and module is not own and module is not getattr(own, "model", None):
+        if spec.dp_shard == spec.ep == 1 and module is not own and module is not getattr(own, "model", None):
             return False
         return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
 
@@ -546,4 +549,5 @@ class MeshStrategy(ShardedStrategy):
         """Returns the run's description for a checkpoint's manifest."""
         sizes = self.mesh_spec().sizes
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
+        shown |= {"ep": self.mesh_spec().ep} if self.mesh_spec().ep > 1 else {}
         return {**super().about(), "mesh": shown}
