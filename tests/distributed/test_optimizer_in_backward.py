@@ -172,6 +172,12 @@ class Clipping(Module):
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+class Declaring(Callback):
+    """Has none of the hooks that are given gradients."""
+
+    needs_gradients = True
+
+
 class AllTensors(Module):
     def configure_optimizers(self) -> Any:
         from timm.optim import Lamb
@@ -193,6 +199,7 @@ class Counting(Module):
         (Module, (), {"gradient_clip_val": 1.0}, "gradient_clip_algorithm must be value, got norm"),
         (Module, (GradientNoise(eta=0.1),), {}, "must not read gradients .*, got GradientNoise"),
         (Module, (DynamicBatchSize({0: 8}),), {}, "must not read gradients .*, got DynamicBatchSize"),
+        (Module, (Declaring(),), {}, "must not read gradients .*, got Declaring"),
         (Clipping, (), {}, "must not read gradients .*, got Clipping"),
         (AllTensors, (), {}, "must update each tensor without the others, got Lamb"),
         (Counting, (), {}, "must count steps by parameter, got Adan, whose step changes step"),

@@ -51,9 +51,9 @@ def data(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def task(name: str, **options: Any) -> ImageClassifier:
+def task(name: str, kind: type[ImageClassifier] = ImageClassifier, **options: Any) -> ImageClassifier:
     seed_everything(7, verbose=False)
-    return ImageClassifier(
+    return kind(
         "vit_tiny_patch16_224",
         model_args=SIZES,
         num_classes=10,
@@ -66,7 +66,7 @@ def task(name: str, **options: Any) -> ImageClassifier:
     )
 
 
-def plain_loop(name: str, parts: int) -> dict[str, Tensor]:
+def plain_loop(name: str, parts: int, skipped: int | None = None) -> dict[str, Tensor]:
     """Returns the weights after a loop in plain torch, with each batch in parts, as many ranks sum their gradients."""
     module = task(name)
     module.check(None)
@@ -75,7 +75,9 @@ def plain_loop(name: str, parts: int) -> dict[str, Tensor]:
     first = {f"model.{key}": value.clone() for key, value in module.model.state_dict().items()}
     if hasattr(optimizer, "attended"):
         optimizer.attended = True
-    for x, y in data():
+    for number, (x, y) in enumerate(data()):
+        if number == skipped:
+            continue
         for images, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (nn.functional.cross_entropy(module.model(images), targets) / parts).backward()
         optimizer.step()
