@@ -218,7 +218,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim > 1 and not name.endswith(".bias") and name not in exempt
+        decays = parameter.ndim > 1 and not name.endswith("bias") and name not in exempt
         adam = any(_under(name, pattern) for pattern in fallback) or (bool(fallback) and name in exempt)
         layer = layers.get(name, deepest)
         label = (f"layer_{layer}_" if layers else "") + ("decay" if decays else "no_decay") + "_adam" * adam
