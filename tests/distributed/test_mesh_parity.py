@@ -88,6 +88,7 @@ TWO: tuple[dict[str, Any], ...] = (
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
 )
+ASYNC: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "async_tp": True}
 SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 SCHEDULES: tuple[dict[str, Any], ...] = tuple(
     {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV", "Varuna")
@@ -101,7 +102,7 @@ THREES = tuple(
 def test_two_ranks_train_a_language_model_as_one_process() -> None:
     """Two schedules beside the usual one; a slow test has all, for each family."""
     some = [of for of in SCHEDULES if of["schedule"] in ("Interleaved1F1B", "ZBV")]
-    assert_parity(llm, cases(*TWO, *SHARED, *some), steps=2)
+    assert_parity(llm, cases(*TWO, ASYNC, *SHARED, *some), steps=2)
 
 
 def test_two_ranks_train_a_vit_as_one_process() -> None:
@@ -210,6 +211,16 @@ def test_pairs_of_axes_train_as_one_process(axes: Any, request: pytest.FixtureRe
     """Some of them; all, and each axis alone on four ranks, are a slow test below."""
     again = RECOMPUTED if "recomputed" in request.node.name else {}
     assert_parity(llm, cases(*({**of, **again} for of in axes)), world_size=4, steps=2)
+
+
+@pytest.mark.slow
+def test_asynchronous_tensor_parallelism_goes_with_every_axis() -> None:
+    again = {"appliers": [ActivationCheckpoint()]}
+    shard, stages = {**ASYNC, "dp_shard": 2}, {**ASYNC, "pp": 2}
+    axes = (shard, {**shard, **again}, stages, {**stages, "schedule": "ZBH1", **again}, {**ASYNC, "cp": 2})
+    assert_parity(llm, cases(*axes, {"tp": 2, "dp_shard": 2, "async_tp": 2}), world_size=4, steps=2, timeout=900)
+    assert_parity(vit, cases(shard, stages), world_size=4, steps=2, timeout=900)
+    assert_parity(llm, cases(shard, trainer={"precision": "bf16-mixed"}), world_size=4, steps=2, rtol=0.02)
 
 
 @pytest.mark.slow
