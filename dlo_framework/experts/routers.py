@@ -125,7 +125,9 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Non
 
 
 class Router(nn.Module):
-    """Selects the experts of each token; its parameters have transformers' names.
+    """Selects the experts of each token; its tensors have transformers' names.
+
+    With `bias_rate` it has a loss-free bias, the buffer `e_score_correction_bias`, `[E]`, in single precision.
 
     Args:
         dim: Number of features of a token.
@@ -133,7 +135,6 @@ class Router(nn.Module):
 
     Attributes:
         weight: Projection, `[E, D]`.
-        e_score_correction_bias: Loss-free bias, `[E]`, in single precision; only with `bias_rate`.
     """
 
     def __init__(self, dim: int, options: MixtureOptions) -> None:
