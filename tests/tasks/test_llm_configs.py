@@ -28,7 +28,18 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("curriculum", "distill", "dpo", "int8", "mesh", "mixture", "one_bit_adam", "quickstart", "sparse_attention")
+SMALL = (
+    "curriculum",
+    "distill",
+    "dpo",
+    "int8",
+    "mesh",
+    "mixture",
+    "moe_quickstart",
+    "one_bit_adam",
+    "quickstart",
+    "sparse_attention",
+)
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.
