@@ -23,6 +23,8 @@ from dlo_plugins.quantisation.low_precision_schemes import SCHEMES, check_device
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.tensor import regions
+from dlo_plugins.tensor.projections import RowProduct
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
@@ -102,6 +104,16 @@ def test_outputs_and_gradients_are_near_those_of_the_layer_also_compiled(scheme:
     exact = float((found[0][2] - found[1][2]).norm() / found[1][2].norm()) < 1e-6
     assert exact == (not weight_gradient)
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def test_asynchronous_tensor_parallelism_leaves_the_products_alone() -> None:
+    class Row(RowProduct, nn.Linear):
+        pass
+
+    for layer in (nn.Linear(8, 8), Row(8, 8)):
+        assert regions._is_plain(layer)
+        LowPrecisionForward("int8").install(layer)
+        assert not regions._is_plain(layer)
 
 
 def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
@@ -250,17 +262,22 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
     return found
 
 
-def test_strategies_learn_as_one_process_in_full_precision() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [["tp, fp8", "ddp", "zero3, fp8", "fsdp"], pytest.param(list(TWO), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_strategies_learn_as_one_process_in_full_precision(names: list[str]) -> None:
     alone = run_distributed(_train, 1, list(ONE), True, backend=None)[0]
     plain = run_distributed(_train, 1, ["one, int8"], False, backend=None)[0]["one, int8"]
-    ranks = run_distributed(_train, 2, list(TWO), True, timeout=280)
+    ranks = run_distributed(_train, 2, names, True, timeout=280)
     for name, losses in alone.items():
         if "breaks" not in name:
             assert losses != plain, name
             assert losses == pytest.approx(plain, rel=NEAR[ONE[name][1]]), name
     assert alone["compiled"] == pytest.approx(alone["one, int8"], rel=1e-3)
     assert not alone["compiled, breaks"]
-    for name in TWO:
+    for name in names:
         found = [sum(pair) / 2 for pair in zip(*(rank[name] for rank in ranks), strict=True)]
         assert found != plain, name
         assert found == pytest.approx(plain, rel=NEAR[TWO[name][1]]), name

@@ -85,6 +85,7 @@ class MeshOptions:
             found["cp_method"] = self.appliers.context.method
         if spec.tp > 1:
             found["sequence_parallel"] = self.appliers.tensor.sequence_parallel
+            found["async_tp"] = self.appliers.tensor.async_tp
         return found
 
     def check(self, module: Any, datamodule: Any = None) -> Task:

@@ -22,6 +22,7 @@ from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.runs import is_first_process
@@ -67,6 +68,8 @@ class MeshStrategy(ShardedStrategy):
         cp_method: Method of context parallelism, `ring` attention or `ulysses`; see ContextParallel.
         sequence_parallel: Whether the ranks of tp also shard the sequence between their layers, which divides the
             activations there.
+        async_tp: Whether matrix products overlap with the collectives of tp in forward, chunk by chunk; see
+            TensorParallel. A number sets the chunks of a product.
         appliers: Appliers in addition to those of the axes, or in place of them, in any order: ActivationCheckpoint,
             CompileBlocks, FullyShard, your own.
         meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
@@ -100,6 +103,7 @@ class MeshStrategy(ShardedStrategy):
         split: list[int] | None = None,
         cp_method: Literal["ring", "ulysses"] = "ring",
         sequence_parallel: bool = False,
+        async_tp: bool | int = False,
         appliers: list[Applier] | None = None,
         meta_init: bool = False,
         bf16_weights: Bf16Weights | None = None,
@@ -113,7 +117,7 @@ class MeshStrategy(ShardedStrategy):
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
         self.spec, self.meta_init = MeshSpec(**axes), meta_init
-        self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel)
+        self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
         self.engine: MeshEngine | None = None
@@ -149,6 +153,8 @@ class MeshStrategy(ShardedStrategy):
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
         check_precision(self.bf16_weights, str(self.precision_plugin.precision), self.fully_shard.dtypes[0])
+        if self.appliers.tensor.async_tp and spec.tp == 1:
+            raise DloError("async_tp must be left out without tensor parallelism, got tp=1; leave it out, or set tp")
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
