@@ -39,6 +39,8 @@ CORE_COMMANDS = {
     "parity": "train on several ranks and as one process, and compare step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
+    "config": "compare two configs",
+    "schema": "print the JSON schema of configs, for completion in editors",
 }
 
 
