@@ -60,7 +60,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "attention/",
             ),
         ),
-        ("data and state", ("registry/", "data/", "checkpoint/")),
+        ("data and state", ("registry/", "data/", "checkpoint/", "experts/")),
         (
             "run",
             (

@@ -35,7 +35,7 @@ def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, of
     if dtype is not None:
         shard.dtypes = (None, None, None)
     tensor, context = options.appliers.tensor, options.appliers.context
-    appliers = MeshAppliers.from_options([shard], context.method, tensor.sequence_parallel)
+    appliers = MeshAppliers.from_options([shard], context.method, tensor.sequence_parallel, tensor.async_tp)
     return replace(
         options,
         appliers=appliers,

@@ -33,6 +33,7 @@ from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
@@ -76,9 +77,9 @@ class MeshEngine:
         self._state: _Fit | None = None
         self._gradient_hooks: list[RemovableHandle] = []
 
-    def begin_fit(self, optimizers: list[Optimizer]) -> None:
+    def begin_fit(self, optimizers: list[Optimizer], rounding: StochasticSteps | None = None) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
-        self._state = _Fit(OptimizerShards(optimizers, self.sharded), UsedParams(self.sharded))
+        self._state = _Fit(OptimizerShards(optimizers, self.sharded, rounding), UsedParams(self.sharded))
         self._drop_delayed()
         if self.pipelined is not None:
             self.pipelined.pipeline.drain_context = self._announced

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+from dlo_tasks.imagenet.vision_mixtures import dense_mlps
 
 #: Layers of CaiT, XCiT and VOLO that process a class token after all blocks of patches.
 _CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks", "post_network")
@@ -76,8 +77,8 @@ def _attention_rules(model: nn.Module) -> dict[str, Rule]:
 
 
 def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
-    """Returns the rules of the blocks' MLPs; empty if a norm follows `fc1`."""
-    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    """Returns the rules of the blocks' MLPs, mixtures apart; empty if a norm follows `fc1`."""
+    mlps = dense_mlps(model)
     if not all(isinstance(mlp, Mlp | SwiGLU | GluMlp) and isinstance(mlp.norm, nn.Identity) for mlp in mlps):
         return {}
     first = Rule.GATE_UP if any(isinstance(mlp, GluMlp) for mlp in mlps) else Rule.COLUMN

@@ -22,6 +22,8 @@ from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
+from dlo_framework.experts.layer import Experts
+from dlo_framework.experts.routers import Router
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.shards import Shard, full_box, held_boxes, slice_view
 from dlo_tasks.llm import four_bit_base, language_models
@@ -60,6 +62,9 @@ def _initialise(model: Any, module: Any, name: str) -> None:
     elif ".lora_magnitude_vector." in name:
         # A wrapper's base layer is initialised before, in the same unit, so that its weight is full.
         module.weight.copy_(_row_norms(module, model.get_submodule(name.rsplit(".", 2)[0]).base_layer.weight))
+    elif isinstance(module, Experts | Router):  # Their class's: the instance's is this function.
+        reset: Any = type(module).reset_parameters
+        reset(module)
     else:
         model._init_weights(module)
 
