@@ -40,7 +40,9 @@ CORE_COMMANDS = {
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
     "config": "compare two configs",
+    "completion": "print a script that completes commands and names in bash or zsh",
     "schema": "print the JSON schema of configs, for completion in editors",
+    "doctor": "check this machine: devices, disk, ports, packages, a collective of two ranks",
 }
 
 

@@ -79,7 +79,8 @@ class _Flattener:
 
     def _add(self, flat: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            name = self._names.get(value["class_path"], value["class_path"])
+            path: str = value["class_path"]
+            name = self._names.get(path, path)
             flat[key] = name
             defaults = _defaults_of(self._targets.get(name) or _as_target(name))
             for option, inner in {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}.items():

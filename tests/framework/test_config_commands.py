@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import yaml
 
 from dlo_framework.cli.config_schema import make_schema, schema_of_type
 from dlo_framework.cli.main import main
+from dlo_framework.cli.shell_completion import make_parser, make_preamble
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import Registry
 
@@ -174,3 +177,43 @@ def test_the_schema_is_written_to_a_file(files: Path, capsys: pytest.CaptureFixt
     assert json.loads(Path("dlo.schema.json").read_text())["title"] == "Config of dlo"
     assert main(["schema", "--out", "one.yaml/x.json"]) == 2
     assert "cannot write one.yaml/x.json" in capsys.readouterr().err
+
+
+# --- completion ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    shtab = pytest.importorskip("shtab")
+    script: str = shtab.complete(make_parser(Registry()), "bash", preamble=make_preamble())
+    return script
+
+
+def complete(script: str, *words: str) -> set[str]:
+    """Returns what bash offers for the last of the words after ``dlo``."""
+    given = " ".join(f"'{word}'" for word in ("dlo", *words))
+    code = f"{script}\nCOMP_WORDS=({given}); COMP_CWORD={len(words)}\n_shtab_dlo\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    return {word.strip() for word in done.stdout.split("\n") if word.strip()}
+
+
+def test_bash_completes_commands_options_and_names(completion: str, files: Path) -> None:
+    assert {"fit", "plugins", "doctor", "schema", "mesh"} <= complete(completion, "")
+    assert complete(completion, "va") == {"validate"}
+    assert complete(completion, "fit", "--trainer.max_e") == {"--trainer.max_epochs"}
+    assert "--model.lr" in complete(completion, "fit", "--model.l")
+    assert complete(completion, "fit", "--trainer.strategy", "zero2") == {"zero2", "zero2_offload"}
+    assert complete(completion, "fit", "--data", "Digits") == {"DigitsData"}
+    assert complete(completion, "plugins", "show", "OneC") == {"OneCycle"}
+    assert complete(completion, "config", "diff", "quick") == {"quickstart"}
+    assert complete(completion, "fit", "--config", "quick") == {"quickstart"}
+    assert complete(completion, "fit", "--config", "one") == {"one.yaml"}
+
+
+def test_the_script_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "zsh"]) == 0
+    assert "#compdef dlo" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err.strip().endswith("pip install 'dlo_framework[completion]'")
