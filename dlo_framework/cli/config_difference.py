@@ -20,6 +20,7 @@ _OWN_DEFAULTS: dict[str, Any] = {
     "run.dir": None,
     "run.async_checkpoints": False,
     "run.checkpoint_format": "canonical",
+    "run.predictions": "pt",
     "run.stop_grace": 60.0,
     "plugins": None,
     "data": None,

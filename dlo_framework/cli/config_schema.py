@@ -77,6 +77,7 @@ def make_schema(registry: Registry) -> Schema:
                 "name": path | {"description": "Name of the run; by default the config's file name."},
                 "async_checkpoints": {"type": "boolean"},
                 "checkpoint_format": {"enum": ["canonical", "lightning"]},
+                "predictions": {"enum": ["pt", "csv", "jsonl", "parquet"]},
                 "stop_grace": {"type": "number"},
             },
             "additionalProperties": False,

@@ -29,7 +29,7 @@ class Finding(NamedTuple):
     """Result of one check.
 
     Attributes:
-        name: What was checked.
+        name: Subject of the check.
         status: `ok`; `note` for something that a run may do without; `fails` for something that ends runs.
         text: Result, with the fix if it is not `ok`.
     """

@@ -39,6 +39,7 @@ from dlo_framework.run_setup import (
     with_checkpoint_io,
 )
 from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.prediction_table import check_table
 from dlo_framework.watch.predictions import SavePredictions
 
 #: Seed of a run whose config sets none.
@@ -173,6 +174,12 @@ class DloCLI(LightningCLI):
             help="lightning: one file in Lightning's own format, under auto and ddp only",
         )
         parser.add_argument(
+            "--run.predictions",
+            type=Literal["pt", "csv", "jsonl", "parquet"],
+            default="pt",
+            help="form of dlo predict's file: tensors, or a table of sample names, classes and probabilities",
+        )
+        parser.add_argument(
             "--run.stop_grace",
             type=float,
             default=GRACE,
@@ -257,7 +264,10 @@ class DloCLI(LightningCLI):
             if self.command != "fit" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
                 kwargs["enable_checkpointing"] = False
             if self.command == "predict":
-                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
+                form = self.config[self.command].run.predictions
+                if form != "pt":
+                    check_table(form, self.datamodule)
+                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions(), form)]
             return self._build_trainer(kwargs)
         check_checkpoint_folders(callbacks)
         self.run_folder = self._resumed_run() or self._new_run()
@@ -305,7 +315,8 @@ class DloCLI(LightningCLI):
         run = path.parent.parent if path is not None and is_in_run else None
         if run is None or (config.run.dir and not self._is_own(run)):
             run = self._runs()
-        return run / f"predictions-{path.stem if path is not None else 'untrained'}.pt"
+        form = getattr(config.run, "predictions", "pt")
+        return run / f"predictions-{path.stem if path is not None else 'untrained'}.{form}"
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Builds the trainer, and raises its configuration errors as :class:`DloError`."""

@@ -43,7 +43,7 @@ def format_run_help(command: str) -> str:
         ("--trainer.callbacks+ NAME", "callback, added to the config's; `dlo plugins` lists them"),
         ("--trainer.KEY VALUE", f"argument of Lightning's Trainer, such as {_TRAINER}"),
         ("--run.name, --run.dir", "folder of the run: DIR/NAME/version_0; by default runs/ and the config's name"),
-        ("--run.KEY VALUE", "async_checkpoints, checkpoint_format, stop_grace"),
+        ("--run.KEY VALUE", "async_checkpoints, checkpoint_format, predictions, stop_grace"),
         ("--plugins [FILE, ...]", "modules and files of your own to import"),
         ("--seed_everything SEED", "seed; 42 by default"),
         ("--print_config", "prints the config with every default, and ends; --print_config=skip_default without them"),

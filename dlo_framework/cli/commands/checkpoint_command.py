@@ -81,7 +81,7 @@ def _find_named(which: str, run: str | None) -> Path | None:
         run: Name of a run in `runs/`, the folder of all versions of a run, or that of one version; None for the newest.
 
     Raises:
-        DloError: If there is no such run or checkpoint, or a run is given for a path.
+        DloError: If the run or the checkpoint does not exist, or a run is given for a path.
     """
     if which not in ("last", "best") or Path(which).exists():
         if run is not None:

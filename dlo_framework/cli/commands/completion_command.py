@@ -27,5 +27,5 @@ def main(argv: list[str]) -> int:
         raise DloError(
             "dlo completion needs the package shtab, which is not installed; pip install 'dlo_framework[completion]'"
         ) from error
-    print(shtab.complete(make_parser(Registry()), shell, preamble=make_preamble()))
+    print(shtab.complete(make_parser(Registry()), shell, preamble=make_preamble()))  # type: ignore[arg-type]
     return 0
