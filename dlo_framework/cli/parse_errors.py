@@ -202,6 +202,13 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
     inner = _find_option_class(cls, option) if cls is not None and field else None
     if inner is not None:
         return _format_unknown(f"{key}.{name}", field, inner, list_parameters(inner) or [])
+    if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
+        owner, _, option = key.rpartition(".")
+        named = _find_class_path(owner, found)
+        outer = _find_class(named, KINDS.get(owner), registry) if named else None
+        inner = _find_option_class(outer, option) if outer is not None else None
+        if inner is not None:
+            return _format_unknown(f"{key}.{name}", name, inner, list_parameters(inner) or [])
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
     message = _format_unknown(f"{key}.{name}", name, cls, accepted)

@@ -1,5 +1,6 @@
 """Messages for what a new user types on the first day: one line, with the key or command that is meant."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -53,6 +54,7 @@ def test_a_callback_without_what_it_requires(refused):
     assert main(["fit", "--config", "train.yaml", *words]) == 0, "the fix works"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_logger_whose_package_is_missing(refused):
     message = refused("--trainer.logger", "WandbLogger")
     assert message.endswith(
