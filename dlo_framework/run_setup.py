@@ -39,7 +39,7 @@ def find_start_checkpoint(
         The path, or None; and whether `auto` was asked for.
 
     Raises:
-        DloError: If there is no such checkpoint, it is unsafe or damaged, or training needs more than it holds.
+        DloError: If the checkpoint does not exist, is unsafe or damaged, or training needs more than it holds.
     """
     is_auto = ckpt_path == "auto" and trains
     if is_auto:

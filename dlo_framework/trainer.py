@@ -285,7 +285,7 @@ class Trainer(LightningTrainer):
             stop_grace=self._stop_grace,
             cudnn_benchmark=self._options["benchmark"] is not False,
         )
-        # Lightning's (2.6.6) constructor orders them; a list that is set later stays as it is.
+        # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.
         self.callbacks = _CallbackConnector._reorder_callbacks([*callbacks, *lightnings])
         self._default_root_dir = str(self.run_folder)
 

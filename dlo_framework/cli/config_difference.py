@@ -12,7 +12,7 @@ from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 #: Where a config has no value.
 ABSENT = object()
 _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
-#: Module of a short name that is no plug-in's, such as Lightning's EarlyStopping; its defaults are unknown.
+#: Module of short names of other classes than plug-ins, such as Lightning's EarlyStopping, whose defaults are unknown.
 _UNKNOWN = "unknown"
 #: Keys of dlo itself with their defaults.
 _OWN_DEFAULTS: dict[str, Any] = {

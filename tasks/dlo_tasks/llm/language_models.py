@@ -100,7 +100,7 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
         try:
             return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
-            where = "" if is_folder(model) else f"; there is no such folder in {Path.cwd()} either"
+            where = "" if is_folder(model) else f"; {Path.cwd()} has no such folder either"
             raise DloError(f"model: cannot read the config of {model}: {first_line(error)}{where}") from error
     assert config is not None
     if isinstance(config, str):
