@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dlo_framework.registry import Registry
 
 
+#: Option that describes a run in place of it.
+DRY_RUN = "--dry-run"
+
+
 def run(argv: list[str]) -> int:
     """Runs ``fit``, ``validate``, ``test`` or ``predict``, the first of the arguments; returns the exit code.
 
@@ -28,9 +32,14 @@ def run(argv: list[str]) -> int:
         DloError: If the input is invalid, before processes start or data loads.
     """
     # Before the imports, which take five seconds: a missing file is reported at once.
-    found = scan(["--help" if word == HELP_ALL else word for word in argv])
+    found = scan(["--help" if word == HELP_ALL else word for word in argv if word != DRY_RUN])
 
     def build() -> None:
+        if DRY_RUN in argv:
+            from dlo_framework.cli.dry_run import DryRun
+
+            DryRun(found)
+            return
         from dlo_framework.cli.lightning_cli import DloCLI
 
         DloCLI(found)

@@ -47,6 +47,7 @@ def format_run_help(command: str) -> str:
         ("--plugins [FILE, ...]", "modules and files of your own to import"),
         ("--seed_everything SEED", "seed; 42 by default"),
         ("--print_config", "prints the config with every default, and ends; --print_config=skip_default without them"),
+        ("--dry-run", "checks the run and describes it: ranks, mesh, memory, steps; starts nothing"),
         (HELP_ALL, "every key of the Trainer, with types and defaults"),
     ]
     summary = RUN_COMMANDS[command]

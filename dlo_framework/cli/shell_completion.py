@@ -64,6 +64,7 @@ def _add_run_options(
         command.add_argument(f"--{key}")
     command.add_argument("--print_config", action="store_true")
     command.add_argument("--help-all", action="store_true")
+    command.add_argument("--dry-run", action="store_true")
 
 
 def _add_words(command: argparse.ArgumentParser, name: str, names: dict[str, list[str]]) -> None:

@@ -324,7 +324,7 @@ def test_what_cannot_be_read_is_named(refused, monkeypatch):
     def locked(path):
         raise PermissionError(13, "Permission denied", f"{path}/state.pt")
 
-    monkeypatch.setattr("dlo_framework.cli.lightning_cli.check", locked)
+    monkeypatch.setattr("dlo_framework.run_setup.check", locked)
     message = refused("validate", "--config", "train.yaml", "--ckpt_path", "last.ckpt")
     assert message.endswith("cannot read the checkpoint last.ckpt/state.pt: Permission denied")
 

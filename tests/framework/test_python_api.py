@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import dlo_framework as dlo
 from dlo_framework import run_lock, runs
@@ -259,3 +260,35 @@ def test_a_script_starts_ranks(net, launcher):
     assert told[0][2] == told[1][2]
     assert summary("runs/train/version_0")["world_size"] == 2
     assert [path.name for path in Path("runs/train").iterdir()] == ["version_0"]
+
+
+def test_options_of_lightnings_trainer_keep_their_meaning(net):
+    loaders = {"train_dataloaders": net().train_dataloader(), "val_dataloaders": net().val_dataloader()}
+    for options in ({"fast_dev_run": True}, {"barebones": True, "max_epochs": 1, "accelerator": "cpu"}):
+        given = {**QUIET, **options} if "barebones" not in options else options
+        trainer = dlo.Trainer(run_name="own", **given)
+        trainer.fit(net(), **loaders)
+        assert trainer.run_folder is None
+    assert not Path("runs").exists()
+    own = ModelCheckpoint(monitor="val", every_n_train_steps=2)
+    trainer = dlo.Trainer(max_steps=3, run_dir="elsewhere", run_name="own", callbacks=own, logger=False, **QUIET)
+    trainer.fit(net(), **loaders)
+    assert Path(own.dirpath) == Path("elsewhere/own/version_0/checkpoints").resolve()
+    assert sum(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks) == 2, "that, and the last"
+    assert not list(Path("elsewhere/own/version_0").glob("events*"))
+    assert summary("elsewhere/own/version_0")["steps"] == 3
+    trainer = dlo.Trainer(max_steps=1, run_name="none", enable_checkpointing=False, **QUIET)
+    trainer.fit(net())
+    assert not Path("runs/none/version_0/checkpoints").exists()
+    with pytest.raises(dlo.DloError, match="data must be set for fit, got none: BoringData has no train_dataloader"):
+        dlo.Trainer(max_steps=1, **QUIET).fit(BoringData())
+    assert main(["fit", "--config", "runs/none/version_0/config.yaml", "--plugins", "./own_net.py"]) == 0, (
+        "the record of plain objects is a config"
+    )
+
+
+class BoringData(LightningModule):
+    """Module without loaders."""
+
+    def training_step(self, batch, batch_idx):
+        return None
