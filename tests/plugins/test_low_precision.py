@@ -113,8 +113,12 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
     return losses
 
 
-def test_meshes_learn_as_one_process_within_a_hundredth() -> None:
-    meshes = [name for name in MESHES if name != "one"]
+@pytest.mark.parametrize(
+    "meshes",
+    [["tp, sequence", "pp", "cp"], pytest.param([name for name in MESHES if name != "one"], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_meshes_learn_as_one_process_within_a_hundredth(meshes: list[str]) -> None:
     (alone,) = run_distributed(_train, 1, ["one"], True, backend=None)
     (plain,) = run_distributed(_train, 1, ["one"], False, backend=None)
     ranks = run_distributed(_train, 2, meshes, True, backend=None)
