@@ -116,7 +116,9 @@ class FourBitLinear(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """Returns the product without the bias, in autocast's dtype if that is on."""
         device = x.device.type
-        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        # Compiled devices have autocast; torch.compile (2.11) cannot trace the question.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        is_on = has_autocast and torch.is_autocast_enabled(device)
         if is_on and x.dtype != torch.float64:  # Autocast does not cast float64.
             x = x.to(torch.get_autocast_dtype(device))
         if torch.compiler.is_compiling():
