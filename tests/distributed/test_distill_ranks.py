@@ -26,6 +26,7 @@ DATA: dict[str, Any] = {
 TP = partial(MeshStrategy, tp=2)
 PP = partial(MeshStrategy, pp=2, micro_batches=2)
 CP = partial(MeshStrategy, cp=2)
+SEQUENCES = partial(MeshStrategy, tp=2, sequence_parallel=True)
 DEEPSPEED = {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (1, 2, 3)}
 
 
@@ -99,9 +100,17 @@ def test_distilled_images_equal_one_process() -> None:
 
 def test_the_students_own_samples_equal_one_process() -> None:
     """Rows end early at different lengths, so that ranks finish at different steps of the generation."""
-    strategies = {**DATA, "hsdp": partial(FSDPStrategy, replicate=2, shard=1), "tp": TP}
+    strategies = {**DATA, "hsdp": partial(FSDPStrategy, replicate=2, shard=1), "tp": TP, "pp": PP}
     found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in strategies.items()]
     found += [case(partial(DeepSpeedBridge, stage=2), "deepspeed_2", samples=True, loss="jsd")]
+    assert_parity(text, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_students_own_samples_equal_one_process_where_ranks_share_sequences() -> None:
+    shared = {"cp": CP, "tp, sequence parallel": SEQUENCES}
+    shared |= {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (0, 1)}
+    found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in shared.items()]
     assert_parity(text, found, steps=4, rtol=1e-5)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 from lightning.pytorch import Trainer
 
-from dlo_framework.frozen_model import find_frozen_models
 from dlo_plugins.commands.simulated_run import SimulatedRun
 
 
@@ -35,9 +34,7 @@ class UnplannedRun(SimulatedRun):
             DloError: A second model cannot be built, or the trainer cannot.
         """
         trainer = super().instantiate_trainer(**kwargs)
-        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
-        owners = [self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])]
-        twins = [frozen.check(self.model, self.datamodule) for frozen in find_frozen_models(owners)]
+        twins = [frozen.check(self.model, self.datamodule) for frozen in self.second_models()]
         self.second_parameters = [sum(parameter.numel() for parameter in twin.parameters()) for twin in twins]
         return trainer
 
