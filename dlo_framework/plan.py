@@ -69,6 +69,8 @@ class ParallelPlan:
             it, applies.
         attention: Patterns of the attention modules, which context parallelism wraps and whose heads are counted.
         tied: Groups of parameter names that share one tensor, such as an embedding and the output projection.
+        experts: Patterns of the mixtures of experts: the modules that hold a router and its experts. Modules that they
+            match without experts are the dense layers between. See :func:`dlo_framework.experts.find_mixtures`.
 
     Raises:
         DloError: for an unknown rule, or a tied group of fewer than two names.
@@ -80,9 +82,10 @@ class ParallelPlan:
     tensor: Mapping[str, Rule | str] = field(default_factory=dict, hash=False)
     attention: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    experts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "stem", "head", "attention"):
+        for name in ("blocks", "stem", "head", "attention", "experts"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         object.__setattr__(self, "tensor", {pattern: _rule(rule) for pattern, rule in self.tensor.items()})
@@ -125,6 +128,10 @@ class ParallelPlan:
         """Returns the names of the attention modules in the order in which `module` registers them."""
         return [name for name, _ in module.named_modules() if name and _any_match(self.attention, name)]
 
+    def expert_names(self, module: nn.Module) -> list[str]:
+        """Returns the names of the modules that `experts` matches, in the order in which `module` registers them."""
+        return [name for name, _ in module.named_modules() if name and _any_match(self.experts, name)]
+
     def rule_for(self, name: str) -> Rule:
         """Returns the rule of a module or parameter: the first pattern that matches it or a parent of it."""
         for pattern, rule in self.tensor.items():
@@ -159,7 +166,7 @@ class ParallelPlan:
 
     def _check_patterns(self, modules: list[str], tensors: list[str]) -> None:
         known = [*modules, *tensors]
-        for part in ("blocks", "attention"):
+        for part in ("blocks", "attention", "experts"):
             for pattern in getattr(self, part):
                 _check_matches(part, pattern, modules)
         for part in ("stem", "head", "tensor"):

@@ -25,6 +25,7 @@ from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
 from dlo_framework.errors import DloError
+from dlo_framework.experts.auxiliary_loss import follow_gradient
 from dlo_framework.plan import ParallelPlan
 
 Stage = Literal["train", "val", "test", "predict"]
@@ -375,7 +376,7 @@ class Task(LightningModule, ABC):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Returns `{"loss": loss}` of a batch; logs nothing."""
-        return {"loss": self.loss(self._outputs(batch), batch)}
+        return {"loss": follow_gradient(self.loss(self._outputs(batch), batch))}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Updates and logs the validation metrics as `val_<name>`."""

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
+import importlib
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,13 @@ settings.load_profile("dlo")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on."""
+    """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on.
+
+    Language models are imported first, with torchao, which transformers imports for them: each rank and each `dlo` that
+    is forked from the server with this process's imports would import them for itself.
+    """
+    if "dlo_tasks.llm.causal_lm" in sys.modules:
+        importlib.import_module("transformers.models.llama.modeling_llama")
     gc.collect()
     gc.freeze()
 

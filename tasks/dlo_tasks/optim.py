@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -217,7 +218,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = parameter.ndim > 1 and not name.endswith(".bias") and name not in exempt
+        decays = parameter.ndim > 1 and not name.endswith("bias") and name not in exempt
         adam = any(_under(name, pattern) for pattern in fallback) or (bool(fallback) and name in exempt)
         layer = layers.get(name, deepest)
         label = (f"layer_{layer}_" if layers else "") + ("decay" if decays else "no_decay") + "_adam" * adam
@@ -271,13 +272,19 @@ def build_optimizer(
         if other is not None:
             return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
-    except (AssertionError, ImportError, RuntimeError) as error:
-        raise DloError(
-            f"optimizer '{name}' cannot be built on this machine: {error}; docs/plugins/optimizers.md has one that can"
-        ) from error
-    except (TypeError, ValueError) as error:
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ImportError) or _needs_hardware(error):
+            raise DloError(
+                f"optimizer '{name}' cannot be built on this machine: {error}; docs/plugins/optimizers.md has one that"
+                " can"
+            ) from error
         raise DloError(f"optimizer_args must be arguments of optimizer '{name}', got {args}: {error}") from error
     return optimizer
+
+
+def _needs_hardware(error: Exception) -> bool:
+    """Returns whether a constructor has refused the machine, such as one without CUDA, instead of an argument."""
+    return not isinstance(error, TypeError | ValueError) and bool(re.search(r"(?i)\b(cuda|gpu|xpu)\b", str(error)))
 
 
 def check_optimizer(name: str, schedule: str = "constant") -> None:

@@ -45,7 +45,7 @@ def vit() -> tuple[Any, Any]:
         optimizer_args={"eps": 1e-4},
         attention=Attention(mask=make_pattern()),
     )
-    return task, DigitsData(image_size=16, batch_size=ROWS)
+    return task, DigitsData(image_size=16, batch_size=ROWS, val_fraction=0.01)
 
 
 def mesh(**options: Any) -> Case:
@@ -62,11 +62,18 @@ def others() -> list[Case | str]:
 
 
 def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
-    assert_parity(llm, [*others(), *(mesh(**axes) for axes in (*MESHES, *SHARED))], steps=3, rtol=1e-5)
+    assert_parity(llm, [mesh(**axes) for axes in (MESHES[1], MESHES[2], *SHARED)], steps=2, rtol=1e-5)
 
 
 def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
-    assert_parity(vit, [*others(), *(mesh(**axes) for axes in MESHES)], steps=2, rtol=1e-5)
+    """Heads are divided under tp alone; where each rank has all of a layer, a pipeline stands for the others."""
+    assert_parity(vit, [mesh(**axes) for axes in (MESHES[0], MESHES[2])], steps=2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_strategy_is_one_process() -> None:
+    assert_parity(llm, [*others(), mesh(**MESHES[0])], steps=3, rtol=1e-5)
+    assert_parity(vit, [*others(), mesh(**MESHES[1])], steps=2, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -184,6 +184,11 @@ AXES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"tp": 2, "sequence_parallel": True},
         {"start_all_reduce", "start_all_gather_parts", "start_reduce_scatter_parts"},
     ),
+    "tp, asynchronous": ({"tp": 2, "async_tp": 2}, {"start_all_reduce"}),
+    "tp, sequence, asynchronous": (
+        {"tp": 2, "sequence_parallel": True, "async_tp": 4},
+        {"start_all_gather_parts", "start_reduce_scatter_parts"},
+    ),
     "cp": ({"cp": 2}, {"transfers"}),
     "pp": ({"pp": 2, "micro_batches": 2}, {"sends", "receives"}),
     "pp, interleaved": (

@@ -11,8 +11,11 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
 from support.fsdp_nets import Batches, differ, trainer
 from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
+from support.token_batches import SIZES, Tokens
 
 
 def _run(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
@@ -57,3 +60,33 @@ def test_each_sliced_tensor_is_stepped_by_one_rank(tmp_path: Path) -> None:
     loads = [sum(torch.Size(sliced[key]).numel() for key in rank["state"]) for rank in (first, second)]
     assert max(loads) <= 0.6 * elements
     assert first["difference"] < 1e-5
+
+
+#: Matrices of these sizes have gradients without a null space, whose eigenbasis would be arbitrary: no side that is
+#: longer than the other has a basis, and a step has more tokens than either.
+SOAP = {"precondition_frequency": 2, "max_precondition_dim": SIZES["hidden_size"]}
+
+
+def _soap(world: int, strategy: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    language = CausalLM(
+        config={"model_type": "llama", **SIZES},
+        optimizer="soap",
+        optimizer_args=SOAP,
+        lr=1e-2,
+        schedule="constant",
+    )
+    run = trainer(world, strategy, max_steps=STEPS, precision="64-true")
+    run.fit(language, datamodule=Tokens(1, steps=STEPS))
+    return gather_full_weights(run)
+
+
+def _soap_of_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
+    silence_lightning()
+    return _soap(world, MeshStrategy(tp=world))
+
+
+def test_soap_has_the_weights_of_one_process_in_double_precision() -> None:
+    expected = _soap(1, "auto")
+    found = run_distributed(_soap_of_rank, 2, timeout=200)[0]
+    assert differ(found, expected) < 5e-5  # Its QR is in single precision.

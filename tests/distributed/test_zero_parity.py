@@ -91,7 +91,7 @@ class Plain(LightningModule):
 
 
 def plain(**arguments):
-    return Plain(**arguments), DigitsData(image_size=16, batch_size=32)
+    return Plain(**arguments), DigitsData(image_size=16, batch_size=32, val_fraction=0.02)
 
 
 def vit(optimizer: str = "adamw"):
@@ -103,7 +103,7 @@ def vit(optimizer: str = "adamw"):
         optimizer_args={"eps": 1e-3} if optimizer == "adamw" else None,
         log_images=0,
     )
-    return task, DigitsData(image_size=16, batch_size=32)
+    return task, DigitsData(image_size=16, batch_size=32, val_fraction=0.02)
 
 
 def zero(stage: int, **options):
@@ -114,16 +114,11 @@ def test_every_stage_optimizer_accumulation_offload_and_clipping_is_one_process(
     cases = [
         Case(zero(stage), {"optimizer": optimizer}, {"accumulate_grad_batches": accumulate})
         for stage, optimizer, accumulate in (
-            (1, "adamw", 4),
-            (1, "lamb", 1),
             (1, "lookahead", 1),
-            (2, "adamw", 1),
             (2, "sgd", 4),
             (2, "orthogonal", 1),
             (3, "adamw", 4),
-            (3, "sgd", 1),
             (3, "lamb", 4),
-            (3, "orthogonal", 1),
         )
     ]
     cases += [
@@ -133,16 +128,16 @@ def test_every_stage_optimizer_accumulation_offload_and_clipping_is_one_process(
         Case(zero(1, bucket_mb=0.001), {"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
     ]
     cases += [Case(zero(stage, find_unused=True), {"unused": True}) for stage in (1, 3)]
-    assert_parity(plain, cases, steps=7, rtol=1e-5)
+    assert_parity(plain, cases, steps=7, rtol=1e-5)  # Lookahead's sixth step is its own.
 
 
 def test_half_precision_is_one_process_within_its_rounding() -> None:
     halves = [Case(zero(stage), {}, {"precision": "bf16-mixed"}) for stage in (2, 3)]
-    assert_parity(plain, [*halves, Case(zero(3), {}, {"precision": "bf16-true"})], steps=6)
+    assert_parity(plain, [*halves, Case(zero(3), {}, {"precision": "bf16-true"})], steps=4)
 
 
 def test_a_task_is_gathered_block_by_block() -> None:
-    assert_parity(vit, [Case(zero(stage), {"optimizer": name}) for stage, name in ((1, "lamb"), (3, "adamw"))], steps=6)
+    assert_parity(vit, [Case(zero(stage), {"optimizer": name}) for stage, name in ((1, "lamb"), (3, "adamw"))], steps=3)
 
 
 OPTIMIZERS = ("adamw", "sgd", "lamb", "orthogonal")

@@ -133,6 +133,10 @@ def test_names_arguments_and_machines_that_do_not_fit_are_refused() -> None:
         optim.check_optimizer("adamw8bits")
     with pytest.raises(DloError, match=r"optimizer_args must be arguments of optimizer 'soap', .* no argument 'betta'"):
         build("soap", net(), betta=1)
+    with pytest.raises(
+        DloError, match=r"optimizer_args must be arguments of optimizer 'bnbsgd8bit', .*without momentum"
+    ):
+        build("bnbsgd8bit", net(), momentum=0)  # A RuntimeError of its constructor, which refuses no machine.
     with pytest.raises(DloError, match=r"trust_bounds of BoundedLamb must be \[smallest, largest\]"):
         build("boundedlamb", net(), trust_bounds=[0.3, 0.01])
     if not torch.cuda.is_available():

@@ -30,7 +30,7 @@ def vit(
 
 
 def digits(batch_size: int = 8) -> ResumableDataModule:
-    return DigitsData(image_size=16, batch_size=batch_size)
+    return DigitsData(image_size=16, batch_size=batch_size, val_fraction=0.01)
 
 
 def lm(layers: int = 2, family: str = "llama", kind: type[CausalLM] = CausalLM, **config: Any) -> CausalLM:

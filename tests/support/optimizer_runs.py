@@ -51,9 +51,9 @@ def data(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def task(name: str, **options: Any) -> ImageClassifier:
+def task(name: str, kind: type[ImageClassifier] = ImageClassifier, **options: Any) -> ImageClassifier:
     seed_everything(7, verbose=False)
-    return ImageClassifier(
+    return kind(
         "vit_tiny_patch16_224",
         model_args=SIZES,
         num_classes=10,
@@ -66,7 +66,7 @@ def task(name: str, **options: Any) -> ImageClassifier:
     )
 
 
-def plain_loop(name: str, parts: int) -> dict[str, Tensor]:
+def plain_loop(name: str, parts: int, skipped: int | None = None) -> dict[str, Tensor]:
     """Returns the weights after a loop in plain torch, with each batch in parts, as many ranks sum their gradients."""
     module = task(name)
     module.check(None)
@@ -75,7 +75,9 @@ def plain_loop(name: str, parts: int) -> dict[str, Tensor]:
     first = {f"model.{key}": value.clone() for key, value in module.model.state_dict().items()}
     if hasattr(optimizer, "attended"):
         optimizer.attended = True
-    for x, y in data():
+    for number, (x, y) in enumerate(data()):
+        if number == skipped:
+            continue
         for images, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (nn.functional.cross_entropy(module.model(images), targets) / parts).backward()
         optimizer.step()
@@ -115,11 +117,18 @@ def train(
     return {key: value for key, value in gather_full_weights(run).items() if key.startswith("model.")}
 
 
-def compare(rank: int, world: int, folder: Path, names: tuple[str, ...], strategies: tuple[str, ...]) -> dict[str, Any]:
-    """Returns, by optimizer and strategy, the differences from the plain loop and of a resumed run."""
+def compare(rank: int, world: int, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Returns, by optimizer and strategy, the differences from the plain loop and of a resumed run.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        folder: Folder for checkpoints.
+        cases: Strategies by optimizer.
+    """
     silence_lightning()
     found: dict[str, Any] = {}
-    for name in names:
+    for name, strategies in cases.items():
         references = {parts: plain_loop(name, parts) for parts in (1, 2)}
         for strategy in strategies:
             path = folder / f"{name}-{strategy}.ckpt"

@@ -81,9 +81,9 @@ def image_loss(model: Any, size: int = 16) -> Tensor:
     return (outputs * torch.randn(outputs.shape, generator=generator)).sum()
 
 
-def cut(model: nn.Module, sequence_parallel: bool = False) -> TensorParallel:
+def cut(model: nn.Module, sequence_parallel: bool = False, async_tp: bool | int = False) -> TensorParallel:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    applier = TensorParallel(sequence_parallel)
+    applier = TensorParallel(sequence_parallel, async_tp)
     applier.apply(model, mesh, plan_of(model))
     return applier
 

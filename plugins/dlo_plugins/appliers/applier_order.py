@@ -8,7 +8,9 @@ from typing import Literal, TypeVar
 
 from dlo_framework.applier import Applier
 from dlo_framework.errors import DloError
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.expert_parallel import ExpertParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 
@@ -20,18 +22,24 @@ class MeshAppliers:
     Attributes:
         tensor: Applier of the axis `tp`.
         context: Applier of the axis `cp`.
+        experts: Applier of the axis `ep`.
         shard: Applier of the data axes.
         ordered: All appliers, in the order of their phases.
     """
 
     tensor: TensorParallel
     context: ContextParallel
+    experts: ExpertParallel
     shard: FullyShard
     ordered: list[Applier]
 
     @classmethod
     def from_options(
-        cls, given: Sequence[Applier], cp_method: Literal["ring", "ulysses"], sequence_parallel: bool
+        cls,
+        given: Sequence[Applier],
+        cp_method: Literal["ring", "ulysses"],
+        sequence_parallel: bool,
+        async_tp: bool | int = False,
     ) -> MeshAppliers:
         """Returns the user's appliers, and those of the axes that the user has not given.
 
@@ -39,9 +47,10 @@ class MeshAppliers:
             given: Appliers of the user.
             cp_method: Method of ContextParallel, unless the user gives that applier.
             sequence_parallel: Option of TensorParallel, unless the user gives that applier.
+            async_tp: Option of TensorParallel, unless the user gives that applier.
 
         Raises:
-            DloError: Two appliers have one class, or an object is not an applier.
+            DloError: Two appliers have one class, an object is not an applier, or the options contradict each other.
         """
         for applier in given:
             if not isinstance(applier, Applier):
@@ -53,11 +62,17 @@ class MeshAppliers:
         twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
         if twice is not None:
             raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
-        tensor = _first(given, TensorParallel) or TensorParallel(sequence_parallel=sequence_parallel)
+        tensor = _first(given, TensorParallel) or TensorParallel(sequence_parallel, async_tp)
+        if tensor.async_tp and _first(given, CompileBlocks):
+            raise DloError(
+                "async_tp must be left out with CompileBlocks, got both: a compiler schedules a block's collectives"
+                " itself; leave one out"
+            )
         context = _first(given, ContextParallel) or ContextParallel(method=cp_method)
+        experts = _first(given, ExpertParallel) or ExpertParallel()
         shard = _first(given, FullyShard) or FullyShard()
-        missing = [applier for applier in (tensor, context, shard) if applier not in given]
-        return cls(tensor, context, shard, sorted([*given, *missing], key=lambda applier: applier.phase))
+        missing = [applier for applier in (tensor, context, experts, shard) if applier not in given]
+        return cls(tensor, context, experts, shard, sorted([*given, *missing], key=lambda applier: applier.phase))
 
 
 Kind = TypeVar("Kind", bound=Applier)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,9 @@ class TensorParallel(Applier):
         sequence_parallel: Whether each rank keeps a slice of the tokens between the cut projections, so that norms,
             dropout and residuals take a fraction of the memory; the communication volume is the same. For activations
             `[batch, sequence, width]`.
+        async_tp: Whether products of linear layers overlap with the collectives of forward, chunk by chunk; a number
+            sets the chunks of a product, 4 by default. On CUDA devices that reach each other's memory, torch's fused
+            operators on symmetric memory replace the chunks. For code that is not compiled.
 
     Attributes:
         communicator: Communicator of the axis, which counts its traffic; None before :meth:`apply`.
@@ -45,8 +49,10 @@ class TensorParallel(Applier):
     phase = Phase.TENSOR
     axis = AXIS
 
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, sequence_parallel: bool = False, async_tp: bool | int = False) -> None:
+        if async_tp is not True and async_tp != 0 and async_tp < 2:
+            raise DloError(f"async_tp must be true, false or at least 2 chunks, got {async_tp}; set async_tp: true")
+        self.sequence_parallel, self.async_tp = sequence_parallel, async_tp
         self.communicator: Communicator | None = None
         self._stream: ShardedSequence | None = None
 
@@ -61,8 +67,11 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut over this number of ranks.
         """
+        import torch
+
         from dlo_framework.distributed.collectives import Communicator
         from dlo_plugins.tensor import parameter_sharding, regions, sharded_norms, vocabulary
+        from dlo_plugins.tensor.async_products import CHUNKS, AsyncProducts, reaches_peers
         from dlo_plugins.tensor.local_random import LocalRandom
         from dlo_plugins.tensor.sequence_parallel import ShardedSequence
         from dlo_plugins.tensor.tp_plan import vocabulary_size
@@ -76,11 +85,17 @@ class TensorParallel(Applier):
         parameter_sharding.shard_parameters(module, found, communicator.size, communicator.rank)
         random = LocalRandom(communicator.rank)
         self._stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
+        products = None
+        if self.async_tp:
+            chunks = CHUNKS if self.async_tp is True else int(self.async_tp)
+            device = torch.device(mesh.device_type)
+            products = AsyncProducts(communicator, chunks, reaches_peers(communicator, device))
         for name, region in found.regions.items():
             around = module.get_submodule(name)
             columns = [module.get_submodule(column) for column in region.columns]
             rows = [module.get_submodule(row) for row in region.rows]
-            regions.install_region(around, columns, rows, regions.Region(around, communicator, random, stream))
+            made = regions.Region(name, around, communicator, random, stream, products)
+            regions.install_region(around, columns, rows, made)
             for norm in region.norms:
                 size = found.divisions[f"{norm}.weight"].pieces[0]
                 sharded_norms.install_norm(module.get_submodule(norm), size, communicator)

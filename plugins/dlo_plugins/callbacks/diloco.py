@@ -65,6 +65,8 @@ class DiLoCo(Callback):
             manual, or another callback needs the same weights on all ranks.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
     #: Why `dlo parity` trains without it.
     left_out_of_parity = "its ranks train by themselves between outer steps, unlike one process"
 

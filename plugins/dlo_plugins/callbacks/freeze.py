@@ -68,6 +68,8 @@ class Freeze(BlockSchedule):
             one tensor, or another callback needs all blocks to train.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
     #: Place of the handler among those of other callbacks: around all others.
     order = 10
 

@@ -77,6 +77,9 @@ class GradientCompression(Callback):
             or several optimizers, or `one_bit` has no optimizer made for it.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
+
     def __init__(
         self,
         method: Method,

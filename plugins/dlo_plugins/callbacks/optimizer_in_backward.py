@@ -107,9 +107,7 @@ class OptimizerInBackward(Callback):
                 raise DloError(
                     f"{_SELF}: on_nan of FiniteLoss must be stop or ignore, got skip, which would come after the step"
                 )
-            hooks = ("on_before_optimizer_step", "on_after_backward")
-            reads = any(getattr(type(other), hook) is not getattr(Callback, hook) for hook in hooks)
-            if (reads and getattr(other, "needs_gradients", True)) or type(other).__name__ in _STEP_HOOKS:
+            if _needs_gradients(other):
                 _refuse_reader(type(other).__name__)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,8 +172,13 @@ class OptimizerInBackward(Callback):
             self.steps += 1
 
 
-#: Callbacks that change an optimizer's step by its hooks, which steps in backward do not call.
-_STEP_HOOKS = ("DynamicBatchSize", "GradientCompression", "Prune", "DiLoCo", "Freeze", "LRFinder", "MicroBatchFinder")
+def _needs_gradients(callback: Callback) -> bool:
+    """Returns whether a callback declares that it needs gradients or steps; if it declares nothing, by its hooks."""
+    declared: bool | None = getattr(callback, "needs_gradients", None)
+    if declared is not None:
+        return declared
+    hooks = ("on_before_optimizer_step", "on_after_backward")
+    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
 
 
 def _refuse_reader(name: str) -> None:

@@ -58,6 +58,9 @@ class SequenceLength(BatchTransform):
             length.
     """
 
+    #: Its batches have several shapes in a run.
+    changes_batch_shapes = True
+
     order = 5
 
     def __init__(

@@ -1,10 +1,10 @@
 """Optimizer shards of full tensors under tensor parallelism, whose ranks hold slices of parameters.
 
 Each sliced tensor has one owner among the ranks of the tp axis, beside its owner among the ranks that share this rank's
-part of the model. So each is stepped once, as by Muon's orthogonalisation, and its state exists once. All tp ranks send
-the owner their slices of the gradient and of the values before the step, and get their slices of the new values after
-it: three times the slices of the other owners' tensors. Tensors without slices, such as norms, are stepped by each tp
-rank.
+part of the model. So each is stepped once, which Muon's orthogonalisation makes worthwhile, and its state exists once.
+All tp ranks send the owner their slices of the gradient and of the values before the step, and get their slices of the
+new values after it: three times the elements of the slices of other owners' tensors. Tensors without slices, such as
+norms, are stepped by each tp rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         self._slices_of: list[dict[str, TensorSlice]] = [{} for _ in range(tensor_parallel.size)]
         dist.all_gather_object(self._slices_of, slices, group=tensor_parallel.group)
         super().__init__(groups, communicator)
-        # Of the tensors of this rank among those that share a part of the model, which are the same on all tp ranks.
+        # Names of the sliced tensors that all tp ranks with this part of the model own together, by dtype.
         self._sliced: dict[torch.dtype, list[str]] = defaultdict(list)
         for group, number in self._places:
             name = group.names[number]
@@ -57,7 +57,7 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
                 del self.local_params[name]
 
     def full_shape(self, name: str) -> torch.Size:
-        """Returns the shape of a parameter without slices; by its size, all tp ranks assign the same owners."""
+        """Returns the shape of a parameter over all ranks; all tp ranks assign the same owners by its size."""
         shape = self.shapes[name]
         return self.slices[name].full_shape(shape) if name in self.slices else shape
 
@@ -69,7 +69,7 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
 
     def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the full tensors that this rank owns, joined over the tp axis."""
-        parts = super()._gather_owned(shards)
+        tensors = super()._gather_owned(shards)
         device, home = self.groups[0].device, self.groups[0].step_device
         ranks = range(self.tensor_parallel.size)
         loaded = {group.dtype for group in self.groups if id(group) in shards}
@@ -77,24 +77,24 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
             if dtype not in loaded:
                 continue
             # A slice without elements is in no shard.
-            values = {name: parts.pop(name, torch.empty(0, dtype=dtype)).to(device).flatten() for name in names}
+            values = {name: tensors.pop(name, torch.empty(0, dtype=dtype)).to(device).flatten() for name in names}
             sent = [concat([values[name] for name in self._owned_by(names, rank)], dtype, device) for rank in ranks]
             own = self._owned_by(names, self.tensor_parallel.rank)
             lengths = [sum(self._slice_shape(name, rank).numel() for name in own) for rank in ranks]
             received = self.tensor_parallel.exchange(sent, lengths)
             at = [0] * len(ranks)
             for name in own:
-                whole = torch.empty(self.full_shape(name), dtype=dtype, device=device)
+                full = torch.empty(self.full_shape(name), dtype=dtype, device=device)
                 for rank in ranks:
                     shape = self._slice_shape(name, rank)
                     piece = received[rank][at[rank] : at[rank] + shape.numel()].view(shape)
                     at[rank] += shape.numel()
-                    _write_slice(whole, piece, self._slices_of[rank][name])
-                parts[name] = whole.to(home)
-        return parts
+                    _write_slice(full, piece, self._slices_of[rank][name])
+                tensors[name] = full.to(home)
+        return tensors
 
     def _stepped_values(self) -> dict[str, Tensor]:
-        """Returns this rank's slices of the stepped values, those of other tp ranks' tensors included."""
+        """Returns this rank's slices of the stepped values, including those of other tp ranks' tensors."""
         found = {name: tensor.data for name, tensor in self.local_params.items() if name not in self.slices}
         device, ranks = self.groups[0].device, range(self.tensor_parallel.size)
         for dtype, names in self._sliced.items():
@@ -113,9 +113,9 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         return found
 
 
-def _write_slice(whole: Tensor, piece: Tensor, place: TensorSlice) -> None:
+def _write_slice(full: Tensor, piece: Tensor, place: TensorSlice) -> None:
     """Writes a slice into the full tensor."""
     at = 0
     for first, count in place.runs:
-        whole.narrow(place.dim, first, count).copy_(piece.narrow(place.dim, at, count))
+        full.narrow(place.dim, first, count).copy_(piece.narrow(place.dim, at, count))
         at += count

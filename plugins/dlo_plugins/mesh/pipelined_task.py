@@ -21,6 +21,7 @@ from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.precision import wide_dtype
 from dlo_framework.errors import DloError
+from dlo_framework.experts.auxiliary_loss import set_scale
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.mesh.batches import concat_batches
@@ -101,6 +102,7 @@ class PipelinedTask:
         """
         parts = self.split_training_batch(batch)
         weights = self.task.micro_batch_weights(parts)
+        set_scale(seed / len(parts))
         total = self.pipeline.train_step(
             *(parts, self._forward, self.task.loss, weights, seed),
             sum_tied=False,

@@ -48,7 +48,7 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     mesh = layout.mesh
     trainer = found.setdefault("trainer", {})
     before = trainer.get("strategy")
-    strategy = _zero_strategy(state) if layout.zero == 1 else mesh_strategy(candidate, before, state)
+    strategy = _zero_strategy(state) if layout.uses_zero_strategy else mesh_strategy(candidate, before, state)
     trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
     callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
     if layout.recompute == "rotor":
@@ -102,7 +102,7 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
     if layout.recompute not in ("none", "rotor"):
         chosen = {"mode": layout.recompute} | ({"every": layout.every} if layout.every > 1 else {})
         appliers.append({"class_path": "ActivationCheckpoint", "init_args": chosen})
-    if layout.zero:
+    if layout.zero and not layout.delays:
         own = next((entry for entry in given if _class_name(entry) == "FullyShard" and isinstance(entry, dict)), {})
         kept = {key: value for key, value in (own.get("init_args") or {}).items() if key in _KEPT and value}
         sharding: dict[str, Any] = {**kept, "reshard_after_forward": layout.zero == 3, **state.dtypes}

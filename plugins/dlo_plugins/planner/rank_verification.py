@@ -75,7 +75,7 @@ class RankVerification:
             ranks: Predicted memory of each rank of its pipeline.
         """
         layout = candidate.layout
-        if layout.zero == 1:
+        if layout.uses_zero_strategy:
             return candidate
         try:
             small = shorten_axes(layout.mesh)
@@ -121,6 +121,8 @@ class RankVerification:
         totals = []
         for stage, predicted in enumerate(ranks):
             counted = described.ranks[spec.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
-            more = max(0.0, counted.parameters + counted.optimizer - predicted.parameters - predicted.optimizer)
+            # Counted are Adam's two moments.
+            optimizer = counted.optimizer * self._state.state / (2 * self._state.parameter)
+            more = max(0.0, counted.parameters + optimizer - predicted.parameters - predicted.optimizer)
             totals.append(predicted.total + more)
         return max(totals) - candidate.memory.total

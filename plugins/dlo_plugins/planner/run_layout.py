@@ -39,6 +39,14 @@ def rotor_budget(config: dict[str, Any]) -> Budget | None:
     return budget
 
 
+def read_dtypes(config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Returns the dtypes of gathered parameters and of reduced gradients; None where the config does not say."""
+    strategy = (config.get("trainer") or {}).get("strategy")
+    own = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = find_part(config, "FullyShard") or own
+    return options.get("param_dtype"), options.get("reduce_dtype")
+
+
 def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     """Returns the layout of a run; that of a run with Rotor has recomputation by blocks, and a budget still of 0.
 

@@ -250,6 +250,7 @@ class FullTensorShard(OptimizerShard[Group]):
 
     def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
+        self._loaded = False  # whether the local parameters have values
         self._places = [(group, number) for group in groups for number in range(len(group.names))]
         numels = [self.full_shape(group.names[number]).numel() for group, number in self._places]
         self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
@@ -265,6 +266,7 @@ class FullTensorShard(OptimizerShard[Group]):
     @torch.no_grad()
     def load_full_params(self) -> None:
         """Loads the parameters' full values into the tensors that this rank owns."""
+        self._loaded = True
         if all(group.keep_full and not group.has_master_weights for group in self.groups):
             for group, number in self._places:
                 if group.names[number] in self.local_params:
@@ -289,7 +291,13 @@ class FullTensorShard(OptimizerShard[Group]):
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
-        """Copies the stepped values into the shards, and starts their all-gather."""
+        """Copies the stepped values into the shards, and starts their all-gather.
+
+        A step without a backward before it has changed nothing, on any rank, and sends nothing.
+        """
+        if not self._loaded:
+            return
+        self._loaded = False
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             by_dtype[group.dtype].append(group)
@@ -339,7 +347,7 @@ class FullTensorShard(OptimizerShard[Group]):
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             if id(group) in shards:
-                by_dtype[group.dtype].append(group)
+                by_dtype[shards[id(group)].dtype].append(group)
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for group in groups:

@@ -10,7 +10,9 @@ sequence parallelism, activations enter at the beginning of the region's module,
 from their input. They leave in the row projection, whose bias is added once, to the sum.
 
 In backward, the collectives of the input and of its gradient overlap with the products of the column projections
-(:mod:`dlo_plugins.tensor.overlap`).
+(:mod:`dlo_plugins.tensor.overlap`). With asynchronous tensor parallelism, those of forward overlap too
+(:mod:`dlo_plugins.tensor.async_products`): entry computes all column projections, and their
+forward returns the results.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError
 from dlo_plugins.tensor import overlap
 from dlo_plugins.tensor.adapted_projections import REGION, install_row_adapters
+from dlo_plugins.tensor.async_products import AsyncProducts, gather_columns, reduce_row, scatter_row
 from dlo_plugins.tensor.collectives import copy_in, gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
 from dlo_plugins.tensor.projections import RowProduct, add_bias
@@ -33,16 +37,25 @@ class Region:
     """State of a region in a forward.
 
     Args:
+        name: Name of the region's module.
         module: Module of the region.
         communicator: Communicator of the ranks that share it.
         random: This rank's random numbers, for the dropout inside.
         sequence: Sequence that is split between regions; None without sequence parallelism.
+        products: Products that overlap with collectives in forward; None without asynchronous tensor parallelism.
     """
 
     def __init__(
-        self, module: nn.Module, communicator: Communicator, random: LocalRandom, sequence: ShardedSequence | None
+        self,
+        name: str,
+        module: nn.Module,
+        communicator: Communicator,
+        random: LocalRandom,
+        sequence: ShardedSequence | None,
+        products: AsyncProducts | None = None,
     ) -> None:
-        self.communicator, self.random, self.sequence = communicator, random, sequence
+        self.name = name
+        self.communicator, self.random, self.sequence, self.products = communicator, random, sequence, products
         self._dropouts = Dropouts(module)
         self._input: Tensor | None = None
         self._entered: Tensor | None = None
@@ -52,6 +65,8 @@ class Region:
         self.gathers_again = False
         #: Weights of these projections, while activations are in the region.
         self._weights: dict[nn.Module, overlap.EnteredWeight] = {}
+        #: Outputs of column projections that entry has computed.
+        self._outputs: dict[nn.Module, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self  # A process group cannot be copied; the state of a forward is gone after it.
@@ -79,6 +94,10 @@ class Region:
     def _gather(self, part: Tensor, length: int) -> Tensor:
         """Returns all ranks' tokens; forward saves them where a column projection of another kind needs them."""
         self._weights = {}
+        if self.products is not None and self.gathers_again and all(_is_plain(column) for column in self.columns):
+            self._entered, outputs = gather_columns(part, length, self.columns, self.products)
+            self._outputs = dict(zip(self.columns, outputs, strict=True))
+            return self._entered
         if self.gathers_again and all(overlap.can_defer(column, part) for column in self.columns):
             self._entered, self._weights = overlap.enter_gathered(part, length, self.columns, self.communicator)
             return self._entered
@@ -93,17 +112,46 @@ class Region:
         """
         return self._weights.get(column) if self.sequence is None or x is self._entered else None
 
+    def output_of(self, column: nn.Module, x: Tensor) -> Tensor | None:
+        """Returns the output of a column projection if entry has computed it from this input."""
+        return self._outputs.pop(column, None) if x is self._entered else None
+
+    def leave_row(self, row: nn.Linear, x: Tensor) -> Tensor | None:
+        """Leaves the region with a row projection of the input, without its bias, while its chunks are summed.
+
+        Returns:
+            Sum of the ranks' products; None if the product does not overlap with the sum.
+        """
+        if self.products is None or not _is_plain(row) or (self.sequence is not None and x.ndim != 3):
+            return None
+        self._check_outputs()
+        self.end()
+        return (reduce_row if self.sequence is None else scatter_row)(x, row.weight, self.products)
+
     def leave(self, partial: Tensor) -> Tensor:
         """Leaves the region with a row projection's output, a partial sum on each rank."""
+        self._check_outputs()
         self.end()
         if self.sequence is not None:
             return reduce_scatter_from_region(partial, self.communicator)
         return reduce_from_region(partial, self.communicator)
 
+    def _check_outputs(self) -> None:
+        """Checks that the projections that entry has computed were used.
+
+        Raises:
+            DloError: They got another input than the region's.
+        """
+        if self._outputs:
+            raise DloError(
+                f"column projections of '{self.name}' must get its input for async_tp, got another tensor; leave"
+                " async_tp out"
+            )
+
     def end(self) -> None:
         """Clears the state of a forward."""
         self._input = self._entered = None
-        self._weights = {}
+        self._weights, self._outputs = {}, {}
         self.random.leave(self)
 
 
@@ -116,6 +164,9 @@ class ColumnProjection:
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""
         region: Region = self.__dict__[REGION]
+        output = region.output_of(self, x)  # type: ignore[arg-type]
+        if output is not None:
+            return output
         weight = region.weight_of(self, x)  # type: ignore[arg-type]
         if weight is None:
             return super().forward(x)  # type: ignore[misc]
@@ -128,7 +179,8 @@ class RowProjection(RowProduct):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, plus the bias."""
         region: Region = self.__dict__[REGION]
-        return add_bias(self, region.leave(self.product(x)))
+        left = region.leave_row(self, x)  # type: ignore[arg-type]
+        return add_bias(self, region.leave(self.product(x)) if left is None else left)
 
 
 class AdaptedRowProjection:
@@ -164,6 +216,19 @@ def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Mo
         row.__class__ = _row_class(AdaptedRowProjection if hasattr(row, "base_layer") else RowProjection, type(row))  # type: ignore[arg-type]
     # After an error too: the search for the largest micro-batch continues after an error.
     module.register_forward_hook(functools.partial(_end, region), always_call=True)
+
+
+def is_asynchronous(module: nn.Module) -> bool:
+    """Returns whether a model has regions with asynchronous tensor parallelism."""
+    regions = (part.__dict__.get(REGION) for part in module.modules())
+    return any(isinstance(region, Region) and region.products is not None for region in regions)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Returns whether a projection is a linear layer that nobody else computes, with a weight of ordinary values."""
+    if not isinstance(layer, nn.Linear) or layer.__dict__.keys() & {"forward", "product"}:
+        return False
+    return type(layer.weight) in (Tensor, nn.Parameter)
 
 
 @functools.cache

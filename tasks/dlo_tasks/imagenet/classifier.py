@@ -16,10 +16,20 @@ from dlo_framework.attention import Attention
 from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.experts.mixture_options import MixtureOptions, read_options
+from dlo_framework.experts.router_training import RouterTraining
+from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import logged_images, losses, timm_channels, timm_models, vision_attention
+from dlo_tasks.imagenet import (
+    logged_images,
+    losses,
+    timm_channels,
+    timm_models,
+    vision_attention,
+    vision_mixtures,
+)
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -66,6 +76,8 @@ class ImageClassifier(Task):
             convolutional models in mixed precision on GPUs.
         log_images: Number of training images to log; 0 logs none.
         attention: Kernel and mask of a ViT's attention, `{mask: {class_path: BigBird}}`; by default timm's own.
+        experts: Mixtures of experts in the place of MLPs (V-MoE), which start as copies of the MLP: `{count: 8, every:
+            2, top_k: 2}`; by default none.
 
     Raises:
         DloError: If a model, optimizer or argument is unknown, or values contradict each other.
@@ -100,12 +112,15 @@ class ImageClassifier(Task):
         channels_last: bool = False,
         log_images: int = 16,
         attention: Attention | None = None,
+        experts: MixtureOptions | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["attention"])
+        self.save_hyperparameters(ignore=["attention", "experts"])
         self.attention = vision_attention.read_option(attention)
         # Stored as plain data in checkpoints; `load_from_checkpoint` passes it as a dict.
         self.hparams["attention"] = None if self.attention is None else self.attention.settings()
+        self.experts = read_options(experts)
+        self.hparams["experts"] = None if self.experts is None else self.experts.settings()
         self.model_name, self.model_args, self.pretrained = model, dict(model_args or {}), pretrained
         self.num_classes, self.image_size, self.channels_last = num_classes, image_size, channels_last
         self.position_embedding, self.log_images = position_embedding, log_images
@@ -130,6 +145,8 @@ class ImageClassifier(Task):
         optim.check_decays(self.weight_decay, self.layer_decay)
         if self.ema_decay is not None:
             WeightEMA(self.ema_decay)
+        if self.experts is not None and self.experts.count is None:
+            raise DloError("experts.count must be at least 2, got none; 8 is usual")
         if self.bce_threshold is not None:
             if self.loss_name != "bce":
                 raise DloError(f"bce_threshold must have loss_name: bce, got {self.loss_name}; set it")
@@ -208,6 +225,8 @@ class ImageClassifier(Task):
         )
         if self.position_embedding == "sincos2d":
             timm_models.set_sincos_positions(model)
+        if self.experts is not None:
+            vision_mixtures.add_mixtures(model, plan_for(model), self.experts)
         self._kernel = vision_attention.masked_vision_model(model, self.attention, self._attention_device)
         return model
 
@@ -235,6 +254,10 @@ class ImageClassifier(Task):
         """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_plans`."""
         return plan_for(self.model)
 
+    def full_precision_buffers(self) -> list[str]:
+        """Returns the loss-free biases of routers, whose steps half precision would round away."""
+        return [name for name, _ in self.named_buffers() if name.endswith(BIAS)]
+
     def channel_groups(self) -> list[ChannelGroup]:
         """Returns the inner channels of ResNet's bottlenecks and of MBConv blocks."""
         return timm_channels.channel_groups(self.model)
@@ -247,8 +270,10 @@ class ImageClassifier(Task):
         }
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns the callback that averages the weights, if `ema_decay` is set, and those of the optimizer."""
+        """Returns the callbacks of the average of the weights (`ema_decay`), of the routers, and of the optimizer."""
         found = optim.optimizer_callbacks(self.optimizer_name)
+        if self.experts is not None:
+            found.append(RouterTraining(self.experts))
         if self.ema_decay is None:
             return found
         self._ema = WeightEMA(self.ema_decay)

@@ -16,18 +16,25 @@ from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from dlo_framework.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
+from dlo_tasks.imagenet.vision_mixtures import dense_mlps
 
 #: Layers of CaiT, XCiT and VOLO that process a class token after all blocks of patches.
 _CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks", "post_network")
 
 
 def plan_for(model: nn.Module) -> ParallelPlan:
-    """Returns the plan of a timm model.
+    """Returns the plan of a timm model, with its mixtures of experts.
 
     Raises:
         DloError: If the model's family is unknown and its repeated blocks cannot be found.
     """
+    patterns = dict.fromkeys(_any_index(mixture.name) for mixture in find_mixtures(model))
+    return replace(_family_plan(model), experts=tuple(patterns))
+
+
+def _family_plan(model: nn.Module) -> ParallelPlan:
     if isinstance(model, VisionTransformer):
         return vit_plan(model)
     if isinstance(model, MaxxVit):
@@ -76,8 +83,8 @@ def _attention_rules(model: nn.Module) -> dict[str, Rule]:
 
 
 def _mlp_rules(model: nn.Module) -> dict[str, Rule]:
-    """Returns the rules of the blocks' MLPs; empty if a norm follows `fc1`."""
-    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    """Returns the rules of the blocks' MLPs, mixtures apart; empty if a norm follows `fc1`."""
+    mlps = dense_mlps(model)
     if not all(isinstance(mlp, Mlp | SwiGLU | GluMlp) and isinstance(mlp.norm, nn.Identity) for mlp in mlps):
         return {}
     first = Rule.GATE_UP if any(isinstance(mlp, GluMlp) for mlp in mlps) else Rule.COLUMN

@@ -20,6 +20,9 @@ from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
+from dlo_framework.experts.mixture_options import MixtureOptions, read_options
+from dlo_framework.experts.router_training import RouterTraining
+from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
 from dlo_framework.strategy_contract import contract_of
@@ -34,6 +37,7 @@ from dlo_tasks.llm import (
     completions,
     export,
     families,
+    language_mixtures,
     language_models,
     sharded_weights,
     sparse_attention,
@@ -105,6 +109,8 @@ class CausalLM(Task):
             linear}`, or `rule: sqrt`. None does not scale.
         prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends.
         sampling: Sampling options for `prompts` and for `dlo predict`: `{max_new_tokens: 64, temperature: 0.8}`.
+        experts: Losses of a mixture's routers, `{aux_loss: 0.01, z_loss: 0.001}`; with `count`, mixtures in place of a
+            dense model's MLPs, which start as copies of the MLP: `{count: 8, every: 2, top_k: 2}`.
 
     Raises:
         DloError: If a model, setting, target or argument does not exist, or values contradict each other.
@@ -141,9 +147,10 @@ class CausalLM(Task):
         lr_scaling: dict[str, Any] | None = None,
         prompts: list[str] | None = None,
         sampling: Sampling | None = None,
+        experts: MixtureOptions | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["attention", "lora", "sampling", *self.not_saved])
+        self.save_hyperparameters(ignore=["attention", "lora", "sampling", "experts", *self.not_saved])
         # Stored as plain data in checkpoints; `load_from_checkpoint` passes them as dicts.
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         sampling = Sampling(**sampling) if isinstance(sampling, dict) else sampling
@@ -151,6 +158,8 @@ class CausalLM(Task):
         self.hparams["attention"] = attention.settings() if isinstance(attention, Attention) else attention
         self.hparams["lora"] = None if lora is None else vars(lora).copy()
         self.hparams["sampling"] = None if sampling is None else vars(sampling).copy()
+        self.experts = read_options(experts)
+        self.hparams["experts"] = None if self.experts is None else self.experts.settings()
         if (model is None) == (config is None):
             raise DloError(
                 f"model must be set for trained weights, or config for random weights, got {model} and {config};"
@@ -162,6 +171,7 @@ class CausalLM(Task):
             )
         self.model_name, self.model_dtype, self.attention = model, dtype, attention
         self.config = language_models.read_config(model, config)
+        language_mixtures.check_options(self.experts, self.config, lora)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
         self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
         vocabulary_loss.check_kernel(loss_kernel)
@@ -211,6 +221,7 @@ class CausalLM(Task):
             model = language_models.build_model(
                 None, self.config, dtype=dtype, attention=sparse_attention.base_implementation(self.attention)
             )
+            language_mixtures.install_mixtures(model, self.experts, reads_weights=False)
             on_cpu = self._trainer is not None and self._root_device.type == "cpu"
             sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
             twin._balance = find_load_balancing(model)
@@ -232,6 +243,8 @@ class CausalLM(Task):
         dtype = getattr(torch, self.model_dtype) if self.model_dtype else torch.get_default_dtype()
         implementation = sparse_attention.base_implementation(self.attention)
         model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=implementation)
+        reads_weights = self.model_name is not None and any(tensor.is_meta for tensor in model.parameters())
+        language_mixtures.install_mixtures(model, self.experts, reads_weights=reads_weights)
         if sparse_attention.is_default(self.attention) and self._trainer is not None:
             families.enable_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
@@ -309,11 +322,11 @@ class CausalLM(Task):
         return plan_for(self.model)  # type: ignore[arg-type]
 
     def full_precision_buffers(self) -> list[str]:
-        """Returns the frequencies of rotary embeddings, which transformers keeps in single precision.
+        """Returns the frequencies of rotary embeddings, single in transformers, and the loss-free biases of routers.
 
         In bf16 a frequency is off by up to 0.4%: at position 1,000 that is an angle of 4 radians.
         """
-        return [name for name, _ in self.named_buffers() if name.endswith("inv_freq")]
+        return [name for name, _ in self.named_buffers() if name.endswith(("inv_freq", BIAS))]
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return optim.build_optimizer(
@@ -321,8 +334,9 @@ class CausalLM(Task):
         )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns the callbacks that the optimizer needs."""
-        return optim.optimizer_callbacks(self.optimizer_name)
+        """Returns the callbacks that the optimizer and the routers need."""
+        found = optim.optimizer_callbacks(self.optimizer_name)
+        return found if self.experts is None else [*found, RouterTraining(self.experts)]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""

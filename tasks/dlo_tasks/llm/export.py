@@ -25,7 +25,8 @@ def describe(task: Any) -> dict[str, Any]:
     Returns:
         Dict of `plugin`, the task's name; `config` and `generation_config`, JSON; `tokenizer`, its files' names and
         texts; `lora`, the adapters' options, or None; `base`, the folder or hub name of the initial weights;
-        `logit_softcap`, the soft bound of the logits that transformers' model lacks, or None.
+        `logit_softcap`, the soft bound of the logits that transformers' model lacks, or None; `experts`, their number
+        in mixtures that it lacks, or None.
     """
     generation = getattr(task.model, "generation_config", None)
     return {
@@ -36,6 +37,7 @@ def describe(task: Any) -> dict[str, Any]:
         "lora": None if task.lora is None else vars(task.lora).copy(),
         "base": task.model_name,
         "logit_softcap": task.logit_softcap,
+        "experts": None if task.experts is None else task.experts.count,
     }
 
 
@@ -71,6 +73,11 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DloError(f"output folder must be new or empty, got {folder}; remove it, or choose another")
+    if about.get("experts"):
+        raise DloError(
+            f"the model of a folder must be one of transformers', got mixtures of {about['experts']} experts in place"
+            " of its MLPs; name TARGET *.safetensors for its weights alone"
+        )
     model = _model(checkpoint, about, dtype)
     lora = None if about["lora"] is None else Lora(**about["lora"])
     if about.get("logit_softcap") is not None:

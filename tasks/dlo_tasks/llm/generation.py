@@ -166,18 +166,25 @@ class DrawnTokens:
 
 @contextlib.contextmanager
 def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Replaces a model's own `generation_config` by the default one inside the context.
+    """Replaces a model's own `generation_config` by the default one inside the context, without losses of routers.
 
     transformers (5.17, `GenerationMixin._prepare_generation_config`) fills unset options from the model's config, and
-    some options, such as `suppress_tokens`, cannot be overridden.
+    some options, such as `suppress_tokens`, cannot be overridden. Its load-balancing loss (5.24) fails in a step of
+    generation, whose mask is longer than its tokens.
     """
     from transformers import GenerationConfig
 
     own, model.generation_config = model.generation_config, GenerationConfig()
+    config: Any = model.config.get_text_config()
+    logits = getattr(config, "output_router_logits", None)
+    if logits:
+        config.output_router_logits = False
     try:
         yield
     finally:
         model.generation_config = own
+        if logits:
+            config.output_router_logits = logits
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dlo_framework.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
 from dlo_tasks.llm.language_models import find_base_model, find_blocks
 
@@ -43,7 +44,7 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
     Blocks are the `ModuleList` with most of the parameters. The head is the output projection and the modules that
     `base_model_pp_plan` names after the blocks; the stem is everything else, the rotary embedding included. Tensor
     rules are those of `base_model_tp_plan`, with the attention's projections split between heads. Families without such
-    a plan have no tensor rules, except GPT-2 and OPT.
+    a plan have no tensor rules, except GPT-2 and OPT. Mixtures of experts are found by their form.
     """
     name, blocks = find_blocks(model)
     pattern, parent = f"{name}.*", name.rpartition(".")[0]
@@ -64,6 +65,7 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
         tensor=_tensor_rules(model, pattern, head_name),
         attention=tuple(_attention(blocks, pattern)),
         tied=tied_groups(model),
+        experts=tuple(_experts(model, name)),
     )
 
 
@@ -124,6 +126,18 @@ def _rule(family: str, leaf: str, style: str) -> Rule | None:
 
 def _attention(blocks: nn.ModuleList, pattern: str) -> list[str]:
     return [f"{pattern}.{name}" for name, module in blocks[0].named_children() if "Attention" in type(module).__name__]
+
+
+def _experts(model: PreTrainedModel, blocks: str) -> list[str]:
+    """Returns the patterns of the mixtures of experts, such as `model.layers.*.mlp`, which may match dense layers."""
+    found: dict[str, None] = {}
+    for mixture in find_mixtures(model):
+        name = mixture.name
+        if name.startswith(f"{blocks}."):
+            _, dot, inside = name.removeprefix(f"{blocks}.").partition(".")
+            name = f"{blocks}.*{dot}{inside}"
+        found[name] = None
+    return list(found)
 
 
 def _norms_within(model: PreTrainedModel, pattern: str) -> dict[str, Rule]:

@@ -16,9 +16,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batches import batch_size
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.task import Task
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.module_compilation import (
@@ -30,6 +32,8 @@ from dlo_plugins.appliers.module_compilation import (
     set_compiled_call,
 )
 from dlo_plugins.callbacks.compile.compile_log import CompileLog
+from dlo_plugins.callbacks.compile.compiled_step import CompiledLoss, CompiledOptimizer
+from dlo_plugins.tensor.regions import is_asynchronous
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -64,6 +68,10 @@ class Compile(Callback):
         cache_dir: Folder of compiled code, from which a later run starts in seconds; all your runs may share it.
             None uses ``$TORCHINDUCTOR_CACHE_DIR``, or ``dlo/inductor`` in the user's cache folder. torch's own
             default is in ``/tmp``, which a reboot empties.
+        loss: Whether to compile the task's ``loss`` too.
+        optimizer: Whether to compile the optimizer's step too, by its foreach implementation. A new learning rate is no
+            new compilation; other values of the parameter groups must stay. With a mode that replays CUDA graphs,
+            forward, backward and the step are graphs, and all batches must have the shapes of the first.
 
     Raises:
         DloError: If an argument does not fit, a module is compiled already or none can be compiled, a strategy
@@ -81,6 +89,8 @@ class Compile(Callback):
         evaluate: Literal["eager", "compiled"] = "eager",
         max_sizes: int = 16,
         cache_dir: str | None = None,
+        loss: bool = False,
+        optimizer: bool = False,
     ) -> None:
         _check_arguments(scope, mode, backend, evaluate, max_sizes)
         self.scope = scope
@@ -91,6 +101,8 @@ class Compile(Callback):
         self.evaluate = evaluate
         self.max_sizes = max_sizes
         self.cache_dir = cache_dir
+        self.loss = loss
+        self.optimizer = optimizer
         self.tally = CompileLog()
         self._parts: dict[str, nn.Module] = {}
         self._calls: list[Callable[..., Any] | None] = []
@@ -103,6 +115,9 @@ class Compile(Callback):
         self._reported: str | None = None
         self._undo = contextlib.ExitStack()
         self._largest: dict[int, int] = {}
+        self._loss: CompiledLoss | None = None
+        self._optimizers: list[CompiledOptimizer] = []
+        self._shapes: list[tuple[int, ...]] | None = None  # of the batches, if they must not change
 
     @property
     def seconds(self) -> float:
@@ -128,6 +143,13 @@ class Compile(Callback):
             )
         self._cuda_graphs = self.mode in CUDA_GRAPHS and trainer.strategy.root_device.type == "cuda"
         self._refuse_accumulation(trainer)
+        if self.loss and not isinstance(pl_module, Task):
+            raise DloError(
+                f"Compile: loss: true must have a Task, whose loss is a method, got {type(pl_module).__name__}; leave"
+                " it out, or derive from dlo_framework.Task"
+            )
+        if stage == "fit":
+            self._refuse_other_shapes(trainer)
         if self.backend == "inductor":
             self._undo.enter_context(environment(CACHE, str(self._cache())))
 
@@ -150,6 +172,31 @@ class Compile(Callback):
                 f" gradients at the next micro-batch, got {trainer.accumulate_grad_batches}; set it to 1, or"
                 f" mode: {CUDA_GRAPHS[self.mode]}"
             )
+
+    @property
+    def _fixed_shapes(self) -> bool:
+        """Whether the whole step replays CUDA graphs."""
+        return self._cuda_graphs and self.optimizer
+
+    def _refuse_other_shapes(self, trainer: Trainer) -> None:
+        if not self._fixed_shapes:
+            return
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if getattr(other, "changes_batch_shapes", False):
+                raise DloError(
+                    f"Compile: batches must keep their shapes for optimizer: true with mode {self.mode}, whose CUDA"
+                    f" graphs have fixed ones, got {type(other).__name__}; set mode: {CUDA_GRAPHS[self.mode]}"
+                )
+
+    def _check_shapes(self, batch: Any) -> None:
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]
+        if self._shapes is not None and shapes != self._shapes:
+            raise DloError(
+                f"Compile: batches must keep their shapes for optimizer: true with mode {self.mode}, whose CUDA"
+                f" graphs have fixed ones, got {shapes} after {self._shapes}; set mode: {CUDA_GRAPHS[self.mode]}, or"
+                " pad documents to one length"
+            )
+        self._shapes = shapes
 
     def _refuse_moving(self, pl_module: LightningModule) -> None:
         name = moving_parameter(self._parts) if self._cuda_graphs else None
@@ -175,6 +222,11 @@ class Compile(Callback):
                 f"Compile: modules must not be compiled already, got torch.compile in {type(pl_module).__name__};"
                 " remove it, or this callback"
             )
+        if is_asynchronous(pl_module):
+            raise DloError(
+                "Compile: MeshStrategy must have no async_tp, got it: a compiler schedules collectives itself; leave"
+                " one out"
+            )
         self._parts = modules_to_compile(pl_module, self.scope)
         self._refuse_moving(pl_module)
         # Each module needs code for each size, and more code where it evaluates.
@@ -188,14 +240,22 @@ class Compile(Callback):
         )
         self._before += self.tally.seconds
         self.tally.start()
-        options = {"mode": self.mode} if self.backend == "inductor" else {}
+        options = self._options()
         for part in self._parts.values():
-            compile_in_place(part, backend=self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, **options)
+            compile_in_place(part, **options)
+        if self.loss:
+            self._loss = CompiledLoss(pl_module, **options)
         self._calls = [compiled_call(part) for part in self._parts.values()]
         self._on = True
 
+    def _options(self) -> dict[str, Any]:
+        mode = {"mode": self.mode} if self.backend == "inductor" else {}
+        return {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph, **mode}
+
     def _switch(self, on: bool) -> None:
-        """Switches the modules between compiled and uncompiled."""
+        """Switches the modules and the loss between compiled and uncompiled."""
+        if self._loss is not None:
+            self._loss.on = on
         if on != self._on:
             self._on = on
             for part, call in zip(self._parts.values(), self._calls, strict=True):
@@ -206,7 +266,12 @@ class Compile(Callback):
         self.tally.stop()
         for part in self._parts.values():
             set_compiled_call(part, None)
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        if self._loss is not None:
+            self._loss.restore()
         self._parts, self._calls, self._on = {}, [], False
+        self._optimizers, self._loss, self._shapes = [], None, None
         if self._counter is not None:
             self._counter.uncompile = None
         self._counter, self._counting = None, False
@@ -231,6 +296,10 @@ class Compile(Callback):
         self._reported, self._ran, self._counting = None, False, False
         # Off until the first batch: a finder of a learning rate or a batch size would have many sizes compiled.
         self._switch(False)
+        if self.optimizer and not self._optimizers:
+            self._optimizers = [CompiledOptimizer(one, **self._options()) for one in trainer.optimizers]
+            for optimizer in self._optimizers:
+                optimizer.on = False
         monitor = next((one for one in trainer.callbacks if isinstance(one, RunMonitor)), None)  # type: ignore[attr-defined]
         self._counter = monitor.flops if monitor is not None else None
         if self._counter is not None:
@@ -244,7 +313,12 @@ class Compile(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Chooses between compiled and uncompiled code by the batch only."""
-        self._switch(not self._counting and not is_partial(trainer, batch))
+        partial = is_partial(trainer, batch)
+        self._switch(not self._counting and not partial)
+        for optimizer in self._optimizers:
+            optimizer.on = True
+        if self._fixed_shapes and not partial:
+            self._check_shapes(batch)
         if self._cuda_graphs:
             self._refuse_accumulation(trainer)  # A callback may change it during a run.
             torch.compiler.cudagraph_mark_step_begin()

@@ -66,6 +66,12 @@ class DynamicBatchSize(Callback):
             optimization is manual, or a batch size is not divisible by the ranks.
     """
 
+    #: Its batches have several shapes in a run.
+    changes_batch_shapes = True
+
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
+
     def __init__(
         self,
         schedule: dict[str | float, int] | None = None,

@@ -65,6 +65,8 @@ class LRFinder(BeforeTraining):
         DloError: If a value is out of range, optimization is manual, or the loss diverges too early for a suggestion.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
     turn = 1  # After MicroBatchFinder: the rate depends on the batch.
 
     def __init__(

@@ -69,6 +69,9 @@ class MicroBatchFinder(BeforeTraining):
             forward pass, ``memory_limit_bytes`` is missing on a CPU, or not a single sample fits.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
+
     def __init__(
         self,
         max_size: int | None = None,

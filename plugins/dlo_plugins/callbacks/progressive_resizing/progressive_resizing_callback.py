@@ -63,6 +63,9 @@ class ProgressiveResizing(BatchTransform):
             only one size.
     """
 
+    #: Its batches have several shapes in a run.
+    changes_batch_shapes = True
+
     order = 10
 
     def __init__(

@@ -85,6 +85,9 @@ class Prune(Callback):
             schedule begins after the run's end, or the strategy is not one whose state dlo can read.
     """
 
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
+
     def __init__(
         self,
         method: Literal["magnitude", "movement"] = "magnitude",

@@ -1,0 +1,165 @@
+"""Optimizer steps and losses that are compiled with torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
+from dlo_framework.errors import DloError
+
+#: Values of parameter groups that a step does not read, or that are set for it.
+_OTHERS = ("params", "lr", *IMPLEMENTATIONS, "initial_lr", "name", "lr_scale")
+
+
+class CompiledOptimizer:
+    """Replaces an optimizer's step by a compiled one until :meth:`restore`.
+
+    During the step, the learning rates are tensors, and the foreach implementation is used: torch.compile makes one
+    graph of its operations, and a new rate needs no new code. Outside the step, the rates are numbers, which schedulers
+    and checkpoints know. Step hooks and closures are called as by torch, uncompiled.
+
+    Args:
+        optimizer: Optimizer of torch with a foreach implementation.
+        **options: Options of :func:`torch.compile`.
+
+    Raises:
+        DloError: The optimizer has no foreach implementation.
+    """
+
+    def __init__(self, optimizer: Optimizer, **options: Any) -> None:
+        name = type(optimizer).__name__
+        if not all("foreach" in group for group in optimizer.param_groups):
+            raise DloError(
+                f"Compile: optimizer: true must have an optimizer with a foreach implementation, got {name}; use adamw"
+                " or another one of torch.optim, or leave it out"
+            )
+        self.optimizer, self.on = optimizer, True
+        self._original = optimizer.__dict__.get("step")
+        self._uncompiled = optimizer.step
+        self._compiled = torch.compile(self._step_without_hooks, **options)
+        self._rates = [torch.tensor(0.0) for _ in optimizer.param_groups]
+        self._values: list[dict[str, Any]] | None = None
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # Or torch's schedulers warn.
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Gives the optimizer its own step back."""
+        if self._original is None:
+            self.optimizer.__dict__.pop("step", None)
+        else:
+            self.optimizer.step = self._original  # type: ignore[method-assign]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes a step.
+
+        The order of hooks and closure is that of torch's ``Optimizer.profile_hook_step`` (2.11 to 2.15).
+        """
+        if not self.on:
+            return self._uncompiled() if closure is None else self._uncompiled(closure)
+        optimizer, args = self.optimizer, (closure,)
+        for hook in itertools.chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, args, {})
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether a step was taken.
+        with torch.no_grad(), self._compilable():
+            self._compiled()
+        for hook in itertools.chain(
+            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
+        ):
+            hook(optimizer, args, {})
+        return loss
+
+    def _step_without_hooks(self) -> None:
+        _bare_step(type(self.optimizer))(self.optimizer)
+
+    @contextlib.contextmanager
+    def _compilable(self) -> Iterator[None]:
+        """Sets the parameter groups' values for the compiled code, and restores them."""
+        groups = self.optimizer.param_groups
+        self._check_values()
+        keys = ("lr", *IMPLEMENTATIONS)
+        held = [{key: group[key] for key in keys if key in group} for group in groups]
+        try:
+            for number, group in enumerate(groups):
+                device = next((p.device for p in group["params"]), torch.device("cpu"))
+                if number == len(self._rates):
+                    self._rates.append(torch.tensor(0.0))
+                if self._rates[number].device != device:
+                    self._rates[number] = self._rates[number].to(device)
+                group["lr"] = self._rates[number].fill_(group["lr"])
+                chosen = {"foreach": True, "fused": False, "capturable": True}  # Only so may the rate be a tensor.
+                group.update({key: value for key, value in chosen.items() if key in group})
+            yield
+        finally:
+            for group, values in zip(groups, held, strict=True):
+                group.update(values)
+
+    def _check_values(self) -> None:
+        """Checks that values are those of the first step, for which the code was compiled.
+
+        Raises:
+            DloError: Another value than the learning rate has changed.
+        """
+        values = [
+            {key: value for key, value in group.items() if key not in _OTHERS and not isinstance(value, Tensor)}
+            for group in self.optimizer.param_groups
+        ]
+        known, self._values = self._values, values
+        for before, now in zip(known or [], values, strict=False):
+            for key, value in now.items():
+                if before.get(key, value) != value:
+                    raise DloError(
+                        f"Compile: optimizer: true must have constant parameter groups but for lr, got {key}"
+                        f" {before[key]} and then {value}, for which each step would be compiled again; set"
+                        " cycle_momentum: false of OneCycle, or leave it out"
+                    )
+
+
+def _bare_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Returns an optimizer class's step without torch's wrappers (2.11 to 2.15) for hooks and gradient mode."""
+    step: Any = cls.step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    bare: Callable[[Optimizer], Any] = step
+    return bare
+
+
+class CompiledLoss:
+    """Replaces the method `loss` of a task by a compiled one until :meth:`restore`.
+
+    Args:
+        task: Task.
+        **options: Options of :func:`torch.compile`.
+    """
+
+    def __init__(self, task: Any, **options: Any) -> None:
+        self.task, self.on = task, True
+        self._plain = task.loss
+        self._compiled = torch.compile(task.loss, **options)
+        task.__dict__["loss"] = self
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        """Returns the loss of outputs for a batch."""
+        return (self._compiled if self.on else self._plain)(outputs, batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLoss:
+        return self  # A copy of the task that is made during a fit computes the same.
+
+    def restore(self) -> None:
+        """Gives the task its own method back."""
+        self.task.__dict__.pop("loss", None)

@@ -1,0 +1,236 @@
+"""Asynchronous tensor parallelism: values of the plain one, the bytes that it hides, and torch's fused operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import _symmetric_memory
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError
+from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.quantisation.int8_products import Int8Products
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor import async_products
+from dlo_plugins.tensor.regions import is_asynchronous
+from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
+
+CHUNKS = 4
+
+
+def _gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    found = loss(model)
+    found.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients, "nothing has trained"
+    return {"loss": found.detach(), **gradients}
+
+
+def _check(
+    make: Callable[[], Any],
+    loss: Callable[[Any], Tensor],
+    sequence: bool,
+    what: str,
+    limit: float,
+    change: Callable[[nn.Module], None] | None = None,
+) -> None:
+    plain, overlapped = make(), make()
+    cut(plain, sequence)
+    cut(overlapped, sequence, CHUNKS)
+    assert is_asynchronous(overlapped)
+    assert not is_asynchronous(plain)
+    for model in (plain, overlapped):
+        if change is not None:
+            change(model)
+    expected, found = _gradients(plain, loss), _gradients(overlapped, loss)
+    assert found.keys() == expected.keys(), what
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
+        assert error <= limit, f"{what}: {name} is off by {error:.1e}"
+    assert sum(bool(tensor.any()) for tensor in expected.values()) > 0.7 * len(expected), what
+    for model in (plain, overlapped):
+        model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loss(overlapped), loss(plain), rtol=1e-6, atol=1e-6)
+
+
+def _double(family: str, **more: Any) -> nn.Module:
+    return language_model(family, **more).double()
+
+
+def _recomputed(family: str) -> nn.Module:
+    model = _double(family)
+    for block in model.model.layers:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def _frozen(family: str) -> nn.Module:
+    model = _double(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "q_proj" not in name and "down_proj" not in name
+    return model
+
+
+def _with_adapters(family: str) -> nn.Module:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = language_model(family)
+    torch.manual_seed(1)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lora" in name
+    return model.double()
+
+
+def _quantise(model: nn.Module) -> None:
+    """Replaces products of some columns and rows, as LowPrecision does after the cut."""
+    products = Int8Products(True)
+    for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
+        for part in model.modules():
+            if hasattr(part, name):
+                products.install(getattr(part, name))
+
+
+@contextmanager
+def _autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+def _cases(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    for sequence in (False, True):
+        for name in names:
+            _check(functools.partial(_double, name), text_loss, sequence, f"{name}, {sequence}", 1e-6)
+        for make in (_recomputed, _frozen, _with_adapters):
+            _check(functools.partial(make, "llama"), text_loss, sequence, f"{make.__name__}, {sequence}", 1e-6)
+        vit = functools.partial(image_model, "vit_tiny_patch16_224", **VIT)
+        _check(vit, image_loss, sequence, f"vit, {sequence}", 1e-6)
+    for length in (2, 3):  # Fewer tokens than chunks, and than ranks.
+        loss = functools.partial(text_loss, length=length)
+        _check(functools.partial(_double, "llama"), loss, True, f"{length} tokens", 1e-6)
+    _check(functools.partial(_double, "llama"), text_loss, True, "int8", 1e-6, _quantise)
+    with _autocast():
+        _check(functools.partial(language_model, "llama"), text_loss, True, "autocast", 2e-2)
+    _check(functools.partial(language_model, "llama"), text_loss, True, "single precision", 2e-5)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of collectives during which no matrix product runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.exposed: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
+
+    def wrap(self, name: str) -> Any:
+        original, watch = getattr(Communicator, name), self
+
+        def start(communicator: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+            wait, before = original(communicator, tensor), watch.products
+            size = tensor.nbytes * (communicator.size if "gather" in name else 1)
+
+            def finish() -> Tensor:
+                if watch.products == before:
+                    watch.exposed[name] = watch.exposed.get(name, 0) + size
+                return wait()
+
+            return finish
+
+        return mock.patch.object(Communicator, name, start)
+
+
+def _exposed(rank: int, world_size: int) -> dict[tuple[bool, int], dict[str, int]]:
+    """Returns the exposed bytes of a step, by collective, for each number of chunks; 1 for the plain form."""
+    found = {}
+    for sequence in (False, True):
+        for chunks in (1, 2, 4):
+            model = language_model("llama")
+            cut(model, sequence, chunks if chunks > 1 else False)
+            watch = _Watch()
+            with ExitStack() as stack:
+                for name in ("start_all_reduce", "start_all_gather_parts", "start_reduce_scatter_parts"):
+                    stack.enter_context(watch.wrap(name))
+                stack.enter_context(watch)
+                text_loss(model, length=16).backward()
+            found[sequence, chunks] = watch.exposed
+    return found
+
+
+def _fused(rank: int, world_size: int) -> list[str]:
+    """Compares the fused operators' path, by torch's own reference of them, with the plain form."""
+    called: list[str] = []
+
+    def gather(part: Tensor, matrices: list[Tensor], dim: int, name: str) -> Any:
+        called.append("gather")
+        return _symmetric_memory._fused_all_gather_matmul_fallback(part, matrices, dim, name)
+
+    def scatter(x: Tensor, matrix: Tensor, op: str, dim: int, name: str) -> Tensor:
+        called.append("scatter")
+        return _symmetric_memory._fused_matmul_reduce_scatter_fallback(x, matrix, op, dim, name)
+
+    ops = mock.Mock(fused_all_gather_matmul=gather, fused_matmul_reduce_scatter=scatter)
+    with (
+        mock.patch.object(async_products, "reaches_peers", return_value=True),
+        mock.patch.object(async_products, "_enabled_group", lambda c: c._name),
+        mock.patch.object(torch.ops, "symm_mem", ops),
+    ):
+        loss = functools.partial(text_loss, length=8)
+        _check(functools.partial(_double, "llama"), loss, True, "fused", 1e-6)
+        before = len(called)
+        _check(functools.partial(_double, "llama"), text_loss, True, "fused, padded", 1e-6)  # By chunks.
+    assert len(called) == before
+    return called
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, ("llama", "gpt_neox")), pytest.param(4, ("llama", "qwen2", "qwen3", "phi3", "gpt2"), marks=pytest.mark.slow)],
+)
+def test_values_are_those_of_plain_tensor_parallelism(ranks: int, names: tuple[str, ...]) -> None:
+    run_distributed(_cases, ranks, names, timeout=280)
+
+
+def test_all_but_one_chunk_is_hidden() -> None:
+    layers, rows = SIZES["num_hidden_layers"], 2
+    unit = rows * 16 * SIZES["hidden_size"] * 4  # Bytes of the activations of all tokens.
+    for found in run_distributed(_exposed, 2, timeout=100):
+        plain, halves, quarters = (found[True, chunks] for chunks in (1, 2, 4))
+        # Two regions a layer: forward gathers and scatters, and backward gathers the gradient of the output.
+        for name, regions in (("start_all_gather_parts", 2 * 2), ("start_reduce_scatter_parts", 2)):
+            assert plain[name] - halves[name] == layers * regions * unit // 2, name
+            assert plain[name] - quarters[name] == layers * regions * unit * 3 // 4, name
+        plain, halves, quarters = (found[False, chunks] for chunks in (1, 2, 4))
+        name = "start_all_reduce"
+        assert plain[name] - halves[name] == layers * 2 * unit // 2
+        assert plain[name] - quarters[name] == layers * 2 * unit * 3 // 4
+
+
+def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetric() -> None:
+    layers = SIZES["num_hidden_layers"]
+    for called in run_distributed(_fused, 2, timeout=100):
+        # Forward of two regions a layer, and the gradients of their rows' outputs; one column in none of them.
+        assert called.count("gather") == 2 * 2 * layers + 2 * layers  # Forward twice: training and evaluation.
+        assert called.count("scatter") == 2 * 2 * layers
+
+
+def test_what_it_does_not_go_with_is_refused() -> None:
+    with pytest.raises(DloError, match="async_tp must be true, false or at least 2 chunks, got 1"):
+        TensorParallel(async_tp=1)
+    with pytest.raises(DloError, match="async_tp must be left out with CompileBlocks"):
+        MeshStrategy(tp=2, async_tp=True, appliers=[CompileBlocks()])
