@@ -213,12 +213,13 @@ class StrategyContract:
             DloError: if it cannot.
         """
 
-    def describe(self, module: Any, datamodule: Any = None) -> Any:
+    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> Any:
         """Returns a description of each rank's shards for ``dlo mesh``; None for a strategy without a mesh.
 
         Args:
             module: LightningModule of the run.
             datamodule: Datamodule of the run; None without one.
+            dtype: Dtype of the floating-point parameters; None for that of the Trainer's precision.
         """
         return None
 
