@@ -8,7 +8,7 @@ from typing import Any
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
 from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.plan_config import find_part, read_batch
+from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
 from dlo_plugins.remat.budget import Budget
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
@@ -41,9 +41,7 @@ def rotor_budget(config: dict[str, Any]) -> Budget | None:
 
 def read_dtypes(config: dict[str, Any]) -> tuple[str | None, str | None]:
     """Returns the dtypes of gathered parameters and of reduced gradients; None where the config does not say."""
-    strategy = (config.get("trainer") or {}).get("strategy")
-    own = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
-    options = find_part(config, "FullyShard") or own
+    options = find_part(config, "FullyShard") or strategy_options((config.get("trainer") or {}).get("strategy"))
     return options.get("param_dtype"), options.get("reduce_dtype")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlo_plugins.planner.optimizer_state import OptimizerState
-from dlo_plugins.planner.plan_config import find_part
+from dlo_plugins.planner.plan_config import find_part, strategy_options
 
 
 def _always(_: Mapping[str, Any]) -> bool:
@@ -48,6 +48,8 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState) -> list[s
         options = find_part(config, name)
         if options is not None and counts(options):
             found.append(f"{name}: {what}")
+    if strategy_options((config.get("trainer") or {}).get("strategy")).get("async_tp"):
+        found.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
     if optimizer.error:
         found.append(
             f"the optimizer, which could not be built without a trainer ({optimizer.error}): Adam's two moments"
