@@ -119,6 +119,8 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         place = (rank, world_size)
         if mesh in MESHES:
             strategy, place = MeshStrategy(dp_shard=1, meta_init=True, **MESHES[mesh]), (0, 1)
+        elif mesh == "ep":
+            strategy = MeshStrategy(dp_shard=2, ep=2, meta_init=True)
         trainer = trainer_of(strategy, world_size, folder)
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
@@ -157,6 +159,9 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
         cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": lora}) for kind in (kinds if some else ways)]
     if not some:
         cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
+    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_local_experts=4)
+    AutoModelForCausalLM.from_config(moe).save_pretrained(tmp_path / "mixtral")
+    cases += [(kind, {"model": str(tmp_path / "mixtral")}) for kind in (("ep",) if some else ("ep", "fsdp", "zero3"))]
     scaled = str(save_with_scales(tmp_path / "scales"))
     cases += [(kind, {"model": scaled}) for kind in (("fsdp",) if some else ("fsdp", "zero3"))]
     (tmp_path / "run").mkdir()

@@ -119,6 +119,8 @@ class FullyShard(Applier):
         """Shards a run's module unit by unit, with the task's steps as the root."""
         module, layout = run.module, run.layout
         units = find_units(module) if self.units is None else match_units(module, self.units)
+        # Experts that `ep` divides have ranks of their own, and so units of their own.
+        units = list(dict.fromkeys([*units, *layout.expert_modules]))
         units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.other_stages)]
         options = run.options.shard_options(module)
         run.sharded = ShardedModule(module, units, run.groups, run.options.device, options, run.seed, layout)

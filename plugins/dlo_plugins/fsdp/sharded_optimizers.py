@@ -53,6 +53,7 @@ class OptimizerShards:
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         kind = self._probe(optimizer)
+        self._check_experts(optimizer, kind)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
             if self.sharded.options.offload and self.sharded.device.type != "cpu":
                 raise DloError(
@@ -65,7 +66,15 @@ class OptimizerShards:
                     f" {type(optimizer).__name__}; set bf16_weights: masters"
                 )
             return None
-        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharded.device)
+        experts = self.sharded.layout.experts
+        groups = make_groups(
+            optimizer,
+            {key: name for key, name in self._local_names().items() if name not in experts},
+            *(self.communicator, self.sharded.device),
+        )
+        if experts:
+            of_experts = {key: name for key, name in self._local_names().items() if name in experts}
+            groups += make_groups(optimizer, of_experts, self.sharded.expert_sharers, self.sharded.device)
         share: OptimizerShard[RowGroup]
         if kind == "elementwise":
             share = RowShard(groups, self.communicator)
@@ -81,6 +90,18 @@ class OptimizerShards:
             self._rounding.attach(optimizer, share.local_params, functools.partial(_place, share, slices))
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
+
+    def _check_experts(self, optimizer: Optimizer, kind: Kind) -> None:
+        """Checks that an optimizer needs no tensors of the experts of other ranks.
+
+        Raises:
+            DloError: It does.
+        """
+        if kind != "elementwise" and self.sharded.layout.experts:
+            raise DloError(
+                f"an optimizer under ep must update each element without the others, got {type(optimizer).__name__},"
+                " which needs the tensors of all experts; use adamw, for example, or set ep to 1"
+            )
 
     def _probe(self, optimizer: Optimizer) -> Kind:
         """Returns what an update depends on; tp ranks, whose slices may differ in shape, agree."""
@@ -172,7 +193,7 @@ class OptimizerShards:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
         # A sliced tensor that is stepped in full is stepped by one tp rank.
-        if name in layout.tied_copies or (place.tp and name not in layout.slices):
+        if name in layout.tied_copies or (place.tp and (name not in layout.slices or name in layout.experts)):
             return False
         if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
             return False  # The optimizer steps full tensors on each rank.

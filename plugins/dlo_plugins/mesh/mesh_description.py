@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -64,6 +65,40 @@ class RankDescription:
 
 
 @dataclass(frozen=True)
+class MixtureDescription:
+    """Mixtures of experts of a model on a mesh.
+
+    Attributes:
+        mixtures: Number of mixtures.
+        experts: Number of experts of each; of the first, where they differ.
+        local: Number of those that a rank computes.
+        top_k: Number of experts of a token; None if it is not known.
+        parameters: Number of parameters of all experts.
+        active: Number of parameters that a token uses, of the full model.
+    """
+
+    mixtures: int
+    experts: int
+    local: int
+    top_k: int | None
+    parameters: int
+    active: int
+
+    def describe(self, total: int) -> str:
+        """Returns the description as text.
+
+        Args:
+            total: Number of parameters of the model.
+        """
+        each = f"{self.top_k} for a token: {self.active:,} of {total:,} parameters are active"
+        return (
+            f"{self.mixtures} mixtures of {self.experts} experts"
+            + (f", {each}" if self.top_k is not None else "")
+            + (f"; each rank has {self.local}" if self.local < self.experts else "; each rank has all")
+        )
+
+
+@dataclass(frozen=True)
 class MeshDescription:
     """Mesh with a model on it.
 
@@ -78,6 +113,7 @@ class MeshDescription:
         groups: Groups of ranks along each axis of more than one rank.
         ranks: All ranks.
         coverage: Share of the model that tensor parallelism divides; None without it.
+        mixtures: Mixtures of experts of the model; None without any.
     """
 
     spec: MeshSpec
@@ -90,6 +126,7 @@ class MeshDescription:
     groups: dict[str, tuple[tuple[int, ...], ...]]
     ranks: tuple[RankDescription, ...]
     coverage: Coverage | None = None
+    mixtures: MixtureDescription | None = None
 
     @property
     def largest(self) -> RankDescription:
@@ -99,12 +136,13 @@ class MeshDescription:
     def to_json(self) -> dict[str, Any]:
         """Returns the description as JSON data; sizes are in bytes."""
         return {
-            "mesh": self.spec.sizes,
+            "mesh": self.spec.sizes | ({"ep": self.spec.ep} if self.spec.ep > 1 else {}),
             "world_size": self.spec.world_size,
             "nodes": self.nodes,
             "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.unsharded)},
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
+            "experts": self.mixtures and asdict(self.mixtures),
             "stages": [asdict(stage) for stage in self.stages],
             "groups": self.groups,
             "ranks": [
@@ -136,6 +174,8 @@ class MeshDescription:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
         if self.coverage is not None:
             lines.append(f"tp     {self.coverage.describe()}")
+        if self.mixtures is not None:
+            lines.append(f"moe    {self.mixtures.describe(self.parameters)}")
         return lines
 
     def _group_lines(self) -> list[str]:
@@ -236,7 +276,9 @@ def describe_mesh(
         stages = make_stages(model, plan, where.stages, split)
         by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
     placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
-    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays)
+    found_mixtures = [] if plan is None else find_mixtures(model, plan)
+    experts = {f"{prefix}.{name}" for mixture in found_mixtures for name in mixture.stacked}
+    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays, experts)
     blocks = [] if plan is None else plan.block_names(model)
     described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
     if stages is not None:
@@ -261,9 +303,10 @@ def describe_mesh(
         unsharded=holdings.unsharded,
         schedule=(schedule, micro_batches) if spec.pp > 1 else None,
         stages=tuple(described),
-        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1},
+        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1} | _expert_groups(spec),
         ranks=tuple(ranks),
         coverage=coverage,
+        mixtures=_describe_mixtures(model, found_mixtures, spec.ep),
     )
 
 
@@ -291,6 +334,34 @@ def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
         place = dict(zip(names, fixed, strict=True))
         found.append(tuple(spec.rank(Coordinates(**place, **{axis: at})) for at in range(spec.sizes[axis])))
     return tuple(sorted(found))
+
+
+def _expert_groups(spec: MeshSpec) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Returns the groups of ranks that differ in `ep` only."""
+    if spec.ep == 1:
+        return {}
+    found: dict[Any, list[int]] = {}
+    for rank in range(spec.world_size):
+        place = spec.coordinates(rank)
+        shard = place.dp_shard * spec.cp + place.cp
+        found.setdefault((place.pp, place.dp_replicate, place.tp, shard // spec.ep), []).append(rank)
+    return {"ep": tuple(sorted(tuple(ranks) for ranks in found.values()))}
+
+
+def _describe_mixtures(model: nn.Module, found: Sequence[Mixture], ep: int) -> MixtureDescription | None:
+    if not found:
+        return None
+    first = found[0]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(mixture.count_parameters(model) for mixture in found)
+    return MixtureDescription(
+        mixtures=len(found),
+        experts=first.count,
+        local=first.count // ep,
+        top_k=first.top_k,
+        parameters=parameters,
+        active=total - parameters + sum(mixture.count_active(model) for mixture in found),
+    )
 
 
 def collapse_ranges(names: Sequence[str]) -> str:

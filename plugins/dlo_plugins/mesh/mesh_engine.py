@@ -347,7 +347,7 @@ class MeshEngine:
         if delayed.gradients is None:
             return None, loss
         copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
-        self.sharded.average(copies.values())
+        self.sharded.average({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
         self.sharded.reduce_partial({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
         self.pipelined.pipeline.tied.sum_tensors(copies)
         slices = self.sharded.layout.slices
@@ -387,10 +387,10 @@ class MeshEngine:
                 gradient = wholes.get(name)
                 if gradient is not None:
                     whole.copy_(gradient)
-                mine = local_shard(self.sharded.mean(whole), parameter)
+                mine = local_shard(self.sharded.mean(whole, name in self.sharded.layout.experts), parameter)
                 local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
             elif parameter.ndim == 0 or self.sharded.is_replicated:
-                part = self.sharded.mean(part)
+                part = self.sharded.mean(part, name in self.sharded.layout.experts)
             found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
         return found
 

@@ -59,7 +59,7 @@ class MeshOptions:
     @property
     def cuts_model(self) -> bool:
         """Whether the mesh cuts the model's computation, and not only its state."""
-        return self.spec.pp * self.spec.cp * self.spec.tp > 1
+        return self.spec.pp * self.spec.cp * self.spec.tp * self.spec.ep > 1
 
     def shard_options(self, module: LightningModule | None) -> ShardOptions:
         """Returns the options by which a module's parameters are sharded; None for a module that is not known yet."""
@@ -99,6 +99,7 @@ class MeshOptions:
         plan = self.checked_plan(task)
         self.appliers.tensor.check(task.model, plan, spec.tp)
         self.appliers.context.check(task.model, plan, spec.cp, spec.tp)
+        self.appliers.experts.check(task.model, plan, spec.ep)
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
         checked: Task = task
@@ -267,7 +268,8 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     module, options, spec = run.module, run.options, run.options.spec
     if on_meta(module):
         check_initialisable(module, loads_weights=loads_weights)
-    appliers = [applier for applier in options.appliers.ordered if applier.axis is None or spec.sizes[applier.axis] > 1]
+    given = options.appliers.ordered
+    appliers = [applier for applier in given if applier.axis is None or spec.axis_size(applier.axis) > 1]
     if options.cuts_model or any(applier.needs_plan for applier in appliers):
         run.plan = options.checked_plan(module)
         _move_to_device(module, options.device)

@@ -59,6 +59,8 @@ class MeshStrategy(ShardedStrategy):
             -1, which any axis may be, for all remaining ranks.
         cp: Number of ranks that shard each sequence (causal language models).
         tp: Number of ranks that shard each layer.
+        ep: Number of ranks among which the experts of each mixture are divided. It divides dp_shard x cp, and takes no
+            further ranks; see ExpertParallel.
         schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`,
             `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
             under `plugins:` or an installed package registers.
@@ -108,6 +110,7 @@ class MeshStrategy(ShardedStrategy):
         meta_init: bool = False,
         bf16_weights: Bf16Weights | None = None,
         timeout_minutes: float = 10.0,
+        ep: int = 1,
     ) -> None:
         check_value(bf16_weights)
         super().__init__(timeout_minutes=timeout_minutes)
@@ -116,7 +119,7 @@ class MeshStrategy(ShardedStrategy):
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
-        self.spec, self.meta_init = MeshSpec(**axes), meta_init
+        self.spec, self.meta_init = MeshSpec(**axes, ep=ep), meta_init
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
@@ -274,7 +277,7 @@ class MeshStrategy(ShardedStrategy):
     def needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
-        if spec.dp_shard == 1 and module is not own and module is not getattr(own, "model", None):
+        if spec.dp_shard == spec.ep == 1 and module is not own and module is not getattr(own, "model", None):
             return False
         return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
 
@@ -568,4 +571,5 @@ class MeshStrategy(ShardedStrategy):
         """Returns the run's description for a checkpoint's manifest."""
         sizes = self.mesh_spec().sizes
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
+        shown |= {"ep": self.mesh_spec().ep} if self.mesh_spec().ep > 1 else {}
         return {**super().about(), "mesh": shown}

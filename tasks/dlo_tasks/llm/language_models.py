@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
 from dlo_tasks.llm import packed_attention
+from dlo_tasks.llm.hub_names import check_hub_name
 from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
@@ -94,10 +95,13 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
 
     if model is not None:
         check_folder(model)
+        if not is_folder(model):
+            check_hub_name(model, "model", "config.json")
         try:
             return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}") from error
+            where = "" if is_folder(model) else f"; {Path.cwd()} has no such folder either"
+            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}{where}") from error
     assert config is not None
     if isinstance(config, str):
         try:

@@ -118,7 +118,7 @@ def test_a_wrong_table_is_refused() -> None:
 @pytest.mark.timeout(240)
 def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", "--measure", "3s", "--json", "--top", "2"]
+    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", "--measure", "1s", "--json", "--top", "2"]
     assert main([*words, "--out", str(tmp_path / "plans")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [plan["step_seconds"] > 0 for plan in found["plans"]] == [True, True]
