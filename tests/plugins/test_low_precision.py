@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from dlo_plugins.appliers.low_precision import LowPrecision
 from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
-from dlo_plugins.appliers.low_precision import LowPrecision
 from dlo_plugins.quantisation.int8_products import Int8Products, multiply_rows, round_rows
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.adapters import Lora
