@@ -36,6 +36,7 @@ LONG += (
     "schedule_free",
     "time_to_target",
     "token_drop",
+    "vmoe",
     "wsd",
     "zero",
 )

@@ -28,7 +28,19 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("curriculum", "distill", "dpo", "int8", "mesh", "mixture", "one_bit_adam", "quickstart", "sparse_attention")
+SMALL = (
+    "curriculum",
+    "distill",
+    "distill_on_policy",
+    "dpo",
+    "int8",
+    "mesh",
+    "mixture",
+    "moe_quickstart",
+    "one_bit_adam",
+    "quickstart",
+    "sparse_attention",
+)
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.
@@ -42,6 +54,18 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 8192,
             "num_hidden_layers": 28,
             "num_attention_heads": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "head_dim": 64,
             "tie_word_embeddings": True,
         },
     ),
@@ -132,7 +156,7 @@ def test_the_recipes_are_there() -> None:
     assert list(CONFIGS) == sorted(
         [
             *(*SMALL, "llama3.1_70b_qlora", "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.1_8b_qlora"),
-            *("llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
+            *("llama3.2_1b_distill", "llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
         ]
     )
 

@@ -139,7 +139,9 @@ class AsyncProducts:
     def _fuses(self, x: Tensor, length: int, factors: Sequence[Factor], split: int = 1) -> bool:
         """Returns whether the fused operators can do it; ``split`` is the number of ranks that divide ``x``."""
         even = x.shape[1] % split == 0 and (split > 1 or x.shape[1] * self.communicator.size == length)
-        return self.symmetric and even and length > 0 and all(x.dtype == f.weight.dtype for f in factors)
+        return (
+            self.symmetric and even and length > 0 and bool(factors) and all(x.dtype == f.weight.dtype for f in factors)
+        )
 
 
 def reaches_peers(communicator: Communicator, device: torch.device) -> bool:

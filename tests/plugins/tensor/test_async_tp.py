@@ -20,6 +20,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.quantisation.int8_products import Int8Products
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor import async_products
 from dlo_plugins.tensor.regions import is_asynchronous
@@ -36,12 +37,22 @@ def _gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> dict[str, Ten
     return {"loss": found.detach(), **gradients}
 
 
-def _check(make: Callable[[], Any], loss: Callable[[Any], Tensor], sequence: bool, what: str, limit: float) -> None:
+def _check(
+    make: Callable[[], Any],
+    loss: Callable[[Any], Tensor],
+    sequence: bool,
+    what: str,
+    limit: float,
+    change: Callable[[nn.Module], None] | None = None,
+) -> None:
     plain, overlapped = make(), make()
     cut(plain, sequence)
     cut(overlapped, sequence, CHUNKS)
     assert is_asynchronous(overlapped)
     assert not is_asynchronous(plain)
+    for model in (plain, overlapped):
+        if change is not None:
+            change(model)
     expected, found = _gradients(plain, loss), _gradients(overlapped, loss)
     assert found.keys() == expected.keys(), what
     for name, tensor in expected.items():
@@ -83,6 +94,15 @@ def _with_adapters(family: str) -> nn.Module:
     return model.double()
 
 
+def _quantise(model: nn.Module) -> None:
+    """Replaces products of some columns and rows, as LowPrecision does after the cut."""
+    products = Int8Products(True)
+    for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
+        for part in model.modules():
+            if hasattr(part, name):
+                products.install(getattr(part, name))
+
+
 @contextmanager
 def _autocast() -> Iterator[None]:
     with torch.autocast("cpu", torch.bfloat16):
@@ -100,6 +120,7 @@ def _cases(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     for length in (2, 3):  # Fewer tokens than chunks, and than ranks.
         loss = functools.partial(text_loss, length=length)
         _check(functools.partial(_double, "llama"), loss, True, f"{length} tokens", 1e-6)
+    _check(functools.partial(_double, "llama"), text_loss, True, "int8", 1e-6, _quantise)
     with _autocast():
         _check(functools.partial(language_model, "llama"), text_loss, True, "autocast", 2e-2)
     _check(functools.partial(language_model, "llama"), text_loss, True, "single precision", 2e-5)
