@@ -4,7 +4,7 @@ Axes, outer to inner: `pp` (pipeline stages), `dp_replicate` (copies of the mode
 copy's state), `cp` (parts of the sequence), `tp` (parts of each layer). Ranks next to each other differ in the inner
 axes first: tensor parallelism, which talks most, has the fastest links (Narayanan et al. 2021, arXiv 2104.04473).
 
-`ep` (experts of a mixture) is no axis beside these: it divides the ranks of `dp_shard` x `cp` again, for the experts'
+`ep` (experts of a mixture) adds no ranks to these: it divides the ranks of `dp_shard` x `cp` again, for the experts'
 parameters alone, since their tokens come from these ranks. Ranks next to each other differ in `ep` first.
 """
 

@@ -211,6 +211,8 @@ def live_tensors() -> list[Tensor]:
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of the storages of tensors in this process's memory, by address."""
     local = [local_tensor(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    # A subclass that wraps tensors has no memory of its own; they are among the others.
+    local = [tensor for tensor in local if not hasattr(tensor, "__tensor_flatten__")]
     storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == "cpu"]
     return {storage._cdata: storage.nbytes() for storage in storages}
 

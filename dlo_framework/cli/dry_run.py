@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import Strategy
 
 from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
@@ -86,9 +87,9 @@ class DryRun(ObjectCLI):
         yield "  activations", "measured on the second step, and logged as memory/state/activations"
 
 
-def mesh_axes(strategy: Any) -> dict[str, int]:
+def mesh_axes(strategy: Strategy) -> dict[str, int]:
     """Returns the sizes of a mesh's axes above 1, and of `dp_shard`; none for a strategy without a mesh."""
-    spec = strategy.mesh_spec() if callable(getattr(strategy, "mesh_spec", None)) else None
+    spec = contract_of(strategy).mesh_spec()
     sizes = vars(spec) if spec is not None else {}
     return {name: size for name, size in sizes.items() if isinstance(size, int) and (size > 1 or name == "dp_shard")}
 

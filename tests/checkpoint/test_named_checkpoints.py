@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_run_s_checkpoint_is_found(folder, capsys, words, step):
     assert main(["checkpoint", "inspect", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["global_step"] == step
+    assert json.loads(capsys.readouterr().out)["step"] == step
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from dlo_framework.experts import MixtureOptions
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
-from support.token_batches import VOCABULARY, Tokens
+from support.token_batches import FAMILIES, VOCABULARY, Tokens
 
 #: The routers' logits are in single precision in any precision of the model.
 DOUBLE = {"precision": "64-true"}
@@ -38,11 +39,14 @@ def moe(
     experts: int | None = None,
     steps: int = 8,
     packed: bool = True,
+    own: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     more = {} if layers is None else {"num_hidden_layers": layers}
     more |= {} if experts is None else {"num_local_experts": experts}
     config = tiny(family, dropout=False, vocab_size=VOCABULARY, **more)
+    if own is not None:  # dlo's own mixtures in a dense model.
+        config, options = {"model_type": "llama", **FAMILIES["llama"]}, {**options, "experts": MixtureOptions(**own)}
     task = CausalLM(config=config, **{"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options})
     return task, (Tokens if packed else Rows)(micro_batches, rows=8, steps=steps)
 
@@ -64,6 +68,7 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
         *cases(ep, family="gpt_oss", packed=False),
         *cases(ep, family="llama4_text", packed=False),
+        *cases(ep, own={"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}),
     ]
     assert_parity(moe, found, steps=2, rtol=RTOL)
 

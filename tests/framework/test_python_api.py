@@ -282,9 +282,6 @@ def test_options_of_lightnings_trainer_keep_their_meaning(net):
     assert not Path("runs/none/version_0/checkpoints").exists()
     with pytest.raises(dlo.DloError, match="data must be set for fit, got none: BoringData has no train_dataloader"):
         dlo.Trainer(max_steps=1, **QUIET).fit(BoringData())
-    assert main(["fit", "--config", "runs/none/version_0/config.yaml", "--plugins", "./own_net.py"]) == 0, (
-        "the record of plain objects is a config"
-    )
 
 
 class BoringData(LightningModule):

@@ -31,6 +31,7 @@ CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 SMALL = (
     "curriculum",
     "distill",
+    "distill_on_policy",
     "dpo",
     "int8",
     "mesh",
@@ -53,6 +54,18 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 8192,
             "num_hidden_layers": 28,
             "num_attention_heads": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "head_dim": 64,
             "tie_word_embeddings": True,
         },
     ),
@@ -143,7 +156,7 @@ def test_the_recipes_are_there() -> None:
     assert list(CONFIGS) == sorted(
         [
             *(*SMALL, "llama3.1_70b_qlora", "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.1_8b_qlora"),
-            *("llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
+            *("llama3.2_1b_distill", "llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
         ]
     )
 

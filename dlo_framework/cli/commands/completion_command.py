@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.shell_completion import make_parser, make_preamble
 from dlo_framework.errors import DloError
@@ -27,5 +29,6 @@ def main(argv: list[str]) -> int:
         raise DloError(
             "dlo completion needs the package shtab, which is not installed; pip install 'dlo_framework[completion]'"
         ) from error
-    print(shtab.complete(make_parser(Registry()), shell, preamble=make_preamble()))  # type: ignore[arg-type]
+    parser_of_all: Any = make_parser(Registry())
+    print(shtab.complete(parser_of_all, shell, preamble=make_preamble()))
     return 0

@@ -50,7 +50,7 @@ class ExpertParallel(Applier):
         self._divide(module, mesh[AXIS].get_group(), plan)
 
     def apply_to_run(self, run: Any) -> None:
-        """Divides the experts of a run's model; `ep` is no axis of its mesh, but divides the ranks of two of them."""
+        """Divides the experts of a run's model; `ep` divides the ranks of two axes of its mesh."""
         self._divide(run.model, run.groups.expert_group, run.plan)
 
     def _divide(self, module: nn.Module, group: Any, plan: ParallelPlan) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Trainer
 
-from dlo_framework.frozen_model import FrozenModel, find_frozen_models
+from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_plugins.commands.simulated_run import SimulatedRun
 
@@ -37,11 +37,7 @@ class UnplannedRun(SimulatedRun):
             DloError: A second model cannot be built, or the trainer cannot.
         """
         trainer = super().instantiate_trainer(**kwargs)
-        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
-        owners = [self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])]
-        self.frozen_models = [
-            (frozen, frozen.check(self.model, self.datamodule)) for frozen in find_frozen_models(owners)
-        ]
+        self.frozen_models = [(frozen, frozen.check(self.model, self.datamodule)) for frozen in self.second_models()]
         return trainer
 
     def before_instantiate_classes(self) -> None:

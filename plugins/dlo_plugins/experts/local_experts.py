@@ -119,7 +119,7 @@ class DividedExperts:
         flat = tokens.reshape(-1, tokens.shape[-1])
         out = self.ranks(flat, index.reshape(len(flat), -1), self._routed)  # [T, k, D]
         weighted = out * weights.reshape(len(flat), -1, 1)
-        # The sum is no view: FSDP2 warns of views among a unit's outputs.
+        # Not a view: FSDP2 warns of views among a unit's outputs.
         return weighted.view(*tokens.shape[:-1], -1, tokens.shape[-1]).sum(-2).to(tokens.dtype)
 
     @staticmethod

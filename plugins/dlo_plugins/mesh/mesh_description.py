@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class RankDescription:
         place: Coordinates on the axes.
         stages: Numbers of its stages.
         state_bytes: Bytes of state on it.
+        second_bytes: Bytes of second models' parameters on its device.
     """
 
     rank: int
@@ -62,6 +63,34 @@ class RankDescription:
     place: Coordinates
     stages: tuple[int, ...]
     state_bytes: RankStateBytes
+    second_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the state and of second models."""
+        return self.state_bytes.total + self.second_bytes
+
+
+@dataclass(frozen=True)
+class SecondModel:
+    """Model beside the one that trains, such as a teacher.
+
+    Attributes:
+        model: Class name of the model.
+        parameters: Number of parameters.
+        unsharded: Bytes of the parameters in a single process.
+        is_offloaded: Whether they are in CPU memory, and not counted on the devices.
+    """
+
+    model: str
+    parameters: int
+    unsharded: int
+    is_offloaded: bool
+
+    def text(self) -> str:
+        """Returns a line about the model."""
+        place = ", in CPU memory: not counted" if self.is_offloaded else ", frozen"
+        return f"{self.model}, {self.parameters:,} parameters: {format_bytes(self.unsharded)}{place}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +142,7 @@ class MeshDescription:
         groups: Groups of ranks along each axis of more than one rank.
         ranks: All ranks.
         coverage: Share of the model that tensor parallelism divides; None without it.
+        seconds: Second models of the run.
         mixtures: Mixtures of experts of the model; None without any.
     """
 
@@ -126,12 +156,27 @@ class MeshDescription:
     groups: dict[str, tuple[tuple[int, ...], ...]]
     ranks: tuple[RankDescription, ...]
     coverage: Coverage | None = None
+    seconds: tuple[SecondModel, ...] = ()
     mixtures: MixtureDescription | None = None
+
+    def beside(self, second: MeshDescription, is_offloaded: bool) -> MeshDescription:
+        """Returns the description of a run that has a second model too.
+
+        Args:
+            second: Description of the second model on the same mesh, of which the parameters count.
+            is_offloaded: Whether its parameters are in CPU memory.
+        """
+        about = SecondModel(second.model, second.parameters, second.unsharded.parameters, is_offloaded)
+        sizes = [0 if is_offloaded else rank.state_bytes.parameters for rank in second.ranks]
+        ranks = [
+            replace(rank, second_bytes=rank.second_bytes + size) for rank, size in zip(self.ranks, sizes, strict=True)
+        ]
+        return replace(self, ranks=tuple(ranks), seconds=(*self.seconds, about))
 
     @property
     def largest(self) -> RankDescription:
         """Rank with the most bytes; the first of several."""
-        return max(self.ranks, key=lambda rank: (rank.state_bytes.total, -rank.rank))
+        return max(self.ranks, key=lambda rank: (rank.total, -rank.rank))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the description as JSON data; sizes are in bytes."""
@@ -140,6 +185,7 @@ class MeshDescription:
             "world_size": self.spec.world_size,
             "nodes": self.nodes,
             "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.unsharded)},
+            "second_models": [asdict(second) for second in self.seconds],
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
             "experts": self.mixtures and asdict(self.mixtures),
@@ -152,6 +198,7 @@ class MeshDescription:
                     "coordinates": rank.place._asdict(),
                     "stages": rank.stages,
                     "bytes": asdict(rank.state_bytes),
+                    "second_bytes": rank.second_bytes,
                 }
                 for rank in self.ranks
             ],
@@ -170,6 +217,7 @@ class MeshDescription:
             f"model  {self.model}, {self.parameters:,} parameters: {format_bytes(self.unsharded.parameters)}, and with"
             f" gradients and Adam's state {format_bytes(self.unsharded.total)}",
         ]
+        lines += [f"second {second.text()}" for second in self.seconds]
         if self.schedule is not None:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
         if self.coverage is not None:
@@ -192,7 +240,9 @@ class MeshDescription:
 
     def _rank_lines(self) -> list[str]:
         axes = [axis for axis, size in self.spec.sizes.items() if size > 1]
-        rows = [["rank", "node", *axes, "stages", "tensors", "shard", "parameters", "gradients", "Adam", "total"]]
+        seconds = ["second"] if self.seconds else []
+        sizes = ["parameters", "gradients", "Adam", *seconds, "total"]
+        rows = [["rank", "node", *axes, "stages", "tensors", "shard", *sizes]]
         last = -1
         for rank in self._shown():
             if rank.rank != last + 1:
@@ -200,17 +250,19 @@ class MeshDescription:
             last = rank.rank
             rows.append(self._row(rank, axes))
         most = self.largest
-        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.state_bytes.total)}"]
+        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.total)}"]
 
     def _row(self, rank: RankDescription, axes: list[str]) -> list[str]:
         spec, place, held = self.spec, rank.place, rank.state_bytes
         shard = place.dp_shard * spec.cp + place.cp
+        sizes = [held.parameters, held.gradients, held.optimizer]
+        sizes += [rank.second_bytes] if self.seconds else []
         return [
             *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
             ",".join(map(str, rank.stages)),
             self._tensors(place.tp),
             f"{shard + 1}/{spec.dp_shard * spec.cp}" if spec.dp_shard * spec.cp > 1 else "whole",
-            *(format_bytes(size) for size in (held.parameters, held.gradients, held.optimizer, held.total)),
+            *(format_bytes(size) for size in (*sizes, rank.total)),
         ]
 
     def _tensors(self, tp: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from dlo_framework.mesh import MeshSpec
@@ -10,6 +11,9 @@ from dlo_plugins.pipeline.pipeline_schedules import flushes
 
 #: Bytes of an element, by the name of its dtype.
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+_flushes = functools.cache(flushes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Layout:
     @property
     def delays(self) -> bool:
         """Whether the schedule applies gradients one step later, with two versions of full weights on each rank."""
-        return self.mesh.pp > 1 and not flushes(self.schedule)
+        return self.mesh.pp > 1 and not _flushes(self.schedule)
 
     @property
     def state_sharers(self) -> int:

@@ -51,6 +51,8 @@ class Link:
 
     def rate(self, nodes: int) -> float:
         """Returns the bandwidth for a number of nodes, interpolated on a logarithmic scale."""
+        if len(self.bandwidth) == 1:
+            return next(iter(self.bandwidth.values()))
         known = sorted(self.bandwidth)
         above = next((n for n in known if n >= nodes), known[-1])
         below = max((n for n in known if n <= nodes), default=known[0])

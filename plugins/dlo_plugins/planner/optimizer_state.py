@@ -34,7 +34,7 @@ class OptimizerState:
     Attributes:
         name: Class name of the optimizer.
         moments: Bytes of the state for each byte of trained parameters; 2 for Adam.
-        kind: What the update of an element depends on, as a strategy finds it.
+        kind: Kind of the optimizer, as the probe of a strategy finds it.
         error: Why the optimizer could not be built, so that Adam is assumed; empty where it could.
     """
 

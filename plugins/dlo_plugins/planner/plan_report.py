@@ -21,7 +21,7 @@ from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.optimizer_state import OptimizerState, measure_optimizer
-from dlo_plugins.planner.plan_config import find_part, read_batch, write_yaml
+from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options, write_yaml
 from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification
@@ -146,15 +146,19 @@ def run_state(
     Raises:
         DloError: The precision or a dtype is not planned, or the optimizer cannot take a step.
     """
-    precision = str((config.get("trainer") or {}).get("precision") or "32-true")
+    trainer = config.get("trainer") or {}
+    precision = str(trainer.get("precision") or "32-true")
     fused = any(find_part(config, name) is not None for name in ("Compile", "CompileBlocks"))
     if gather is None and find_batch_norms(model):
         gather = "float32"  # Batch norms refuse weights in half precision.
     state = state_format(precision, fused=fused, gather=gather, reduce=reduce)
-    stored = {size: name for name, size in SIZES.items() if name in ("float32", state.compute)}[state.parameter]
-    optimizer = measure_optimizer(on_meta(model), getattr(torch, stored))
+    dtype = torch.float32 if state.parameter == SIZES["float32"] else getattr(torch, state.compute)
+    if strategy_options(trainer.get("strategy")).get("bf16_weights") == "stochastic":
+        # Weights and kept gradients are bf16; gradients are reduced, and steps taken, in single precision.
+        state, dtype = replace(state, parameter=2, gathered=2, gradient=2, reduced=4), torch.float32
+    optimizer = measure_optimizer(on_meta(model), dtype)
     in_backward = find_part(config, "OptimizerInBackward") is not None
-    return replace(state, state=optimizer.moments * state.parameter, steps_in_backward=in_backward), optimizer
+    return replace(state, state=optimizer.moments * dtype.itemsize, steps_in_backward=in_backward), optimizer
 
 
 def profile_frozen(

@@ -430,6 +430,12 @@ class PlanSearch:
                     " describe in Task.parallel_plan how the model may be cut"
                 )
         fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
+        if self.times.state.steps_in_backward:
+            return DloError(
+                "callbacks must be without OptimizerInBackward unless dp_shard is at least 2, tp, pp and cp are 1, and"
+                f" a step has one micro-batch, got {request.gpus} ranks, a batch of {request.global_batch} and {fixed}"
+                " fixed; leave it out, or set --gpus and --batch to larger numbers"
+            )
         fix = f"set --batch {' or '.join(map(str, batches))}" if batches else f"set --gpus {request.global_batch}"
         return DloError(
             f"axes must divide {request.gpus} ranks, a batch of {request.global_batch} and the model (tp in"

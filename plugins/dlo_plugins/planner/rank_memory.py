@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from dlo_plugins.planner.in_flight import InFlight, count_in_flight
+from dlo_plugins.planner.in_flight import InFlight, count_in_flight, replay_key
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.memory_walk import MemoryWalk
 from dlo_plugins.planner.second_model import SecondModels
@@ -43,7 +43,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
     @property
     def state(self) -> float:
@@ -198,9 +198,10 @@ class MemoryModel:
 
     def groups(self, layout: Layout) -> tuple[RankGroup, ...]:
         """Returns the ranks of the pipeline, of which those of one group have equal stages."""
-        stages, flying = self._times.stages(layout), count_in_flight(layout)
-        key = id(stages), layout.schedule, layout.mesh.pp, layout.stages_per_rank, flying
+        stages = self._times.stages(layout)
+        key = (id(stages), *replay_key(layout))
         if key not in self._groups:
+            flying = count_in_flight(layout)
             found: dict[object, list[InFlight]] = {}
             for rank in flying:
                 ends = (0 in rank.stages, layout.stages - 1 in rank.stages)

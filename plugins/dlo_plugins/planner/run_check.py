@@ -183,6 +183,7 @@ def _compare(
     gradients = trained / layout.mesh.tp / layout.mesh.pp * times.state.gradient
     # A run measures gradients before the optimizer's step, and activations of one micro-batch before its backward.
     gradients /= layout.sharers if layout.zero >= 2 else 1
+    gradients *= not times.state.steps_in_backward
     residuals = (
         Residual("step_seconds", time.total, summary.get("step_seconds")),
         Residual("peak_bytes", _peak(memory, machine), summary.get("peak_memory_bytes")),

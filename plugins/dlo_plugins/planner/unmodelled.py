@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlo_plugins.planner.optimizer_state import OptimizerState
-from dlo_plugins.planner.plan_config import find_part
+from dlo_plugins.planner.plan_config import find_part, strategy_options
 
 
 def _always(_: Mapping[str, Any]) -> bool:
@@ -19,7 +19,7 @@ def _is_aware(options: Mapping[str, Any]) -> bool:
 
 #: Parts of a config: their class, when they count, and what the figures lack.
 _PARTS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
-    ("LowPrecision", _always, "int8 products; products have the rate of the Trainer's precision"),
+    ("LowPrecision", _always, "products in 8 bits; they have the rate of the Trainer's precision"),
     ("Quantise", _is_aware, "the rounding of weights and inputs in training"),
     ("GradientCompression", _always, "compression: gradients are reduced in full, and its buffers take no memory"),
     ("WeightEMA", _always, "the average of the weights: another copy of each rank's trained parameters"),
@@ -48,6 +48,11 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState) -> list[s
         options = find_part(config, name)
         if options is not None and counts(options):
             found.append(f"{name}: {what}")
+    strategy = strategy_options((config.get("trainer") or {}).get("strategy"))
+    if (strategy.get("ep") or 1) > 1:
+        found.append("ep: experts that are divided over ranks; a plan has all of them on each rank")
+    if strategy.get("async_tp"):
+        found.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
     if optimizer.error:
         found.append(
             f"the optimizer, which could not be built without a trainer ({optimizer.error}): Adam's two moments"

@@ -9,6 +9,7 @@ Shapes: T tokens, K input features, N output features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,9 @@ from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
 from dlo_plugins.quantisation.float8_products import Role, multiply_float8, multiply_mx
 from dlo_plugins.quantisation.int8_products import multiply_rows
 from dlo_plugins.tensor.projections import RowProduct
+
+#: Attribute of a layer with the settings of its products.
+_PRODUCTS = "_dlo_products"
 
 
 def multiply(a: Tensor, b: Tensor, roles: tuple[Role, Role], scheme: str, emulate: bool) -> Tensor:
@@ -38,6 +42,15 @@ def multiply(a: Tensor, b: Tensor, roles: tuple[Role, Role], scheme: str, emulat
     return multiply_float8(a, b, roles, scheme == "fp8_rowwise", emulate)
 
 
+@dataclass(frozen=True)
+class _Products:
+    """Settings of a layer's products."""
+
+    scheme: str
+    weight_gradient: bool
+    emulate: bool
+
+
 class LowPrecisionForward:
     """Forward of linear layers with rounded factors; installed in layers by :meth:`install`.
 
@@ -50,33 +63,39 @@ class LowPrecisionForward:
         layers: Layers that it is installed in.
     """
 
-    __name__ = "forward"  # A bound method is pickled by its name.
-
     def __init__(self, scheme: str, weight_gradient: bool = True, emulate: bool = False) -> None:
-        self.scheme, self.weight_gradient, self.emulate = scheme, weight_gradient, emulate
+        self._products = _Products(scheme, weight_gradient, emulate)
         self.layers: list[nn.Module] = []
 
     def install(self, layer: nn.Module) -> None:
         """Replaces a layer's forward; of a row projection, its product."""
         torch.compiler.allow_in_graph(_LowPrecisionLinear)  # Compiled blocks then have no graph break here.
-        layer.__dict__[_attribute(layer)] = MethodType(self, layer)
+        layer.__dict__[_PRODUCTS] = self._products
+        # A method of a function, which torch.compile (2.11) traces, bound to the layer: so is that of a deep copy.
+        layer.__dict__[_attribute(layer)] = MethodType(forward, layer)
         self.layers.append(layer)
 
     def remove(self) -> None:
         """Restores the forwards of the layers."""
         for layer in self.layers:
-            layer.__dict__.pop(_attribute(layer), None)
+            for name in (_attribute(layer), _PRODUCTS):
+                layer.__dict__.pop(name, None)
         self.layers = []
 
-    def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """Returns the layer's output; without its bias for a row projection, whose output is a partial sum."""
-        dtype = autocast_dtype(x.device.type) or x.dtype
-        found: Tensor = _LowPrecisionLinear.apply(
-            x, layer.weight, dtype, self.scheme, self.weight_gradient, self.emulate
-        )
-        if layer.bias is None or isinstance(layer, RowProduct):
-            return found
-        return found + layer.bias.to(found.dtype)
+
+def forward(layer: Any, x: Tensor) -> Tensor:
+    """Returns a layer's output; without its bias for a row projection, whose output is a partial sum.
+
+    Its name is that of the method which it replaces: a bound method is pickled by its name.
+    """
+    products: _Products = layer.__dict__[_PRODUCTS]
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    found: Tensor = _LowPrecisionLinear.apply(
+        x, layer.weight, dtype, products.scheme, products.weight_gradient, products.emulate
+    )
+    if layer.bias is None or isinstance(layer, RowProduct):
+        return found
+    return found + layer.bias.to(found.dtype)
 
 
 def _attribute(layer: nn.Module) -> str:

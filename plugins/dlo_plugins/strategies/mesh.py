@@ -152,6 +152,12 @@ class MeshStrategy(ShardedStrategy):
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
 
+    def sequence_multiple(self) -> int:
+        """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
+        spec = self.mesh_spec()
+        shards = 2 * spec.cp if spec.cp > 1 else 1
+        return shards * spec.tp if spec.tp > 1 and self.appliers.tensor.sequence_parallel else shards
+
     def _configure_launcher(self) -> None:
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
@@ -198,13 +204,14 @@ class MeshStrategy(ShardedStrategy):
         if self.mesh_spec().pp > 1:
             check_predict(module)
 
-    def describe(self, module: Any, datamodule: Any = None) -> MeshDescription:
+    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> MeshDescription:
         """Returns the mesh's description with each rank's bytes, for `dlo mesh`; it starts and allocates nothing.
 
         Raises:
             DloError: The mesh does not fit the ranks or the model.
         """
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
+        size = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision) if dtype is None else dtype.itemsize
         task, plan = prepare_model(module)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe_mesh(
@@ -215,7 +222,7 @@ class MeshStrategy(ShardedStrategy):
             split=pipelining.choose_split(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
             micro_batches=pipelining.count_micro_batches(spec.pp),
             nodes=self.num_nodes,
-            element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
+            element_size=size,
         )
 
     # --- a second model ------------------------------------------------------------------------------------

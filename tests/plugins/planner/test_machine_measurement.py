@@ -94,8 +94,8 @@ def test_collectives_take_what_was_measured_for_their_size() -> None:
     machine = parse_machine(content, "mine.yaml")
     found = [machine.collective_seconds(n, 2, 1, reduces_and_gathers=True) for n in (1e3, 4e3, 1e6, 2.5e6, 4e6, 8e6)]
     assert found == pytest.approx([1e-4, 1e-4, 3e-4, 2.15e-3, 4e-3, 8e-3])
-    links["all_reduce"][2]["times"] = [[4e3, 0.0]]
-    with pytest.raises(DloError, match=r"links\.all_reduce\.2\.times must be rows of bytes and seconds"):
+    content["links"] = {**links, "send": {2: {**links["send"][2], "times": [[4e3, 0.0]]}}}
+    with pytest.raises(DloError, match=r"links\.send\.2\.times must be rows of bytes and seconds"):
         parse_machine(content, "mine.yaml")
 
 

@@ -249,3 +249,16 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
             assert two.parameters == pytest.approx(one.parameters * (2 if rank < 3 else 1))
             assert two.gradients - one.gradients == pytest.approx(one.parameters)
             assert two.activations == one.activations
+
+
+def test_steps_in_backward_have_sharded_data_parallelism_and_one_micro_batch() -> None:
+    search = _search(gpus=4, batch=8)
+    early = StateFormat(steps_in_backward=True)
+    layouts = list(PlanSearch(search.profile, search.machine, early, search.request)._layouts())
+    assert layouts
+    for layout in layouts:
+        assert (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp, layout.micro_batches) == (1, 1, 1, 1)
+        assert layout.mesh.dp_shard > 1
+    alone = replace(search.request, gpus=1)
+    with pytest.raises(DloError, match=r"without OptimizerInBackward unless dp_shard is at least 2.* got 1 ranks"):
+        PlanSearch(search.profile, search.machine, early, alone).run()
