@@ -54,6 +54,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts, self.gated, self.starts_at_zero = count, gated, starts_at_zero
         self.act_fn = activation
+        self.dim, self.hidden = dim, hidden  # A strategy may have freed the weights.
         self.first_name, width = ("gate_up_proj", 2 * hidden) if gated else ("up_proj", hidden)
         self.register_parameter(self.first_name, nn.Parameter(torch.empty(count, width, dim)))
         self.down_proj = nn.Parameter(torch.empty(count, dim, hidden))
@@ -109,8 +110,7 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes that the module's text form shows."""
-        count, dim, hidden = self.down_proj.shape
-        return f"{count} x ({dim} -> {hidden} -> {dim}), gated={self.gated}"
+        return f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), gated={self.gated}"
 
 
 class MixtureLayer(nn.Module):

@@ -141,6 +141,7 @@ class Router(nn.Module):
         super().__init__()
         assert options.count is not None
         self.num_experts, self.top_k, self.kind = options.count, options.top_k, options.router
+        self.dim = dim  # A strategy may have freed the weight.
         self.normalize, self.capacity_factor = options.normalize, options.capacity_factor
         self.weight = nn.Parameter(torch.empty(options.count, dim))
         if options.bias_rate:
@@ -182,4 +183,4 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes that the module's text form shows."""
-        return f"{self.weight.shape[1]} -> {self.num_experts}, top_k={self.top_k}, kind={self.kind}"
+        return f"{self.dim} -> {self.num_experts}, top_k={self.top_k}, kind={self.kind}"

@@ -102,7 +102,7 @@ def test_language_models_with_mixtures_train_on_two_ranks_as_in_one_process() ->
     cases = [
         case("ddp", "ddp", **upcycled),
         case(partial(ZeroStrategy, 3), "zero3", **upcycled),
-        case(mesh(tp=2, sequence_parallel=True), "tp, sequence_parallel", **upcycled),
+        case(mesh(tp=2), "tp", **upcycled),
         case(mesh(cp=2), "cp", **upcycled),
         case(mesh(pp=2), "pp", **{**upcycled, "aux_loss": 0.0}),
         # Mixtures of transformers, which have a plan, losses and a bias of their own.

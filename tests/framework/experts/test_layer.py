@@ -129,3 +129,13 @@ def test_every_second_block_ends_with_the_last() -> None:
     assert replaced_blocks(6, 2) == [1, 3, 5]
     assert replaced_blocks(3, 1) == [0, 1, 2]
     assert replaced_blocks(3, 4) == []
+
+
+def test_a_layer_without_its_weights_has_a_text_form() -> None:
+    """DeepSpeed prints models whose partitioned parameters are empty."""
+    layer = MixtureLayer(8, experts_of(gated=True), MixtureOptions(count=4))
+    before = repr(layer)
+    for parameter in layer.parameters():
+        parameter.data = torch.empty(0)
+    assert repr(layer) == before
+    assert "8 -> 6 -> 8" in before
