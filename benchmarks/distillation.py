@@ -74,7 +74,7 @@ def images(blocks: int, seed: int) -> tuple[Any, Any, list[Any]]:
 def text(blocks: int, seed: int) -> tuple[Any, Any, list[Any]]:
     """Returns the text quick start's task with this number of blocks, its data and its callbacks."""
     init = configured("llm/quickstart.yaml")["model"]["init_args"]
-    init["config"]["num_hidden_layers"] = blocks
+    init["config"] |= {"num_hidden_layers": blocks, "vocab_size": VOCABULARY}  # The teacher's task sees no data.
     for name in ("prompts", "sampling"):
         init.pop(name)
     return CausalLM(**init), TextData(seq_len=256, batch_size=4), []
@@ -110,11 +110,13 @@ def run(
     return float(trainer.callback_metrics[METRICS[type(task)]])
 
 
-def contend(kind: str, seeds: int, limits: dict[str, Any], folder: Path, students: list[str]) -> dict[str, list[float]]:
+def contend(
+    kind: str, seeds: range, limits: dict[str, Any], folder: Path, students: list[str]
+) -> dict[str, list[float]]:
     """Trains teacher and students for each seed; returns accuracies, or cross-entropies."""
     make, own = (images, IMAGES) if kind == "images" else (text, TEXT)
     found: dict[str, list[float]] = {"teacher": [], **{name: [] for name in students}}
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         place = folder / f"{kind}_{seed}"
         found["teacher"].append(run(make(6, seed), limits, seed, place))
         for name in students:
@@ -186,25 +188,31 @@ def main() -> None:
         distil_once(sys.argv[2], *(int(size) for size in sys.argv[3:]))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of memory")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of memory; 0 leaves them out")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--text-seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=1, help="so that each seed can be a run of its own")
     parser.add_argument("--text-steps", type=int, default=420)
     parser.add_argument("--text-students", nargs="+", default=list(STUDENTS), choices=list(STUDENTS))
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)
+
+    def seeds(count: int) -> range:
+        return range(options.first_seed, options.first_seed + count)
+
     record = Record.of(__file__, __doc__, options)
-    record.add(table_of_memory(options.rounds))
+    if options.rounds:
+        record.add(table_of_memory(options.rounds))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.seeds:
             limits: dict[str, Any] = {"max_epochs": options.epochs, "check_val_every_n_epoch": options.epochs}
-            record.add(table_of_images(contend("images", options.seeds, limits, folder, list(STUDENTS))))
+            record.add(table_of_images(contend("images", seeds(options.seeds), limits, folder, list(STUDENTS))))
         if options.text_seeds:
             limits = {"max_steps": options.text_steps, "val_check_interval": options.text_steps}
             limits |= {"limit_val_batches": 32, "gradient_clip_val": 1.0}
-            record.add(table_of_text(contend("text", options.text_seeds, limits, folder, options.text_students)))
+            record.add(table_of_text(contend("text", seeds(options.text_seeds), limits, folder, options.text_students)))
     record.finish()
 
 

@@ -21,9 +21,11 @@ How far the host runs ahead is not known, nor what the libraries take: the fract
 reserved without a pipeline, and a constant, are fitted on 40 runs, and judged on the others. This is repeated for
 several choices of the 40. Nothing else is fitted.
 
-The errors of two guesses that know more are printed for comparison. Of the runs that agree in model, `pp`, `tp`, rows
-and micro-batches in flight, and so keep the same activations: the best constant of each such group beyond the state,
-chosen with all its runs in sight, and the median of a run's other runs in its group.
+The errors of two guesses that know more are printed for comparison: the best constant of each group of runs, chosen
+with all its runs in sight, and the median of a run's other runs in its group. One kind of groups are runs that agree
+in model, `pp`, `tp`, rows and micro-batches in flight, and so keep the same activations; the guess is beyond their
+state. The other are runs without ZeRO whose first rank does the same work on the same bytes: there the first guess is
+a lower bound of the error of any model of memory.
 
 Runs whose failure has another cause than memory are counted apart: fewer micro-batches than ranks of the pipeline less
 one, which its 1F1B asserts, and a loss that is not on the last rank, which gets the labels. So are failures that a run
@@ -256,29 +258,51 @@ def errors_of(runs: Sequence[GridRun], choice: int) -> tuple[list[float], list[f
     return [abs(memories[n].total(factors) / measured[n] - 1) for n in others], factors
 
 
-def errors_of_groups(runs: Sequence[GridRun]) -> tuple[float, float, int]:
-    """Returns the mean errors of guesses from the runs with the same activations, and the number of such groups.
-
-    The first guess is the constant beyond the state that is best for all runs of a group. The second is the median of
-    the others of the group; runs without others are left out.
-    """
+def groups_with_equal_activations(runs: Sequence[GridRun]) -> list[list[tuple[float, float]]]:
+    """Returns the predicted state and the measured memory of runs, by what decides the activations."""
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for run in runs:
         layout, mesh = run.layout, run.layout.mesh
         key = run.model, mesh.pp, mesh.tp, layout.micro_batch, _rows_in_flight(layout)
         groups.setdefault(key, []).append((predict(run)[0].state, run.measured or 0.0))
-    best, left_out = [], []
-    for group in groups.values():
-        rests = [measured - state for state, measured in group]
+    return list(groups.values())
 
-        def errors(rest: float, group: list[tuple[float, float]] = group) -> list[float]:
-            return [abs((state + rest) / measured - 1) for state, measured in group]
+
+def groups_of_equal_ranks(runs: Sequence[GridRun]) -> list[list[tuple[float, float]]]:
+    """Returns zeros and the measured memory of runs without ZeRO whose ranks do the same, in groups of at least two.
+
+    They differ in the number of data-parallel ranks, of which there is one or there are several, and of micro-batches.
+    """
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for run in runs:
+        layout, mesh = run.layout, run.layout.mesh
+        key = run.model, mesh.pp, mesh.tp, layout.micro_batch, _rows_in_flight(layout), layout.micro_batches > 1
+        if not layout.zero:
+            groups.setdefault((*key, mesh.data_size > 1), []).append((0.0, run.measured or 0.0))
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def errors_of_groups(groups: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Returns the mean errors of two guesses of what runs have beyond what is known of them.
+
+    The first is the constant that is best for all runs of a group. The second is the median of the others of the group;
+    runs without others are left out.
+
+    Args:
+        groups: Known and measured memory of each run, by group.
+    """
+    best, left_out = [], []
+    for group in groups:
+        rests = [measured - known for known, measured in group]
+
+        def errors(rest: float, group: Sequence[tuple[float, float]] = group) -> list[float]:
+            return [abs((known + rest) / measured - 1) for known, measured in group]
 
         # The sum of errors is linear between the rests of two runs, and so is least at one of them.
         best += min((errors(rest) for rest in rests), key=sum)
         for at in range(len(group)) if len(group) > 1 else ():
             left_out.append(errors(statistics.median(rests[:at] + rests[at + 1 :]))[at])
-    return statistics.mean(best), statistics.mean(left_out), len(groups)
+    return statistics.mean(best), statistics.mean(left_out)
 
 
 def main() -> None:
@@ -307,11 +331,15 @@ def main() -> None:
         chosen = [run for run in ran if run.layout.mesh.tp in sizes]
         errors = [abs(predict(run)[0].total(factors) / (run.measured or 1.0) - 1) for run in chosen]
         table.notes.append(f"tp {title}, {len(chosen)} runs: mean error {statistics.mean(errors):.1%}")
-    best, left_out, count = errors_of_groups(ran)
-    table.notes.append(
-        f"{count} groups with the same activations: mean error {best:.1%} with the best constant of each, chosen in"
-        f" hindsight, {left_out:.1%} with the median of a run's other runs"
-    )
+    for title, groups in (
+        ("groups with the same activations", groups_with_equal_activations(ran)),
+        ("groups without ZeRO whose ranks do the same", groups_of_equal_ranks(ran)),
+    ):
+        best, left_out = errors_of_groups(groups)
+        table.notes.append(
+            f"{len(groups)} {title}, {sum(map(len, groups))} runs: mean error {best:.1%} with the best constant of"
+            f" each, chosen in hindsight, {left_out:.1%} with the median of a run's other runs"
+        )
     failed = [run for run in runs if run.measured is None]
     # Inputs that stay reserved are freed before an allocation fails.
     most = {id(run): max(memory.total((0.0, factors[1])) for memory in predict(run)) for run in runs}

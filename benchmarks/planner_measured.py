@@ -16,7 +16,7 @@ import argparse
 import statistics
 
 from measuring.catalogue import parse_options
-from measuring.planned_runs import Case, case, measure_peaks, measure_steps, models_of, predicted
+from measuring.planned_runs import ADAPTED, Case, case, measure_peaks, measure_steps, models_of, predicted
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
@@ -36,6 +36,7 @@ MEMORY = [
     case("vit", 8, dp_shard=2, recompute="full"), case("coatnet", 4, dp_shard=2),
     case("llama", 4, dp_shard=4), case("llama", 4, 2, dp_shard=2, tp=2), case("llama", 4, 4, pp=2, tp=2),
     case("vit", 4, dp_replicate=2, dp_shard=2), case("vit", 4, 4, pp=2, dp_shard=2), case("gpt", 2, 4, pp=4),
+    *(case(kind, 8) for kind in ADAPTED), *(case(kind, 4, dp_shard=2) for kind in ADAPTED),
 ]  # fmt: skip
 #: Layouts that train with 16 rows a step.
 TIME = [

@@ -1,6 +1,7 @@
 """dlo: plug-ins for training large models on Lightning, each switched on by one line of YAML.
 
-The public names are loaded when first used, so that ``import dlo_framework`` costs nothing.
+The public names, and every installed plug-in by its name, are loaded when first used, so that ``import dlo_framework``
+costs nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from dlo_framework._version import __version__
 if TYPE_CHECKING:
     from dlo_framework.applier import Applier, Phase
     from dlo_framework.checkpoint.model_loading import load_from_checkpoint
+    from dlo_framework.cli.loaded_config import load_config
     from dlo_framework.errors import DloError
     from dlo_framework.plan import ParallelPlan
     from dlo_framework.task import Task
+    from dlo_framework.trainer import Trainer
 
-__all__ = ["Applier", "DloError", "ParallelPlan", "Phase", "Task", "__version__", "load_from_checkpoint"]
+__all__ = [
+    "Applier",
+    "DloError",
+    "ParallelPlan",
+    "Phase",
+    "Task",
+    "Trainer",
+    "__version__",
+    "load_config",
+    "load_from_checkpoint",
+]
 
 _HOMES = {
     "Applier": "dlo_framework.applier",
@@ -25,11 +38,31 @@ _HOMES = {
     "ParallelPlan": "dlo_framework.plan",
     "Phase": "dlo_framework.applier",
     "Task": "dlo_framework.task",
+    "Trainer": "dlo_framework.trainer",
+    "load_config": "dlo_framework.cli.loaded_config",
     "load_from_checkpoint": "dlo_framework.checkpoint.model_loading",
 }
 
 
 def __getattr__(name: str) -> Any:
+    """Returns a public name, or the class of an installed plug-in; imports its module, and no other plug-in's."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name[:1].isupper():  # Python asks a module for other names too, such as its submodules' and `__path__`.
+        from dlo_framework.errors import did_you_mean
+        from dlo_framework.registry import Registry
+
+        registry = Registry()
+        names = [plugin.name for plugin in registry.plugins()]
+        if name in names:
+            return registry.load(name)
+        hint = did_you_mean(name, [*_HOMES, *names]) or "; `dlo plugins` lists the plug-ins"
+        raise AttributeError(f"module 'dlo_framework' has no attribute {name!r}{hint}")
     raise AttributeError(f"module 'dlo_framework' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, and those of the installed plug-ins."""
+    from dlo_framework.registry import Registry
+
+    return sorted({*globals(), *__all__, *(plugin.name for plugin in Registry().plugins())})

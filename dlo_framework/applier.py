@@ -1,7 +1,7 @@
 """Base class of appliers, each of which rewrites a module in place before training for one technique.
 
-A strategy sorts the appliers of a run by phase, so their one valid order (tensor parallel, precision of products,
-context parallel, pipeline stages, recomputation, compile, shard) is defined in this file alone.
+A strategy sorts the appliers of a run by phase, so their one valid order (tensor parallel, experts, context parallel,
+pipeline stages, recomputation, compile, shard) is defined in this file alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Phase(enum.IntEnum):
     """Phase of an applier; phases run in ascending order."""
 
     TENSOR = 10
-    PRECISION = 15
+    EXPERTS = 12
     CONTEXT = 20
     STAGES = 25
     CHECKPOINT = 30

@@ -157,6 +157,7 @@ class _SavesAtEnds(ModelCheckpoint):
 class BestIfLogged(_SavesAtEnds):
     """Saves the best checkpoint by a metric that the model may not log, and warns once if it does not."""
 
+    monitor_is_optional = True
     _said = False
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 
@@ -115,13 +116,20 @@ class FourBitLinear(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """Returns the product without the bias, in autocast's dtype if that is on."""
         device = x.device.type
-        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        # Compiled devices have autocast; torch.compile (2.11) cannot trace the question.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        is_on = has_autocast and torch.is_autocast_enabled(device)
         if is_on and x.dtype != torch.float64:  # Autocast does not cast float64.
             x = x.to(torch.get_autocast_dtype(device))
         if torch.compiler.is_compiling():
-            return F.linear(x, self.dequantise(x.dtype))
+            # Else the compiler keeps the dequantised weight for backward.
+            traced: Tensor = checkpoint(self._linear, x, use_reentrant=False, preserve_rng_state=False)
+            return traced
         found: Tensor = _Product.apply(x, self)
         return found
+
+    def _linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dequantise(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""

@@ -3,6 +3,9 @@
 Axes, outer to inner: `pp` (pipeline stages), `dp_replicate` (copies of the model), `dp_shard` (ranks that share one
 copy's state), `cp` (parts of the sequence), `tp` (parts of each layer). Ranks next to each other differ in the inner
 axes first: tensor parallelism, which talks most, has the fastest links (Narayanan et al. 2021, arXiv 2104.04473).
+
+`ep` (experts of a mixture) adds no ranks to these: it divides the ranks of `dp_shard` x `cp` again, for the experts'
+parameters alone, since their tokens come from these ranks. Ranks next to each other differ in `ep` first.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ class MeshSpec:
         dp_shard: Number of ranks that share one copy's parameters, gradients and optimizer state.
         cp: Number of ranks that share a sequence.
         tp: Number of ranks that share each layer.
+        ep: Number of ranks among which the experts of each mixture are divided; it divides `dp_shard` x `cp`.
 
-    Each is at least 1; one of them may be -1, for all remaining ranks.
+    Each is at least 1; one of them, but not `ep`, may be -1, for all remaining ranks.
 
     Raises:
         DloError: for another size, or more than one -1.
@@ -49,8 +53,11 @@ class MeshSpec:
     dp_shard: int = -1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
+        if self.ep < 1:
+            raise DloError(f"ep must be at least 1, got {self.ep}; use 1 to keep all experts on each rank")
         for axis, size in self.sizes.items():
             if size == 0 or size < -1:
                 raise DloError(f"{axis} must be at least 1, or -1 for all remaining ranks, got {size}")
@@ -62,6 +69,19 @@ class MeshSpec:
     def sizes(self) -> dict[str, int]:
         """The axes' sizes by name, outer to inner."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    def axis_size(self, axis: str) -> int:
+        """Returns the size of an axis, or of `ep`."""
+        return self.ep if axis == "ep" else self.sizes[axis]
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of ranks that share one rank's experts: those of `dp_shard` x `cp` with the same place in `ep`."""
+        return self.dp_shard * self.cp // self.ep
+
+    def expert_rank(self, place: Coordinates) -> int:
+        """Returns a rank's number in `ep`."""
+        return (place.dp_shard * self.cp + place.cp) % self.ep
 
     @property
     def data_size(self) -> int:
@@ -89,11 +109,20 @@ class MeshSpec:
                     f"world size must be divisible by {shown}, got {world_size};"
                     f" {_fixes(given, world_size, open_ended=True)}"
                 )
-            return replace(self, **{open_axis: world_size // product})
+            return replace(self, **{open_axis: world_size // product})._check_experts()
         if product != world_size:
             raise DloError(
                 f"world size must be {shown}{f' = {product}' if ' x ' in shown else ''}, got {world_size}; set an axis"
                 f" to -1, or {_fixes(given, world_size, open_ended=False)}"
+            )
+        return self._check_experts()
+
+    def _check_experts(self) -> MeshSpec:
+        ranks = self.dp_shard * self.cp
+        if ranks % self.ep:
+            raise DloError(
+                f"ep must divide the {ranks} ranks of dp_shard x cp, whose tokens the experts get, got {self.ep}; set"
+                f" ep={nearest_divisor(self.ep, ranks)}"
             )
         return self
 
@@ -118,7 +147,8 @@ class MeshSpec:
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1) or "one rank"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1) or "one rank"
+        return axes if self.ep == 1 else f"{axes}, ep {self.ep}"
 
 
 def _fixes(given: dict[str, int], world_size: int, *, open_ended: bool) -> str:

@@ -11,7 +11,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 class RunChecker(Protocol):
     """Callback or module that checks a fit before processes start.
 
-    The command line calls :meth:`check_run`. A Trainer that is used from Python does not: check in `setup` too.
+    The command line and :class:`dlo_framework.trainer.Trainer` call :meth:`check_run`. Lightning's own Trainer does
+    not: check in `setup` too.
     """
 
     def check_run(self, trainer: Any, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:

@@ -131,6 +131,14 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     )
 
 
+def checkpoint_of(run: Path, which: str) -> Path | None:
+    """Returns the checkpoint ``last`` or ``best`` of one run; None if it has none."""
+    from dlo_framework.checkpoint import locate, newest_valid
+
+    path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
+    return path if path is not None and locate(path) is not None else None
+
+
 def _check_skipped_run(run: Path, best: Path | None) -> None:
     """Warns of a run without checkpoints; refuses to use an older run's best one in place of another run's."""
     from dlo_framework.checkpoint import newest_valid

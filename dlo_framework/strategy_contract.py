@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 
@@ -213,12 +214,17 @@ class StrategyContract:
             DloError: if it cannot.
         """
 
-    def describe(self, module: Any, datamodule: Any = None) -> Any:
+    def mesh_spec(self) -> MeshSpec | None:
+        """Returns the mesh of the run, before its ranks start; None for a strategy without one."""
+        return None
+
+    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> Any:
         """Returns a description of each rank's shards for ``dlo mesh``; None for a strategy without a mesh.
 
         Args:
             module: LightningModule of the run.
             datamodule: Datamodule of the run; None without one.
+            dtype: Dtype of the floating-point parameters; None for that of the Trainer's precision.
         """
         return None
 

@@ -161,7 +161,14 @@ class Task(LightningModule, ABC):
         return False
 
     def complete_batch(
-        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+        self,
+        batch: Any,
+        *,
+        prompt_tokens: int | None,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        multiple: int = 1,
     ) -> Any:
         """Returns a batch of the model's own completions of a batch's prompts, whose targets are the completions.
 
@@ -174,6 +181,7 @@ class Task(LightningModule, ABC):
             temperature: Divisor of the logits before sampling.
             seed: Seed of the step's sampling. The completion of a sample must depend on it, on the sample and on the
                 weights alone, so that it is the same on any number of ranks.
+            multiple: Multiple to which the samples' lengths are padded.
 
         Raises:
             DloError: The task does not generate.

@@ -1,4 +1,4 @@
-"""Slices of tensors under tensor parallelism, and the reductions that their gradients need.
+"""Slices of tensors under tensor and expert parallelism, and the reductions that their gradients need.
 
 Tensor parallelism slices a parameter once, along one dim, and for good: the module then holds a smaller parameter. A
 :class:`TensorSlice` records which slice of the full tensor it is, for checkpoints and reports, which use the full
@@ -91,18 +91,23 @@ class Layout:
     """Result of tensor and pipeline parallelism on a model. Names are relative to the model.
 
     Attributes:
-        slices: Slices of the parameters and buffers that the ranks of the tp axis share.
+        slices: Slices of the parameters and buffers that the ranks of the tp axis share, and of those in `experts`.
         partial: Parameters that each rank holds in full and whose gradients must be summed over the tp axis.
         other_stages: Parameters and buffers of other pipeline stages; here they are on the meta device, so that
             optimizer groups and checkpoints know all names.
         tied_copies: Parameters of which an earlier pipeline stage holds a copy: an embedding that the head is tied to.
             The gradients of the copies must be summed.
+        experts: Parameters that are sliced over `ep`, between full experts. The ranks of dp_shard x cp with the same
+            slice shard it, and average its gradients.
+        expert_modules: Modules that hold these parameters, each called by the router's module.
     """
 
     slices: dict[str, TensorSlice] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     other_stages: set[str] = field(default_factory=set)
     tied_copies: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
+    expert_modules: list[str] = field(default_factory=list)
 
     def with_prefix(self, prefix: str) -> Layout:
         """Returns the layout with the names of a module that holds the model under a name."""
@@ -111,6 +116,8 @@ class Layout:
             {f"{prefix}.{name}" for name in self.partial},
             {f"{prefix}.{name}" for name in self.other_stages},
             {f"{prefix}.{name}" for name in self.tied_copies},
+            {f"{prefix}.{name}" for name in self.experts},
+            [f"{prefix}.{name}" for name in self.expert_modules],
         )
 
 

@@ -16,6 +16,19 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def format_duration(seconds: float) -> str:
+    """Formats a time to the precision that an estimate has: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def parse_bytes(text: str | float, key: str) -> int:
     """Returns the number of bytes of a size: ``80GB``, ``79.6 GiB``, ``64k``, or a number of bytes.
 

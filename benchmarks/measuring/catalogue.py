@@ -54,6 +54,7 @@ ENTRIES = (
     _entry("curricula", 120, "", "--seeds 1 --epochs 1 --text-seeds 1 --text-steps 4"),
     _entry("packing", 5, "", "--rounds 1 --positions 1 --documents 2000"),
     _entry("attention", 6, "", "--rounds 1 --lengths 512 --window 256 --heads 1"),
+    _entry("mixtures", 3, "", "--rounds 1 --experts 4 --tokens 32 --width 16 --hidden 16"),
     _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
     _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),

@@ -33,12 +33,14 @@ from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.machine_measurement import BlockCalls
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
+from dlo_plugins.planner.optimizer_state import measure_optimizer
 from dlo_plugins.planner.plan_config import candidate_config
 from dlo_plugins.planner.rank_measurement import BlockCall
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 
 _TIMED_STEPS = 8
@@ -53,13 +55,21 @@ GPT = {
     **{"n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0},
 }
 VIT = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 192, "depth": 8, "num_heads": 4}
+#: Options of the Llama that trains adapters, or with a quantised state of the optimizer.
+ADAPTED: dict[str, dict[str, Any]] = {
+    "lora": {"lora": Lora(rank=8)},
+    "qlora": {"lora": Lora(rank=8, base="nf4")},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+}
+_LANGUAGE = ("llama", "gpt", *ADAPTED)
 COATNET = {"img_size": PIXELS, "embed_dim": (48, 96, 192, 384), "depths": (2, 2, 3, 2), "stem_width": 32}
 
 
 def make_task(kind: str) -> Any:
-    """Returns a task with random weights: `llama`, `gpt`, `vit` or `coatnet`."""
-    if kind in ("llama", "gpt"):
-        return CausalLM(config=dict(LLAMA if kind == "llama" else GPT), lr=1e-3, schedule="constant")
+    """Returns a task with random weights: `llama`, `gpt`, `vit` or `coatnet`; or one of `ADAPTED`."""
+    if kind in _LANGUAGE:
+        config = dict(GPT if kind == "gpt" else LLAMA)
+        return CausalLM(config=config, lr=1e-3, schedule="constant", **ADAPTED.get(kind, {}))
     name, args = {"vit": ("vit_tiny_patch16_224", VIT), "coatnet": ("coatnet_0_rw_224", COATNET)}[kind]
     return ImageClassifier(name, model_args=dict(args), num_classes=CLASSES, lr=1e-3, schedule="constant")
 
@@ -67,7 +77,7 @@ def make_task(kind: str) -> Any:
 def make_batch(kind: str, rows: int) -> Any:
     """Returns a random batch of a kind of task."""
     generator = torch.Generator().manual_seed(rows)
-    if kind in ("llama", "gpt"):
+    if kind in _LANGUAGE:
         tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
     images = torch.randn(rows, 3, PIXELS, PIXELS, generator=generator)
@@ -122,11 +132,18 @@ def models_of(kind: str) -> tuple[ModelProfile, list[BlockCall]]:
     return found, calls.found
 
 
+@functools.cache
+def state_of(kind: str) -> StateFormat:
+    """Returns the bytes of the tensors of a kind of run."""
+    moments = measure_optimizer(make_task(kind).on_meta(), torch.float32).moments
+    return replace(_SINGLE, state=moments * _SINGLE.parameter)
+
+
 def predicted(one: Case, machine: Machine) -> Candidate:
     """Returns a run with its predictions."""
     profile, layout = models_of(one.kind)[0], one.layout
     machine = replace(machine, ranks_per_node=one.ranks)
-    times = TimeModel(profile, machine, _SINGLE)
+    times = TimeModel(profile, machine, state_of(one.kind))
     return Candidate(
         layout, times.split(layout), times.step(layout), MemoryModel(times).largest(layout), profile.flops, 1.0, 1
     )
@@ -194,6 +211,8 @@ def live_tensors() -> list[Tensor]:
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of the storages of tensors in this process's memory, by address."""
     local = [local_tensor(tensor) for tensor in tensors if tensor.layout is torch.strided]
+    # A subclass that wraps tensors has no memory of its own; they are among the others.
+    local = [tensor for tensor in local if not hasattr(tensor, "__tensor_flatten__")]
     storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == "cpu"]
     return {storage._cdata: storage.nbytes() for storage in storages}
 

@@ -217,6 +217,21 @@ class LazyStateDict(MutableMapping[str, Any]):
             self._others.pop(new, None)
             self._keys[new] = self._keys.pop(old)
 
+    def saved_tensor(self, name: str) -> SavedTensor | None:
+        """Returns the description of a stored tensor; None for an entry that is not in the checkpoint."""
+        return self._source.tensors[self._keys[name]] if name in self._keys and name not in self._others else None
+
+    def add_saved(self, name: str, tensor: SavedTensor) -> None:
+        """Adds a tensor that consists of boxes of the checkpoint's files, such as experts that are stored apart.
+
+        Args:
+            name: Name of the new entry.
+            tensor: Description of the tensor.
+        """
+        key = ("model", name)
+        self._source.tensors = {**self._source.tensors, key: tensor}
+        self._keys[name] = key
+
     def is_tensor(self, name: str) -> bool:
         """Returns whether an entry is a tensor, without reading it."""
         return isinstance(self._others[name], Tensor) if name in self._others else name in self._keys

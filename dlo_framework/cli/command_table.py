@@ -39,6 +39,10 @@ CORE_COMMANDS = {
     "parity": "train on several ranks and as one process, and compare step by step",
     "plugins": "list the plug-ins, show one, or write a new one",
     "configs": "list the shipped configs, or print one",
+    "config": "compare two configs",
+    "completion": "print a script that completes commands and names in bash or zsh",
+    "schema": "print the JSON schema of configs, for completion in editors",
+    "doctor": "check this machine: devices, disk, ports, packages, a collective of two ranks",
 }
 
 

@@ -55,6 +55,9 @@ def scan(argv: list[str]) -> ConfigScan:
             continue
         if option.rstrip("+") == "--plugins" and value is not None:
             plugins += parse_plugin_list(yaml.safe_load(value))
+        if option == "--print_config" and value is not None:
+            words.append(f"{option}={value}")  # jsonargparse takes its value only in the same word.
+            continue
         words += [option] if value is None else [option, value] if option else [value]
         strings += [value] if value is not None else []
     return ConfigScan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,25 +13,33 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import run_lock, runs
-from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
-from dlo_framework.checkpoint.history import read_entry
 from dlo_framework.checkpoint.store import LOCAL, store_of
 from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.run_help import CKPT_PATH
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
-from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
-from dlo_framework.frozen_model import find_frozen_models
-from dlo_framework.registry import Registry
-from dlo_framework.run_checker import RunChecker
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.errors import DloError, dlo_error_in
+from dlo_framework.run_setup import (
+    check_accumulation,
+    check_data,
+    check_parts,
+    check_ranks,
+    check_run,
+    check_strategy,
+    find_start_checkpoint,
+    lock_run_folder,
+    resumed_run,
+    set_checkpoints,
+    strategy_arguments,
+    with_checkpoint_io,
+)
 from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.prediction_table import check_table
 from dlo_framework.watch.predictions import SavePredictions
 
 #: Seed of a run whose config sets none.
@@ -124,6 +133,14 @@ class DloCLI(LightningCLI):
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Builds the parser of a command; Lightning's (2.6.6), whose text on ``--ckpt_path`` is not dlo's."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_PATH[subcommand]
+        return parser
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds dlo's own keys."""
         parser.add_argument(
@@ -157,6 +174,12 @@ class DloCLI(LightningCLI):
             help="lightning: one file in Lightning's own format, under auto and ddp only",
         )
         parser.add_argument(
+            "--run.predictions",
+            type=Literal["pt", "csv", "jsonl", "parquet"],
+            default="pt",
+            help="form of dlo predict's file: tensors, or a table of sample names, classes and probabilities",
+        )
+        parser.add_argument(
             "--run.stop_grace",
             type=float,
             default=GRACE,
@@ -183,30 +206,10 @@ class DloCLI(LightningCLI):
         Lightning's method lets hyperparameters of the checkpoint override the config; here the config wins.
         """
         config = self.config[self.command]
-        if config.ckpt_path == "auto" and self.command == "fit":
-            for newest in runs.versions(self._runs())[:1] if runs.is_first_process() else []:
-                run_lock.check_free(newest)  # Another job may train in it before its first checkpoint.
-            self._found_auto = True
-            found = runs.unfinished(self._runs())
-            config.ckpt_path = None if found is None else str(found)
-        if not config.ckpt_path:
-            if self.command != "fit" and runs.is_first_process():
-                print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
-            return
-        if config.ckpt_path in ("last", "best"):
-            config.ckpt_path = str(runs.find_checkpoint(self._runs(), config.ckpt_path))
-        try:
-            check(config.ckpt_path)
-        except OSError as error:
-            raise DloError(
-                f"cannot read the checkpoint {error.filename or config.ckpt_path}: {error.strerror}"
-            ) from error
-        entry = read_entry(Path(config.ckpt_path)) if self.command == "fit" else None
-        if entry is not None and entry.weights_only:
-            raise DloError(
-                f"ckpt_path must have optimizer state and counters, got {config.ckpt_path} with weights only;"
-                " take the run's last checkpoint"
-            )
+        path, self._found_auto = find_start_checkpoint(config.ckpt_path, self._runs, trains=self.command == "fit")
+        config.ckpt_path = path
+        if path is None and self.command != "fit" and runs.is_first_process():
+            print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
 
     def _runs(self) -> Path:
         """Returns the folder of this config's runs: ``runs/quickstart``.
@@ -234,7 +237,7 @@ class DloCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            cause = dlo_error_in(error) or self._refused
+            cause = dlo_error_in(error) or self._refused or _missing_package(error)
             if cause is None:
                 raise
             raise cause from error
@@ -254,20 +257,21 @@ class DloCLI(LightningCLI):
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
         self._check_parts(config)  # Before the run folder is made, so that a refused config leaves none behind.
-        kwargs["plugins"] = _with_checkpoint_io(config.get("plugins"))
+        kwargs["plugins"] = with_checkpoint_io(config.get("plugins"))
         if self.command != "fit" or config.get("fast_dev_run"):
             if config.get("logger") in (None, True):
                 kwargs["logger"] = False
             if self.command != "fit" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
                 kwargs["enable_checkpointing"] = False
             if self.command == "predict":
-                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions())]
+                form = self.config[self.command].run.predictions
+                if form != "pt":
+                    check_table(form, self.datamodule)
+                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions(), form)]
             return self._build_trainer(kwargs)
         check_checkpoint_folders(callbacks)
         self.run_folder = self._resumed_run() or self._new_run()
-        if runs.is_first_process():
-            self._lock_run(self.run_folder)
-            recover(self.run_folder / runs.CHECKPOINTS)
+        lock_run_folder(self.run_folder, self._runs(), starts=self._found_auto and self._resumed_run() is None)
         if config.get("logger") in (None, True):
             kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
         kwargs["callbacks"] = add_default_callbacks(
@@ -285,21 +289,6 @@ class DloCLI(LightningCLI):
             kwargs["profiler"] = StepClock()
         return self._build_trainer(kwargs)
 
-    def _lock_run(self, run: Path) -> None:
-        """Acquires the lock of the run folder.
-
-        Raises:
-            DloError: If another job trains in the folder, or started the same run at the same time.
-        """
-        run_lock.lock_run(run)
-        if self._found_auto and self._resumed_run() is None:
-            try:
-                run_lock.check_only_starter(run, runs.versions(self._runs()))
-            except DloError:
-                run_lock.release_all()
-                run.rmdir()
-                raise
-
     def _config_to_keep(self) -> str:
         """Returns the config as YAML to run again, without the checkpoint that this run resumed from."""
         config = self.config[self.command].clone()
@@ -313,19 +302,10 @@ class DloCLI(LightningCLI):
         Raises:
             DloError: If an option would fail later.
         """
-        for part, arguments in ((self.datamodule, ()), (self.model, (self.datamodule,))):
-            check = getattr(part, "check", None)
-            if callable(check):
-                check(*arguments)
-        check_predict = getattr(self.datamodule, "check_predict", None)
-        if self.command == "predict" and callable(check_predict):
-            check_predict()
+        check_data(self.model, self.datamodule, self.command)
+        check_parts(self.model, self.datamodule, predicts=self.command == "predict")
         check_strategy(config.get("strategy"))
-        if config.get("accumulate_grad_batches", 1) < 1:
-            raise DloError(
-                f"accumulate_grad_batches must be at least 1, got {config['accumulate_grad_batches']};"
-                " 1 switches it off"
-            )
+        check_accumulation(config.get("accumulate_grad_batches", 1))
 
     def _predictions(self) -> Path:
         """Returns the path for predictions: in the checkpoint's run folder, unless the config names another."""
@@ -335,7 +315,8 @@ class DloCLI(LightningCLI):
         run = path.parent.parent if path is not None and is_in_run else None
         if run is None or (config.run.dir and not self._is_own(run)):
             run = self._runs()
-        return run / f"predictions-{path.stem if path is not None else 'untrained'}.pt"
+        form = getattr(config.run, "predictions", "pt")
+        return run / f"predictions-{path.stem if path is not None else 'untrained'}.{form}"
 
     def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
         """Builds the trainer, and raises its configuration errors as :class:`DloError`."""
@@ -344,15 +325,10 @@ class DloCLI(LightningCLI):
             trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
             use_canonical_checkpoints(trainer)
             check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
-            self._set_checkpoints(trainer)
-            strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
-            strategy.checkpoint_to_load = self.config[self.command].ckpt_path
-            strategy.check_model(self.model, self.datamodule, trains=self.command == "fit", callbacks=callbacks)
-            if self.command == "fit":
-                self._check_run(trainer)
-            self._check_shares(trainer)
-            if self.command == "predict":
-                strategy.check_predict(self.model)
+            run = self.config[self.command].run
+            set_checkpoints(trainer, background=run.async_checkpoints, form=run.checkpoint_format)
+            path = self.config[self.command].ckpt_path
+            check_run(trainer, self.model, self.datamodule, command=self.command, ckpt_path=path)
             return trainer
         except (MisconfigurationException, ValueError, TypeError) as error:
             if runs.is_first_process():
@@ -363,45 +339,14 @@ class DloCLI(LightningCLI):
                 raise
             raise DloError(f"trainer: {error}") from error
 
-    def _check_run(self, trainer: Trainer) -> None:
-        """Lets module and callbacks check a fit, and checks the second models that they have not."""
-        owners = [self.model, *trainer.callbacks]  # type: ignore[attr-defined]
-        for owner in owners:
-            if isinstance(owner, RunChecker):
-                owner.check_run(trainer, self.model, self.datamodule)
-        for frozen in find_frozen_models(owners):
-            if not frozen.checked:  # by its owner's check_run
-                frozen.check(self.model, self.datamodule, contract_of(trainer.strategy))
-
-    def _check_shares(self, trainer: Trainer) -> None:
-        """Checks that a batch can be divided among the ranks."""
-        check_shares = getattr(self.datamodule, "check_shares", None)
-        if check_shares is not None and self.command == "fit":
-            check_shares(trainer)
-
     def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the trainer's arguments, with values from its strategy where the config leaves the defaults.
 
         A strategy with a config file of its own, such as DeepSpeed's, may define them there.
         """
         config = self._get(self.config_init, "trainer")
-        ask = getattr(config.get("strategy"), "trainer_arguments", None)
-        found = ask(dict(config), self.datamodule) if callable(ask) else {}
+        found = strategy_arguments(config, self.datamodule)
         return {**kwargs, **{key: found[key] for key in found if kwargs.get(key, config[key]) == config[key]}}
-
-    def _set_checkpoints(self, trainer: Trainer) -> None:
-        """Sets how the strategy writes checkpoints: in the background, or in Lightning's format."""
-        run = self.config[self.command].run
-        if isinstance(trainer.strategy, CanonicalStrategy):
-            trainer.strategy.async_checkpoints = run.async_checkpoints
-            trainer.strategy.checkpoint_format = run.checkpoint_format
-            trainer.strategy.check_checkpoints()
-            trainer.strategy.check_loggers(trainer.loggers)
-        elif run.async_checkpoints:
-            raise DloError(
-                f"run.async_checkpoints must be false under {type(trainer.strategy).__name__}, which writes its own"
-                " checkpoints, got true; set it to false, or use auto, ddp, zero1 to zero3 or fsdp"
-            )
 
     def _new_run(self) -> Path:
         """Creates the folder of a new run."""
@@ -409,53 +354,22 @@ class DloCLI(LightningCLI):
 
     def _resumed_run(self) -> Path | None:
         """Returns the run folder of ``--ckpt_path`` if it is one of this config's runs, else None."""
-        path = self.config[self.command].ckpt_path
-        if not path or Path(path).parent.name != runs.CHECKPOINTS:
-            return None
-        run = Path(path).parent.parent
-        return run if self._is_own(run) else None
+        return resumed_run(self.config[self.command].ckpt_path, self._runs())
 
     def _is_own(self, run: Path) -> bool:
         """Whether a run's folder is one of this config's runs."""
         return run.parent.resolve() == self._runs().resolve()
 
 
-def check_ranks(strategy: Strategy, options: Any) -> None:
-    """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently."""
-    devices = options.get("devices")
-    if isinstance(devices, str) and "," in devices:
-        devices = [device for device in devices.split(",") if device.strip()]
-    number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
-    nodes = int(options.get("num_nodes") or 1)
-    if isinstance(strategy, SingleDeviceStrategy) and number * nodes > 1:
-        raise DloError(
-            f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
-            f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
-        )
+def _missing_package(error: Exception) -> DloError | None:
+    """Returns the error for a class whose package is not installed, such as a logger's; None for another error.
 
-
-def check_strategy(strategy: Any) -> None:
-    """Raises a DloError, with the nearest match, for a strategy name that is not registered."""
-    if not isinstance(strategy, str):
-        return
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    if strategy not in known:
-        registered = Registry().names("strategy")
-        if strategy in registered:
-            raise DloError(
-                f"strategy must be a class_path or a registered name, got the class name '{strategy}'; write strategy:"
-                f" {{class_path: {strategy}}}, or on the command line --trainer.strategy.class_path {strategy}"
-            )
-        known = list(dict.fromkeys([*known, *registered]))
-        shown = [name for name in known if "spawn" not in name and "fork" not in name and "find_unused" not in name]
-        raise DloError(
-            f"unknown strategy '{strategy}'{did_you_mean(strategy, known) or ';'} available: {', '.join(shown)}"
-        )
-
-
-def _with_checkpoint_io(plugins: Any) -> list[Any]:
-    """Returns Lightning's ``plugins`` with dlo's checkpoint reader and writer, unless the user sets one."""
-    given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
-    if any(isinstance(plugin, CheckpointIO) for plugin in given):
-        return given
-    return [*given, SafeCheckpointIO()]
+    For a union type jsonargparse's (4.53) error is a page of all its types. Lightning names the requirement.
+    """
+    problem = re.search(r"Problem with given class_path '([^']+)':\s+(.+)", str(error))
+    needed = re.search(r"Requirement '([^']+)' not met|No module named '([^']+)'", str(error))
+    if needed is None:
+        return None
+    name = problem.group(1).rpartition(".")[2] if problem else "a class of the config"
+    package = needed.group(1) or needed.group(2)
+    return DloError(f"{name} needs the package {package}, which is not installed; pip install '{package}'")

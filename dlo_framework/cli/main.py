@@ -10,6 +10,8 @@ import sys
 from dlo_framework._version import __version__
 from dlo_framework.cli.command_table import RUN_COMMANDS, format_commands, load_command
 from dlo_framework.cli.launcher_args import remove_local_rank, translate_options
+from dlo_framework.cli.run_help import HELP as HELP_WORDS
+from dlo_framework.cli.run_help import format_run_help
 from dlo_framework.errors import DloError, worker_message
 
 HELP = """usage: dlo COMMAND [options]
@@ -20,7 +22,7 @@ commands:
 {commands}
 
 options:
-  -h, --help   show this text; `dlo COMMAND --help` shows the options of a command
+  -h, --help   show this text; `dlo COMMAND --help` shows the options of a command, `dlo fit --help-all` every key
   --version    show the versions of dlo and of the libraries it uses
 
 examples:
@@ -71,6 +73,9 @@ def _dispatch(words: list[str]) -> int:
         from dlo_framework.versions import format_versions
 
         print(format_versions())
+        return 0
+    if command in RUN_COMMANDS and any(word in HELP_WORDS for word in words):
+        print(format_run_help(command))
         return 0
     if command in RUN_COMMANDS:
         from dlo_framework.cli.run import run

@@ -8,8 +8,9 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.lightning_cli import DEFAULT_SEED, DloCLI, check_strategy
+from dlo_framework.cli.lightning_cli import DEFAULT_SEED, DloCLI
 from dlo_framework.errors import DloError
+from dlo_framework.run_setup import check_strategy
 from dlo_framework.testing.record import Record
 from dlo_framework.testing.training import Setting, record_training, silence_lightning, trainer_options
 

@@ -8,15 +8,17 @@ the walk does not cover, mostly wrong types, are taken from jsonargparse's text 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
-from dlo_framework.errors import DloError, did_you_mean, dlo_error_in
+from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 
@@ -47,6 +49,14 @@ def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry
         fault = next(_find_class_faults(keys, given, given, registry), None)
         if fault:
             return DloError(fault)
+    if keys == "trainer.precision":
+        return DloError(_explain_precision(given))
+    required = re.search(r"the following arguments are required: (\w+)", str(error))
+    if required and keys in KINDS:
+        return DloError(_explain_required(keys, required.group(1), given))
+    stray = re.search(r"unrecognized arguments: (\S+)", str(error))
+    if stray:
+        return DloError(_explain_unknown_option(stray.group(1).split("=")[0], known, found, registry))
     nested = re.match(r"NestedArg\(key='([^']+)'", given)
     if nested:
         return DloError(_explain_unknown_argument(keys, nested.group(1), found, registry))
@@ -107,12 +117,40 @@ def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry
         if name not in ("class_path", "init_args", "dict_kwargs"):
             yield f"unknown key '{key}.{name}'{did_you_mean(name, ['class_path', 'init_args'])}"
     accepted = list_parameters(cls)
-    for name in value.get("init_args") or {}:
+    for name, option in (value.get("init_args") or {}).items():
+        if isinstance(option, dict) and "class_path" not in option:
+            yield from _find_option_faults(f"{key}.init_args.{name}", cls, name, option)
         if accepted is not None and name not in accepted:
             yield (
                 f"unknown key '{key}.init_args.{name}' of {cls.__name__}"
                 f"{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted) or 'nothing'}"
             )
+
+
+def _find_option_faults(key: str, cls: type, name: str, value: dict[str, Any]) -> Iterator[str]:
+    """Yields the unknown keys of an option whose value is a class with fields of its own: ``lora: {rnk: 4}``."""
+    inner = _find_option_class(cls, name)
+    accepted = list_parameters(inner) if inner is not None else None
+    for field in value if inner is not None and accepted else ():
+        if field not in accepted:  # type: ignore[operator]
+            yield _format_unknown(f"{key}.{field}", field, inner, accepted)  # type: ignore[arg-type]
+
+
+def _find_option_class(cls: type, name: str) -> type | None:
+    """Returns the dataclass that a class's option takes; None where it takes none, or several."""
+    for base in inspect.getmro(cls):
+        if name in getattr(vars(base).get("__init__"), "__annotations__", {}):
+            try:
+                hint = typing.get_type_hints(base.__init__)[name]  # type: ignore[misc]
+            except NameError:
+                return None
+            found = [each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)]
+            return found[0] if len(found) == 1 and inspect.isclass(found[0]) else None
+    return None
+
+
+def _format_unknown(key: str, name: str, cls: type, accepted: list[str]) -> str:
+    return f"unknown key '{key}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted)}"
 
 
 def _find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
@@ -160,10 +198,20 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
         )
     cls = _find_class(given, KINDS.get(key), registry) if given else None
     accepted = list_parameters(cls) if cls is not None else None
+    option, _, field = name.partition(".")
+    inner = _find_option_class(cls, option) if cls is not None and field else None
+    if inner is not None:
+        return _format_unknown(f"{key}.{name}", field, inner, list_parameters(inner) or [])
+    if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
+        owner, _, option = key.rpartition(".")
+        named = _find_class_path(owner, found)
+        outer = _find_class(named, KINDS.get(owner), registry) if named else None
+        inner = _find_option_class(outer, option) if outer is not None else None
+        if inner is not None:
+            return _format_unknown(f"{key}.{name}", name, inner, list_parameters(inner) or [])
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
-    message = f"unknown key '{key}.{name}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: "
-    message += ", ".join(accepted)
+    message = _format_unknown(f"{key}.{name}", name, cls, accepted)
     if any(isinstance(_get_value(config, key), list) for config in found.configs.values()):
         message += f"; the command line sets the last of a list: set options of the others in the config, under {key}"
     return message
@@ -240,6 +288,60 @@ def list_parameters(cls: type) -> list[str] | None:
     return names or None
 
 
+#: Lightning's names of precisions that other tools call otherwise.
+_PRECISIONS = {
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "half": "16-mixed",
+    "amp": "16-mixed",
+    "bfloat16": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "fp32": "32-true",
+    "float32": "32-true",
+    "float": "32-true",
+    "fp64": "64-true",
+    "float64": "64-true",
+    "double": "64-true",
+}
+
+
+def _explain_precision(given: str) -> str:
+    """Returns the message for a precision that Lightning does not have."""
+    names = ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "transformer-engine"]
+    known = _PRECISIONS.get(given.lower())
+    hint = f"; did you mean '{known}'?" if known else did_you_mean(given, names)
+    return f"trainer.precision must be one of {', '.join(names)}, got '{given}'{hint}"
+
+
+def _explain_required(key: str, name: str, given: str) -> str:
+    """Returns the message for a class under ``key`` without an argument that it requires."""
+    classes = re.findall(rf"class_path='([^']+)', init_args=Namespace\((?:(?!class_path).)*?\b{name}=None", given)
+    cls = classes[-1].rpartition(".")[2] if classes else "the class"
+    return (
+        f"{name} of {cls} under {key} must be set, got none; set init_args: {{{name}: ...}} in the config, or add"
+        f" --{key}.{name} VALUE after the class"
+    )
+
+
+def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, registry: Registry) -> str:
+    """Returns the message for an option that does not exist, with the key of the config's classes that is meant."""
+    name = option.lstrip("-")
+    keys = list(known)
+    for part in ("model", "data"):
+        given = _find_class_path(part, found)
+        with contextlib.suppress(DloError):  # The message is on the option.
+            cls = _find_class(given, KINDS[part], registry) if given else None
+            keys += [f"{part}.{parameter}" for parameter in (list_parameters(cls) if cls is not None else None) or ()]
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    if same:
+        return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in same)}?"
+    near = nearest(name, keys) if "." in name else None
+    if near is None:
+        last = nearest(name, [key.rpartition(".")[2] for key in keys])
+        near = next((key for key in keys if key.rpartition(".")[2] == last), None)
+    return f"unknown option '{option}'" + (f"; did you mean '--{near}'?" if near else "")
+
+
 def _explain_unknown_key(key: str, known: list[str]) -> str:
     """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
     parent, _, name = key.rpartition(".")
@@ -253,10 +355,6 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     option = re.search(r"does not accept option '([^']+)'", message)
     if option:
         return _explain_unknown_key(option.group(1), known)
-    stray = re.search(r"unrecognized arguments: (\S+)", message)
-    if stray:
-        name = stray.group(1).split("=")[0]
-        return f"unknown option '{name}'{did_you_mean(name, [f'--{key}' for key in known])}"
     missing = re.search(r"arguments? (?:is|are) required: (?:\w+\.)?(\w+)", message)
     if missing:
         name = missing.group(1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
+from dlo_framework.cli.run_help import HELP_ALL
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
+from dlo_framework.process_setup import DRIVER, disable_nvml_check, silence_warnings
 
 if TYPE_CHECKING:
     from dlo_framework.registry import Registry
 
-_DRIVER = Path("/proc/driver/nvidia/version")
+
+#: Option that describes a run in place of it.
+DRY_RUN = "--dry-run"
 
 
 def run(argv: list[str]) -> int:
@@ -30,9 +32,14 @@ def run(argv: list[str]) -> int:
         DloError: If the input is invalid, before processes start or data loads.
     """
     # Before the imports, which take five seconds: a missing file is reported at once.
-    found = scan(argv)
+    found = scan(["--help" if word == HELP_ALL else word for word in argv if word != DRY_RUN])
 
     def build() -> None:
+        if DRY_RUN in argv:
+            from dlo_framework.cli.dry_run import DryRun
+
+            DryRun(found)
+            return
         from dlo_framework.cli.lightning_cli import DloCLI
 
         DloCLI(found)
@@ -113,11 +120,11 @@ def prepared_process(found: ConfigScan) -> Iterator[None]:
     Raises:
         DloError: If a plug-in cannot be imported, or the command line's parser refuses it.
     """
-    _silence_warnings()
+    silence_warnings()
     set_allocator()
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
-    _disable_nvml_check()
+    disable_nvml_check()
     registry = _load_plugins(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.parse_errors import explain_parse_error
@@ -163,22 +170,11 @@ def _load_plugins(found: ConfigScan) -> Registry:
     return registry
 
 
-def _disable_nvml_check() -> None:
-    """Resets a Lightning setting that costs a library lookup per step on machines without an NVIDIA driver.
-
-    ``import lightning`` sets ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` so that ``torch.cuda.is_available()`` does not
-    start CUDA before a fork. Optimizers call that function at each step, and without a driver each call is a
-    failed ``dlopen`` of NVML: a third of a small model's step. Without a driver CUDA cannot start anyway.
-    """
-    if sys.platform == "linux" and not _DRIVER.exists():
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-
-
 #: Variables that configure torch's allocator; dlo sets nothing if a user sets any of them.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def set_allocator(driver: Path = _DRIVER) -> None:
+def set_allocator(driver: Path = DRIVER) -> None:
     """Sets expandable segments for torch's allocator on NVIDIA GPUs, which reduces fragmentation.
 
     It must run before torch is imported. A user's value stays: `PYTORCH_ALLOC_CONF=expandable_segments:False`
@@ -186,33 +182,3 @@ def set_allocator(driver: Path = _DRIVER) -> None:
     """
     if driver.exists() and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-
-
-#: Warnings of other libraries that a user of dlo cannot act on.
-_SILENCED = (
-    ".*pkg_resources is deprecated.*",
-    ".*does not have many workers.*",
-    "Using `DistributedSampler` with the dataloaders.*",  # dlo's strategies repeat no sample.
-    ".*LeafSpec.* is deprecated.*",
-    "Checkpoint directory .* exists and is not empty",
-    "The dirpath has changed from .*",
-    "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint.*",
-)
-
-
-def _silence_warnings() -> None:
-    """Silences warnings and log lines that a user cannot act on."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    for message in _SILENCED:
-        warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch.utilities.rank_zero", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_is_relevant)
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates."""
-    text = record.getMessage()
-    return not (
-        text.startswith(("💡 Tip", "TPU available: False", "HPU available: False"))
-        or "register_constant() on Enum subclasses" in text
-    )

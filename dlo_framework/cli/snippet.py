@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import yaml
 
-from dlo_framework.registry.class_source import Parameter
+from dlo_framework.registry import Registry
+from dlo_framework.registry.class_source import Parameter, SourceNotFoundError, read_class
 
 #: Place of a plug-in of a kind in a config, one key per level; ``-`` is an item of a list.
 _PLACES = {
@@ -16,7 +18,7 @@ _PLACES = {
     "callback": ("trainer:", "callbacks:", "-"),
     "task": ("model:",),
     "data": ("data:",),
-    "applier": ("-",),
+    "applier": ("trainer:", "strategy:", "class_path: {strategy}", "init_args:", "appliers:", "-"),
 }
 
 
@@ -31,13 +33,13 @@ def format_yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -
         name: Short name of the plug-in.
         parameters: Parameters of its constructor.
     """
-    lines = ["# an item of a strategy's list of appliers"] if kind == "applier" else []
+    lines: list[str] = []
     indent = ""
     for key in _PLACES[kind]:
         if key == "-":
             break
-        lines.append(indent + key)
-        indent += "  "
+        lines.append(indent + key.format(strategy=find_applying_strategy()))
+        indent += "" if key.startswith("class_path") else "  "
     item = _PLACES[kind][-1] == "-"
     lines.append(f"{indent}{'- ' if item else ''}class_path: {name}")
     indent += "  " if item else ""
@@ -48,6 +50,15 @@ def format_yaml_snippet(kind: str, name: str, parameters: Sequence[Parameter]) -
         lines.append(f"{indent}{'' if said else '# '}init_args:")
         lines += [f"{indent}  {line}" for line in arguments]
     return "\n".join(lines)
+
+
+def find_applying_strategy() -> str:
+    """Returns the first installed strategy that takes appliers; a placeholder if there is none."""
+    for plugin in Registry().plugins("strategy"):
+        with contextlib.suppress(SourceNotFoundError):
+            if any(parameter.name == "appliers" for parameter in read_class(plugin.target).parameters):
+                return plugin.name
+    return "<a strategy with appliers>"
 
 
 def _format_argument(parameter: Parameter) -> str:

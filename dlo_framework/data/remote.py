@@ -413,20 +413,37 @@ def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
     if not is_remote(pattern):
         return _find_local(local_name(pattern))
     system, path = file_system(pattern, options)
+    protocol = pattern.partition("://")[0]
 
     def found() -> list[str]:
         try:
             if any(mark in path for mark in "*?["):
                 return [name for name in system.glob(path) if not system.isdir(name)]
+            if protocol in ("http", "https") and "." not in path.rstrip("/").rpartition("/")[2]:
+                return _list_web_folder(system, path.rstrip("/"))
             if system.isfile(path):
                 return [path]
             return [entry["name"] for entry in system.ls(path, detail=True) if entry["type"] == "file"]
         except FileNotFoundError:
             return []
 
-    protocol = pattern.partition("://")[0]
     names = sorted(_try(found, pattern))
     return [name if "://" in name else f"{protocol}://{name}" for name in names]
+
+
+def _list_web_folder(system: Any, folder: str) -> list[str]:
+    """Returns the files that a web server's listing of a folder links to, or its `index.json` without a listing.
+
+    fsspec (2026.9) takes each URL that exists for a file, and lists a large file by reading it as text. So a name
+    without a suffix is a folder here.
+    """
+    try:
+        entries = system.ls(f"{folder}/", detail=True)
+    except FileNotFoundError:
+        entries = []
+    found = [entry["name"] for entry in entries if entry["type"] == "file"]
+    inside = [name for name in found if name.rpartition("/")[0] == folder and "?" not in name]
+    return inside or [name for name in (f"{folder}/index.json", folder) if system.isfile(name)][:1]
 
 
 def _find_local(path: Path) -> list[str]:

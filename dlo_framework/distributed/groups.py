@@ -57,6 +57,18 @@ class MeshGroups:
                 self._groups[key] = made  # type: ignore[assignment]
         return self._groups[key]
 
+    def _expert_ranks(self) -> list[list[int]]:
+        """Returns the ranks of dp_shard x cp as rows: in a row ranks differ in `ep`, in a column in its shard."""
+        ranks, ep = self.ranks("dp_shard", "cp"), self.spec.ep
+        return [ranks[first : first + ep] for first in range(0, len(ranks), ep)]
+
+    def _named_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
+        if (name,) not in self._groups:
+            made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+            assert made is not None
+            self._groups[(name,)] = made  # type: ignore[assignment]
+        return self._groups[(name,)]
+
     # --- the groups that strategies use --------------------------------------------------------------------
 
     @property
@@ -78,6 +90,47 @@ class MeshGroups:
     def has_data_parallelism(self) -> bool:
         """Whether several ranks hold the same part of the model."""
         return self.spec.dp_replicate * self.spec.dp_shard * self.spec.cp > 1
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """Ranks of `ep`, which exchange tokens."""
+        me = dist.get_rank()
+        return self._named_group("ep", next(row for row in self._expert_ranks() if me in row))
+
+    @property
+    def expert_shard_group(self) -> dist.ProcessGroup:
+        """Ranks that shard this rank's experts."""
+        column = self.spec.expert_rank(self.coordinates)
+        return self._named_group("expert shards", [row[column] for row in self._expert_ranks()])
+
+    @property
+    def expert_data_group(self) -> dist.ProcessGroup:
+        """Ranks that have this rank's experts, in other copies of the model too."""
+        if self.spec.dp_replicate == 1:
+            return self.expert_shard_group
+        return self._named_group("expert data", [rank for row in self._expert_copies() for rank in row])
+
+    def _expert_copies(self) -> list[list[int]]:
+        """Returns the ranks with this rank's experts, by copy of the model."""
+        ranks, ep = self.ranks("dp_replicate", "dp_shard", "cp"), self.spec.ep
+        mine, shards = self.spec.expert_rank(self.coordinates), self.spec.dp_shard * self.spec.cp
+        return [ranks[first + mine : first + shards : ep] for first in range(0, len(ranks), shards)]
+
+    def expert_mesh(self, copies: str, shards: str) -> DeviceMesh:
+        """Returns the DeviceMesh to shard this rank's experts over, with the axes of :meth:`data_mesh`.
+
+        Args:
+            copies: Name of the axis of replicas.
+            shards: Name of the axis of shards.
+        """
+        if self.spec.dp_replicate == 1:
+            return DeviceMesh.from_group(self.expert_shard_group, self.device_type, mesh_dim_names=(shards,))
+        return DeviceMesh.from_group(
+            [self.group("dp_replicate"), self.expert_shard_group],
+            self.device_type,
+            mesh=torch.tensor(self._expert_copies()),
+            mesh_dim_names=(copies, shards),
+        )
 
     def device_mesh(self) -> DeviceMesh:
         """Returns the DeviceMesh of all axes, for appliers."""

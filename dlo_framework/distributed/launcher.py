@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -37,6 +38,7 @@ from dlo_framework.distributed.failure import (
     record_for_torchrun,
     set_run_end,
 )
+from dlo_framework.distributed.forked_launcher import ForkedLauncher
 from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import SignalListener
@@ -376,7 +378,10 @@ class WatchedRanks(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
+        if self._start_method == "fork" or (self._start_method == "popen" and _IS_INTERACTIVE):
+            # A notebook has no script that ranks could run; torchrun's ranks are none of a notebook.
+            self._launcher = ForkedLauncher(self)
+        elif self._start_method == "popen":
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             super()._configure_launcher()

@@ -62,6 +62,19 @@ def check_initialisable(module: nn.Module, loads_weights: bool) -> None:
         )
 
 
+#: Attribute of modules whose values are read after they have been sharded.
+_READ_LATER = "_dlo_read_later"
+
+
+def set_read_later(module: nn.Module) -> None:
+    """Marks a module on the meta device whose parameters are read once it is sharded.
+
+    Its slices over `ep` are then allocated alone, without initial values: otherwise each rank would hold all experts of
+    a unit for a moment.
+    """
+    module.__dict__[_READ_LATER] = True
+
+
 class Initialiser:
     """Allocates and initialises modules that are on the meta device, with the same values on all ranks.
 
@@ -93,7 +106,7 @@ class Initialiser:
         for name, submodule, lacking in fresh:
             self._allocate(name, submodule, lacking)
         for name, submodule, lacking in fresh:
-            if lacking and _resets(submodule):
+            if lacking and _resets(submodule) and not self._is_read_later(name, submodule):
                 with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
                     torch.manual_seed(module_seed(self._seed, name))
                     with torch.no_grad():
@@ -102,6 +115,11 @@ class Initialiser:
             for key in lacking:
                 _cut_again(submodule, key, self._layout.slices.get(_joined(name, key)))
         self._done.update(id(submodule) for _, submodule in order)
+
+    def _is_read_later(self, name: str, module: nn.Module) -> bool:
+        """Returns whether all of a module's own tensors are slices over `ep` whose values are read later."""
+        own = [*module._parameters, *module._buffers]
+        return _READ_LATER in module.__dict__ and all(_joined(name, key) in self._layout.experts for key in own)
 
     def replacement_of(self, tensor: Any) -> Any:
         """Returns the tensor that has replaced a meta tensor; any other tensor itself."""
@@ -125,7 +143,8 @@ class Initialiser:
             tensor = entries[key]
             if id(tensor) not in self._made:
                 cut = self._layout.slices.get(_joined(name, key))
-                shape = tensor.shape if cut is None else cut.full_shape(tensor.shape)
+                whole = cut is not None and not self._is_read_later(name, module)
+                shape = cut.full_shape(tensor.shape) if cut is not None and whole else tensor.shape
                 fill = torch.nan if tensor.is_floating_point() else 0
                 value = torch.full(shape, fill, dtype=tensor.dtype, device=self._device)
                 new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

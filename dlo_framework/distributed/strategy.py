@@ -443,18 +443,20 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
 
 def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
-    for name, find_unused in (
-        ("ddp", False),
-        ("ddp_find_unused_parameters_false", False),
-        ("ddp_find_unused_parameters_true", True),
-    ):
-        StrategyRegistry.register(
-            name,
-            DataParallelStrategy,
-            description="plain data parallelism with canonical checkpoints",
-            override=True,
-            find_unused_parameters=find_unused,
-        )
+    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook")):
+        for ending, find_unused in (
+            ("", False),
+            ("_find_unused_parameters_false", False),
+            ("_find_unused_parameters_true", True),
+        ):
+            StrategyRegistry.register(
+                f"ddp{suffix}{ending}",
+                DataParallelStrategy,
+                description="plain data parallelism with canonical checkpoints",
+                override=True,
+                find_unused_parameters=find_unused,
+                start_method=start,
+            )
 
 
 def use_canonical_checkpoints(trainer: Trainer) -> None:

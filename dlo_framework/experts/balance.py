@@ -74,7 +74,7 @@ def read_routing(name: str, router: nn.Module, output: Any) -> Routing:
             return Routing(logits.reshape(-1, logits.shape[-1]), weights, indices)
     raise DloError(
         f"a mixture's router must return logits, weights and indices of the top k experts, got {type(router).__name__}"
-        f" of '{name}', which does not; leave its losses and ExpertBalance out"
+        f" of '{name}', which does not; leave out its losses, and callbacks that show its load"
     )
 
 

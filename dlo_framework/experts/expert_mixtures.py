@@ -24,7 +24,7 @@ from dlo_framework.plan import ParallelPlan
 Form = Literal["routed", "dense", "list"]
 
 #: Attributes of a module of experts, or of a router, that hold the number of experts.
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Attributes of a router, or of a mixture, that hold the number of experts of a token.
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_k", "topk")
 #: Names of routers, most usual first; other names are found by a weight `[E, D]`.
@@ -64,6 +64,14 @@ class Mixture:
     def active_fraction(self) -> float:
         """Returns the fraction of the experts' parameters that a token uses; 1 if `top_k` is not known."""
         return 1.0 if self.top_k is None else min(1.0, self.top_k / self.count)
+
+    def count_parameters(self, model: nn.Module) -> int:
+        """Returns the number of parameters of all experts, in a model that is not cut."""
+        return sum(parameter.numel() for parameter in model.get_submodule(self.experts).parameters())
+
+    def count_active(self, model: nn.Module) -> int:
+        """Returns the number of the experts' parameters that a token uses, in a model that is not cut."""
+        return round(self.count_parameters(model) * self.active_fraction())
 
 
 def find_mixtures(model: nn.Module, plan: ParallelPlan | None = None) -> list[Mixture]:
@@ -110,7 +118,7 @@ def _all_mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 def _stacked_mixture(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Mixture | None:
     """Returns the mixture whose stacked experts a module is; None for any other module."""
-    count = _attribute(module, _COUNTS)
+    count = _attribute(module, COUNTS)
     if count is None or count < 2:
         return None
     parameters = dict(module.named_parameters(name))

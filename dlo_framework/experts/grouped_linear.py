@@ -26,8 +26,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | 
         counts: Number of rows of each expert, `[E]`, integers; their sum is at most S.
         bias: Biases, `[E, H]`.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
+    kind = rows.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if has_grouped_kernel(rows, weight):
         return _by_grouped_mm(rows, weight, counts, bias)

@@ -31,8 +31,8 @@ class Experts(nn.Module):
         starts_at_zero: Whether the initial output is 0, for experts beside a shared one.
 
     Attributes:
-        first_name: Name of the first projection, `up_proj` or `gate_up_proj`.
-        up_proj: Weights `[E, H, D]`; `gate_up_proj`, `[E, 2 H, D]`, where experts are gated. `..._bias`: biases.
+        first_name: Name of the first projection: `up_proj`, weights `[E, H, D]`, or, where experts are gated,
+            `gate_up_proj`, `[E, 2 H, D]`. Its biases are `..._bias`.
         down_proj: Weights `[E, D, H]`. `down_proj_bias`: biases, `[E, D]`.
     """
 

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.experts.auxiliary_loss import set_scale
 from dlo_framework.experts.balance import (
     RouterLoad,
     find_routers,
@@ -35,7 +36,8 @@ class RouterTraining(Callback):
     """Adds the losses of the routers to their gradients, and moves their loss-free biases after each optimizer step.
 
     The biases are buffers, and so in checkpoints. The load that moves them is that of all tokens of an optimizer step:
-    of all ranks and of all accumulated micro-batches.
+    of all ranks and of all accumulated micro-batches. A LightningModule other than a Task returns its loss through
+    :func:`dlo_framework.experts.auxiliary_loss.follow_gradient`, for accumulation and loss scaling.
 
     Args:
         options: Options of the mixtures.
@@ -51,6 +53,7 @@ class RouterTraining(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to watch the routers."""
         self._remove()
+        set_scale(1.0)  # Of an earlier run, perhaps with a scaled loss.
         self._routers = find_routers(pl_module)
         self._loads, self._handles = watch_losses(pl_module, self.options, token_group(trainer))
         self._last_step = trainer.global_step

@@ -15,6 +15,7 @@ Shapes: G rows (groups) of N tokens, T = G N, E experts, D features, k choices o
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ def choose_experts(scores: Tensor, top_k: int, normalize: bool, bias: Tensor | N
         scores: Scores, `[T, E]`.
         top_k: Number of experts of a token.
         normalize: Whether weights are divided by their sum.
-        bias: Bias of the choice, `[E]`, which is no part of the weights.
+        bias: Bias of the choice, `[E]`, without influence on the weights.
     """
     indices = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
     weights = scores.gather(-1, indices)
@@ -116,8 +117,17 @@ def moved_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + rate * (load.mean() - load).sign()
 
 
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context without autocast; the meta device has none."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
 class Router(nn.Module):
-    """Selects the experts of each token; its parameters have transformers' names.
+    """Selects the experts of each token; its tensors have transformers' names.
+
+    With `bias_rate` it has a loss-free bias, the buffer `e_score_correction_bias`, `[E]`, in single precision.
 
     Args:
         dim: Number of features of a token.
@@ -125,7 +135,6 @@ class Router(nn.Module):
 
     Attributes:
         weight: Projection, `[E, D]`.
-        e_score_correction_bias: Loss-free bias, `[E]`, in single precision; only with `bias_rate`.
     """
 
     def __init__(self, dim: int, options: MixtureOptions) -> None:
@@ -152,7 +161,7 @@ class Router(nn.Module):
         """
         rows = hidden.reshape(-1, *hidden.shape[-2:])  # [G, N, D]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             logits = F.linear(rows.to(wide), self.weight.to(wide))  # [G, N, E]
             scores = expert_scores(logits, self.kind)
             if self.kind == "expert_choice":

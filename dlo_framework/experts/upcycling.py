@@ -52,7 +52,7 @@ def upcycle(
     Args:
         model: Model, also on the meta device.
         mlps: Names of the MLPs of all blocks, in order, of which each `every`-th is replaced.
-        read: Function that returns the linear layers of an MLP; None for a module that is no MLP.
+        read: Function that returns the linear layers of an MLP; None for other modules.
         options: Options of the mixtures.
 
     Raises:

@@ -11,17 +11,28 @@ plug-ins derive from, that is 1.8 s of CPU time; to read the files of the built-
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import operator
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 #: Number of imports or base classes to follow before a chain counts as circular.
 _LONGEST_CHAIN = 16
 _SUPER = "super().__init__"
+#: Arithmetic in defaults: ``3 / 4``, ``2**20``.
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,16 @@ def read_class(target: str) -> ClassSource:
         SourceNotFoundError: if the module, its source, or the class cannot be found.
     """
     return _find(target).source()
+
+
+def read_exports(module: str) -> list[str]:
+    """Returns the names in a module's ``__all__``, from its source; an empty list without one."""
+    found = _Module.find(module)
+    try:
+        names = found._evaluate(found._find_constant("__all__", 0)[1], 0) if found is not None else []
+    except (ValueError, LookupError):
+        return []
+    return [str(name) for name in names]
 
 
 def read_class_in_file(path: Path, name: str) -> ClassSource:
@@ -226,6 +247,44 @@ class _Module:
                     return found
         return None
 
+    def show_value(self, value: ast.expr) -> str:
+        """Returns the value of a default as text, with module constants replaced; its source if it is not plain."""
+        try:
+            return repr(self._evaluate(value, 0))
+        except (ValueError, LookupError, ArithmeticError):
+            return ast.unparse(value)
+
+    def _evaluate(self, value: ast.expr, chain: int) -> Any:
+        """Evaluates literals, arithmetic of two, and names of module constants.
+
+        Raises:
+            ValueError: if the expression has anything else.
+            LookupError: if a constant cannot be found.
+        """
+        if isinstance(value, ast.Name):
+            home, found = self._find_constant(value.id, chain)
+            return home._evaluate(found, chain + 1)
+        if isinstance(value, ast.Tuple | ast.List):
+            items = [self._evaluate(item, chain) for item in value.elts]
+            return tuple(items) if isinstance(value, ast.Tuple) else items
+        if isinstance(value, ast.BinOp) and type(value.op) in _ARITHMETIC:
+            return _ARITHMETIC[type(value.op)](self._evaluate(value.left, chain), self._evaluate(value.right, chain))
+        return ast.literal_eval(value)
+
+    def _find_constant(self, name: str, chain: int) -> tuple[_Module, ast.expr]:
+        """Returns the module and the value of a constant, following imports."""
+        for node in self.statements() if chain <= _LONGEST_CHAIN else ():
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            if value is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return self, value
+            for module, wanted in self._imported_from(node, name):
+                home = _Module.find(module)
+                if home is not None:
+                    with contextlib.suppress(LookupError):
+                        return home._find_constant(wanted, chain + 1)
+        raise LookupError(name)
+
     def _imported_from(self, node: ast.stmt, name: str) -> Iterator[tuple[str, str]]:
         """Yields the modules from which a statement may import a name, with the name there."""
         if isinstance(node, ast.Import):
@@ -286,7 +345,7 @@ class _Class:
             return self._documented(self._fields(chain))
         if init is None:
             return self._inherited(chain)
-        own = self._documented(_signature(init), ast.get_docstring(init) or "")
+        own = self._documented(_signature(init, self.home), ast.get_docstring(init) or "")
         passed = _passed_on(init)
         if passed is None:
             return own
@@ -333,7 +392,8 @@ class _Class:
             annotation = ast.unparse(node.annotation)
             if "ClassVar" in annotation:
                 continue
-            fields[node.target.id] = Parameter(node.target.id, annotation, _field_default(node.value), "")
+            default = _field_default(node.value, self.home)
+            fields[node.target.id] = Parameter(node.target.id, annotation, default, "")
         return list(fields.values())
 
     def _documented(self, parameters: list[Parameter], init_doc: str = "") -> list[Parameter]:
@@ -346,13 +406,13 @@ class _Class:
         return [replace(p, doc=docs.get(p.name, p.doc)) for p in parameters]
 
 
-def _signature(init: ast.FunctionDef) -> list[Parameter]:
+def _signature(init: ast.FunctionDef, home: _Module) -> list[Parameter]:
     arguments = init.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     pairs = list(zip(positional, [*defaults, *arguments.defaults], strict=True))[1:]  # Without self.
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return [Parameter(a.arg, _annotation(a), ast.unparse(d) if d is not None else None, "") for a, d in pairs]
+    return [Parameter(a.arg, _annotation(a), home.show_value(d) if d is not None else None, "") for a, d in pairs]
 
 
 def _annotation(argument: ast.arg) -> str:
@@ -379,12 +439,12 @@ def _passed_on(init: ast.FunctionDef) -> tuple[str, set[str]] | None:
     return None
 
 
-def _field_default(value: ast.expr | None) -> str | None:
+def _field_default(value: ast.expr | None, home: _Module) -> str | None:
     if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("field", "dataclasses.field"):
-        return ast.unparse(value) if value is not None else None
+        return home.show_value(value) if value is not None else None
     for keyword in value.keywords:
         if keyword.arg == "default":
-            return ast.unparse(keyword.value)
+            return home.show_value(keyword.value)
         if keyword.arg == "default_factory":
             return f"{ast.unparse(keyword.value)}()"
     return None

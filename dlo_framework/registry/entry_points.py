@@ -55,6 +55,11 @@ class Plugin:
         """Name, followed by the aliases."""
         return (self.name, *self.aliases)
 
+    @property
+    def short_names(self) -> tuple[str, ...]:
+        """Aliases without those of variants, such as ``zero2_offload``; the name of a plug-in without any."""
+        return tuple(alias for alias in self.aliases if "_" not in alias) or (self.name,)
+
     @cached_property
     def summary(self) -> str:
         """First paragraph of the docstring, from the source; "(not found: ...)" without a source."""

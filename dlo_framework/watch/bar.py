@@ -11,11 +11,14 @@ from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
 from dlo_framework.batches import batch_size
+from dlo_framework.units import format_duration
 from dlo_framework.watch.monitor import batch_loss, data_parallel_size
 
 
 class RunBar(ProgressBar):
-    """Progress bar for each epoch with loss, lr, samples/s and the last validation's metrics; on by default.
+    """Progress bar for each epoch; on by default.
+
+    It shows loss, lr, samples/s, the last validation's metrics, and the time left until the run's end.
 
     It reads the clock at each step and draws a few times a second; only then is the loss read from the device. Where
     the output is not a terminal but, for example, a log file, it prints a line for each epoch, and one each minute.
@@ -39,6 +42,7 @@ class RunBar(ProgressBar):
         self._outputs: Any = None
         self._accumulated = 1
         self._metrics: dict[str, float] = {}
+        self._first: tuple[float, int] | None = None  # clock and completed batches after the run's first batch
 
     def disable(self) -> None:
         """Stops drawing: on ranks other than the first, and while a callback trains for itself."""
@@ -64,6 +68,7 @@ class RunBar(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the number of data-parallel ranks."""
         self._world = data_parallel_size(trainer)
+        self._first = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Opens the epoch's bar."""
@@ -76,6 +81,8 @@ class RunBar(ProgressBar):
         if not self._enabled:
             return
         self._samples += batch_size(batch) * self._world
+        if self._first is None:  # After the first batch, which may compile.
+            self._first = (time.perf_counter(), trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         # The accumulation may have changed when the loss is drawn.
         self._outputs, self._accumulated = outputs, trainer.accumulate_grad_batches
         now = time.perf_counter()
@@ -153,12 +160,39 @@ class RunBar(ProgressBar):
         if self._samples:
             parts.append(f"{self._samples / (time.perf_counter() - self._began):,.0f} samples/s")
         parts += [f"{name} {value:.4f}" for name, value in self._metrics.items() if name.startswith("val")]
+        left = self._seconds_left(trainer)
+        if left is not None:
+            parts.append(f"{format_duration(left)} left")
         return ", ".join(parts)
+
+    def _seconds_left(self, trainer: Trainer) -> float | None:
+        """Returns the seconds until the run's last batch, at its rate so far; None if its end or rate is unknown.
+
+        Validations are in the rate: it is taken over the wall time since the run's first batch.
+        """
+        done = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        if self._first is None or done <= self._first[1]:
+            return None
+        total = _count_batches(trainer, done)
+        if total is None:
+            return None
+        began, before = self._first
+        return max(0.0, (total - done) * (time.perf_counter() - began) / (done - before))
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _count_batches(trainer: Trainer, done: int) -> int | None:
+    """Returns the number of batches of the full run, by its epochs or its steps; None if neither is known."""
+    per_epoch, ends = trainer.num_training_batches, []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and per_epoch != float("inf"):
+        ends.append(trainer.max_epochs * int(per_epoch))
+    if trainer.max_steps > 0 and trainer.global_step:
+        ends.append(trainer.max_steps * done // trainer.global_step)
+    return min(ends, default=None)
 
 
 def _label(trainer: Trainer) -> str:

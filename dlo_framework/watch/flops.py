@@ -18,6 +18,21 @@ from dlo_framework.watch.peaks import device_peak
 SampleShape = tuple[tuple[int, ...], ...]
 
 
+def grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of `grouped_mm`, the product of a mixture's experts: those of the rows that run.
+
+    Args:
+        a: Shape of the left operand, `[M, K]` or `[G, M, K]`; without G, groups are along one of its dims.
+        b: Shape of the right operand, `[K, N]` or `[G, K, N]`.
+    """
+    groups = a[0] if len(a) == 3 and len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+#: torch's counter (2.11 to 2.15) does not know this operator.
+_GROUPED = {torch.ops.aten._grouped_mm: grouped_flops}
+
+
 class FlopCounter:
     """Counter of the FLOPs of a training step (matrix products, convolutions, attention; a multiply-add is two).
 
@@ -87,7 +102,7 @@ class FlopCounter:
             self.counts[shape] = 0.0
             return
         self._shape, self.running = shape, True
-        self._mode = FlopCounterMode(display=False)
+        self._mode = FlopCounterMode(display=False, custom_mapping=_GROUPED)
         self._mode.mod_tracker = _WholeModel()  # type: ignore[assignment]
         self._mode.__enter__()
 

@@ -1,21 +1,25 @@
 """Images and texts for the loggers of a run.
 
 Lightning has no common method for them. TensorBoard's writer has its own; ``WandbLogger`` has ``log_image`` and
-``log_text``, which a logger of your own may define too. For any other logger a message says once that it gets none.
+``log_text``, which a logger of your own may define too. ``CSVLogger`` gets files in its folder:
+``media/<tag>/<step>.png`` and ``.md``. For any other logger a message says once that it gets none.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from dlo_framework.atomic_file import open_atomic, write_atomic
 from dlo_framework.watch.monitor import is_tensorboard
 
 if TYPE_CHECKING:
@@ -36,8 +40,13 @@ def log_image(trainer: Trainer, tag: str, make: Callable[[], Tensor]) -> None:
         assert image is not None
         if is_tensorboard(logger):
             logger.experiment.add_image(tag, image, trainer.global_step)
-        else:
+        elif callable(getattr(logger, "log_image", None)):
             logger.log_image(key=tag, images=[image.permute(1, 2, 0).cpu().numpy()], step=trainer.global_step)
+        else:
+            from PIL import Image
+
+            with open_atomic(_file(logger, tag, trainer.global_step, "png")) as path:
+                Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).save(path, format="png")
 
 
 def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:
@@ -62,6 +71,8 @@ def log_text(trainer: Trainer, tag: str, make: Callable[[], str]) -> None:
     for logger in _taking(trainer, "log_text", tag):
         if is_tensorboard(logger):
             logger.experiment.add_text(tag, make(), trainer.global_step)
+        elif not callable(getattr(logger, "log_text", None)):
+            write_atomic(_file(logger, tag, trainer.global_step, "md"), make())
         else:
             logger.log_text(key=tag, columns=["text"], data=[[make()]], step=trainer.global_step)
 
@@ -69,12 +80,23 @@ def log_text(trainer: Trainer, tag: str, make: Callable[[], str]) -> None:
 def _taking(trainer: Trainer, method: str, tag: str) -> list[Any]:
     """Returns the loggers that take images or texts, by the name of their method; none on ranks other than 0."""
     loggers: list[Any] = list(trainer.loggers) if trainer.is_global_zero else []
-    taking = [logger for logger in loggers if is_tensorboard(logger) or callable(getattr(logger, method, None))]
+    taking = [
+        logger
+        for logger in loggers
+        if is_tensorboard(logger) or callable(getattr(logger, method, None)) or isinstance(logger, CSVLogger)
+    ]
     names = ", ".join(type(logger).__name__ for logger in taking)
     for logger in loggers:
         if logger not in taking:
             _name_missing(type(logger).__name__, method, tag, names)
     return taking
+
+
+def _file(logger: Any, tag: str, step: int, ending: str) -> Path:
+    """Returns the file of an image or a text; a tag may have slashes, which make folders."""
+    path = Path(logger.log_dir, "media", *tag.split("/"), f"{step}.{ending}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
 from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak
+from dlo_framework.watch.monitored_names import check_monitored
 
 #: Steps, or records on an accelerator, of which the median step time is.
 _LAST_STEPS = 1000
@@ -144,6 +145,10 @@ class RunMonitor(Callback):
         self._loss = self._norm = None
         self._batches = self._window_samples = self._window_steps = 0
         self._window_shapes, self._window_seconds = {}, 0.0
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks the names of monitored metrics, before the first step."""
+        check_monitored(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the values that do not change during a run, and starts the clock."""

@@ -17,6 +17,7 @@ from dlo_framework.atomic_file import open_atomic
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.prediction_table import Form, describe_output, make_table, write_table
 
 
 class SavePredictions(Callback):
@@ -28,12 +29,16 @@ class SavePredictions(Callback):
     With others, to which Lightning gives a DistributedSampler, rank r of R has every R-th sample; where the batches'
     outputs cannot be one tensor, a warning says that the list is in another order.
 
+    A table has a row for each sample: its name, its class and probability, and up to four further classes. It needs
+    outputs of probabilities ``[n, classes]``, and a datamodule with ``prediction_names()`` and ``class_names``.
+
     Args:
         path: Path of the file.
+        form: Form of the file: `pt`, or a table as `csv`, `jsonl` or `parquet`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, form: Form = "pt") -> None:
+        self.path, self.form = Path(path), form
         self._batches: list[Any] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +61,18 @@ class SavePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Copies a batch's outputs to the CPU, and keeps them."""
+        """Copies a batch's outputs to the CPU, and keeps them.
+
+        Raises:
+            DloError: If they cannot be rows of a table.
+        """
+        if self.form != "pt" and not (isinstance(outputs, torch.Tensor) and outputs.ndim == 2):
+            raise mark_agreed(
+                DloError(
+                    "run.predictions must be pt for outputs of predict_step that are not probabilities [n, classes],"
+                    f" got {self.form} and {describe_output(outputs)}; set it to pt"
+                )
+            )
         self._batches.append(move_data_to_device(outputs, torch.device("cpu")))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +91,11 @@ class SavePredictions(Callback):
                     " predict on one rank, or use a dlo datamodule"
                 )
         earlier = " (in place of an earlier file)" if self.path.exists() else ""
-        _write(torch.cat(batches) if _fit_together(batches) else batches, self.path)
+        if self.form == "pt":
+            _write(torch.cat(batches) if _fit_together(batches) else batches, self.path)
+        else:
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            write_table(make_table(torch.cat(batches), data.prediction_names(), data.class_names), self.path, self.form)
         print(f"predictions: {self.path}{earlier}")
 
 

@@ -262,14 +262,14 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     named = [(plain_name(name), parameter) for name, parameter in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     psi = sum(strategy.full_size(name, parameter) for name, parameter in named if parameter.requires_grad)
-    states = [
-        sum(1 for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
+    masters = strategy.has_master_weights
+    element = 4 if masters else max((p.element_size() for p in trained), default=4)
+    states = [  # bf16 weights may have state in single precision, which counts twice.
+        sum(value.element_size() / element for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
         for optimizer in trainer.strategy.optimizers
         for state in optimizer_states(optimizer)
     ]
     kept = max(states, default=0)
     ranks = strategy.shard_size or trainer.world_size
     frozen = sum(strategy.full_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
-    masters = strategy.has_master_weights
-    element = 4 if masters else max((p.element_size() for p in trained), default=4)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

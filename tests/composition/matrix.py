@@ -39,6 +39,7 @@ from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
 from dlo_plugins.callbacks.layer_drop import LayerDrop
+from dlo_plugins.callbacks.low_precision import LowPrecision
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
 from dlo_plugins.callbacks.one_cycle import OneCycle
@@ -62,6 +63,7 @@ from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
+from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.text_data import TextData
 from support.texts import lines, sentences
@@ -180,6 +182,8 @@ BESIDE: dict[str, With] = {
     "GradientCompression": With(lambda: [GradientCompression("bf16")], alone=False, rtol=2**-7),
     "GradientNoise": With(lambda: [GradientNoise(seed=1)]),
     "LayerDrop": With(lambda: [LayerDrop(theta=0.4, rate=10)]),
+    # Scales of slices and of a rank's tokens round differently.
+    "LowPrecision": With(lambda: [LowPrecision(min_features=8)], rtol=2**-5),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
@@ -206,6 +210,7 @@ BESIDE: dict[str, With] = {
     "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
     "TokenDrop": With(lambda: [TokenDrop(multiple=1)]),
     "WeightEMA": With(lambda: [WeightEMA(0.8)]),
+    "lora, a 4-bit base": With(task_args=(("lora", Lora(rank=4, base="nf4", base_block=8)),), tasks=TEXTS),
 }
 
 

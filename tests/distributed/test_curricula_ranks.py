@@ -129,13 +129,13 @@ def compare(folder: Path, alone: dict[str, Any], strategy: str, kind: str) -> No
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["zero3", "pp"])
+@pytest.mark.parametrize("strategy", ["pp"])
 def test_images_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
     compare(folder, alone, strategy, "images")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["zero2", "tp", "cp"])
+@pytest.mark.parametrize("strategy", ["zero3", "tp", pytest.param("cp", marks=pytest.mark.slow)])
 def test_texts_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
     compare(folder, alone, strategy, "texts")
 

@@ -29,17 +29,17 @@ def build(kind: str = "adamw") -> tuple[LightningModule, LightningDataModule]:
         sizes = {"patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
         # Keys' biases have no gradient but rounding, of which Adam makes whole steps unless eps is larger.
         task = ImageClassifier("vit_tiny_patch16_224", sizes, optimizer_args={"eps": 1e-3}, log_images=0)
-        return task, DigitsData(image_size=16, batch_size=32)
+        return task, DigitsData(image_size=16, batch_size=32, val_fraction=0.02)
     if kind == "coatnet":
         sizes = {"embed_dim": [16, 64, 64, 64], "depths": [1, 1, 1, 1], "stem_width": 8, "img_size": 32}
         # Batch norm takes each rank's own statistics, so that only its use of them can be compared.
         return Still("coatnet_nano_rw_224", sizes, optimizer_args={"eps": 1e-3}, log_images=0), DigitsData(
-            image_size=32, batch_size=16
+            image_size=32, batch_size=16, val_fraction=0.01
         )
     if kind == "llama":
         config = {"model_type": "llama", **FAMILIES["llama"]}
         return CausalLM(config=config, lora=Lora(rank=4), lr=1e-3, optimizer_args={"eps": 1e-4}), Tokens(1)
-    return (Momentum() if kind == "sgd" else Model()), DigitsData(image_size=16, batch_size=48)
+    return (Momentum() if kind == "sgd" else Model()), DigitsData(image_size=16, batch_size=48, val_fraction=0.03)
 
 
 class Still(ImageClassifier):

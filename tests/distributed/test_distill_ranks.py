@@ -26,6 +26,7 @@ DATA: dict[str, Any] = {
 TP = partial(MeshStrategy, tp=2)
 PP = partial(MeshStrategy, pp=2, micro_batches=2)
 CP = partial(MeshStrategy, cp=2)
+SEQUENCES = partial(MeshStrategy, tp=2, sequence_parallel=True)
 DEEPSPEED = {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (1, 2, 3)}
 
 
@@ -107,7 +108,7 @@ def test_distilled_images_equal_one_process(names: Any) -> None:
 @pytest.mark.parametrize("names", [SOME, pytest.param(DATA, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_the_students_own_samples_equal_one_process(names: Any) -> None:
     """Rows end early at different lengths, so that ranks finish at different steps of the generation."""
-    strategies = {**{name: DATA[name] for name in names}, "tp": TP}
+    strategies = {**{name: DATA[name] for name in names}, "tp": TP, "pp": PP}
     if names is DATA:
         strategies |= {
             "hsdp": partial(FSDPStrategy, replicate=2, shard=1),
@@ -115,6 +116,14 @@ def test_the_students_own_samples_equal_one_process(names: Any) -> None:
         }
     found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in strategies.items()]
     assert_parity(text, found, steps=3, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_students_own_samples_equal_one_process_where_ranks_share_sequences() -> None:
+    shared = {"cp": CP, "tp, sequence parallel": SEQUENCES}
+    shared |= {f"deepspeed_{stage}": partial(DeepSpeedBridge, stage=stage) for stage in (0, 1)}
+    found = [case(strategy, name, samples=True, loss="jsd") for name, strategy in shared.items()]
+    assert_parity(text, found, steps=4, rtol=1e-5)
 
 
 @pytest.mark.slow

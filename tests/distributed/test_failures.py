@@ -205,6 +205,7 @@ def test_a_stopped_rank_is_given_up_after_the_timeout(dlo):
     assert "Traceback" not in end.err
 
 
+@pytest.mark.slow
 def test_a_main_process_that_is_stopped_is_ended_after_the_timeout(dlo):
     end = fails(dlo, config(dlo.folder, "zero3", 0.1, fault="{what: SIGSTOP, rank: 0}"), within=20)
     assert end.code == -signal.SIGKILL

@@ -46,6 +46,11 @@ TEXT_ONLY = ("cp", "zero3_meta", "fsdp_meta")
 #: Strategies that hold half of a model on each rank.
 HALVED = ("zero3", "zero3_offload", "zero3_meta", "fsdp", "fsdp_offload", "fsdp_meta", "deepspeed_3")
 CASES = [(name, kind) for name in STRATEGIES for kind in runs.TASKS if kind == "text" or name not in TEXT_ONLY]
+#: What runs each time, in one set of ranks: each way to divide a model; the others are slow.
+SOME = [
+    *((name, "text") for name in ("ddp", "zero3", "fsdp", "tp_sequence", "pp", "cp", "deepspeed_3")),
+    *((name, "images") for name in ("ddp", "zero3_offload", "fsdp_offload", "tp", "pp")),
+]
 
 
 def _look(own: runs.Teacher, trainer: Any) -> None:
@@ -86,11 +91,22 @@ def folders(tmp_path_factory: Any) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folders: dict[str, str]) -> list[dict[str, Any]]:
-    return run_distributed(_outputs, 2, folders, CASES, timeout=600)
+def ranks(folders: dict[str, str], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the ranks found in the cases that this session's tests ask for."""
+    ours = [item for item in request.session.items if item.fspath == request.node.fspath]
+    asked = {
+        (item.callspec.params["name"], item.callspec.params["kind"]) for item in ours if "ranks" in item.fixturenames
+    }
+    asked |= {("ddp", kind) for _, kind in asked}  # What others hold is compared with it.
+    return run_distributed(_outputs, 2, folders, [case for case in CASES if case in asked], timeout=600)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+def each(cases: list[tuple[str, str]]) -> list[Any]:
+    """Returns the cases, those that are not run each time marked slow."""
+    return [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "kind"), each(CASES))
 def test_outputs_equal_one_process(ranks: Any, folders: dict[str, str], name: str, kind: str) -> None:
     shares = STRATEGIES[name][1]
     for step, batch in enumerate(runs.batches(kind)):
@@ -103,7 +119,7 @@ def test_outputs_equal_one_process(ranks: Any, folders: dict[str, str], name: st
             torch.testing.assert_close(found, whole.chunk(shares)[rank * shares // 2], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] == "text"])
+@pytest.mark.parametrize(("name", "kind"), each([case for case in CASES if case[1] == "text"]))
 def test_the_head_gives_the_logits_of_one_process(ranks: Any, folders: dict[str, str], name: str, kind: str) -> None:
     shares, batch = STRATEGIES[name][1], runs.batches(kind)[-1]
     whole = runs.expected_logits(Path(folders[kind]), batch)
@@ -115,7 +131,7 @@ def test_the_head_gives_the_logits_of_one_process(ranks: Any, folders: dict[str,
         torch.testing.assert_close(ranks[rank][f"{name} {kind}"]["logits"], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(("name", "kind"), each(CASES))
 def test_a_rank_holds_its_share_alone(ranks: Any, name: str, kind: str) -> None:
     full = ranks[0][f"ddp {kind}"]["bytes"]
     for rank in range(2):
@@ -131,6 +147,8 @@ def test_a_rank_holds_its_share_alone(ranks: Any, name: str, kind: str) -> None:
 # --- an average of the student ---------------------------------------------------------------------------------
 
 AVERAGED = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp", "tp", "pp", "cp", "deepspeed_2", "deepspeed_3")
+#: What runs each time, `zero3` and `pp` for the resumed runs.
+SOME_AVERAGED = ("zero3", "fsdp", "tp", "pp")
 SAVED_AT, AVERAGED_STEPS = 2, 4
 
 
@@ -168,9 +186,9 @@ def _gather_sequences(own: runs.Teacher, trainer: Any) -> None:
         own.found[-1] = state.context.gather(own.found[-1])
 
 
-def _averages(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def _averages(rank: int, world: int, folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     found = {}
-    for name in AVERAGED:
+    for name in names:
         make, shares = STRATEGIES[name]
         share = (rank * shares // world, shares)
         try:
@@ -188,13 +206,14 @@ def _averages(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [SOME_AVERAGED, pytest.param(AVERAGED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path, names: tuple[str, ...]) -> None:
     alone = _fit_average(SingleProcessStrategy(device=torch.device("cpu")), 1, (0, 1), tmp_path / "alone", False)
-    ranks = run_distributed(_averages, 2, tmp_path, timeout=900)
+    ranks = run_distributed(_averages, 2, tmp_path, names, timeout=900)
     assert not torch.allclose(alone[0], alone[-1], atol=1e-2)
     left = 2 * (AVERAGED_STEPS - SAVED_AT)
     for rank, found in enumerate(ranks):
-        for name in AVERAGED:
+        for name in names:
             shares = STRATEGIES[name][1]
             if name == "pp" and rank == 0:
                 assert found[name] == [None] * 2 * AVERAGED_STEPS
@@ -202,7 +221,7 @@ def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path
             for one, whole in zip(found[name], alone, strict=True):
                 expected = whole.chunk(shares)[rank * shares // 2]
                 torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
-        for name in ("zero3", "fsdp", "deepspeed_3"):
+        for name in {"zero3", "fsdp", "deepspeed_3"} & {*names}:
             for one, other in zip(found[f"{name} resumed"], found[name][-left:], strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
         for one, other in zip(found["half True"], found["half False"][-left:], strict=True):
@@ -218,11 +237,13 @@ def test_an_average_of_the_student_equals_one_process_and_resumes(tmp_path: Path
 # --- the cache -------------------------------------------------------------------------------------------------
 
 CACHED = ("ddp", "zero3", "tp", "pp", "cp")
+#: What runs each time: ranks with outputs of their own, and a rank that has them for another.
+SOME_CACHED = ("zero3", "pp")
 
 
-def _cached(rank: int, world: int, folder: str, caches: Path) -> dict[str, Any]:
+def _cached(rank: int, world: int, folder: str, caches: Path, names: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in CACHED:
+    for name in names:
         make, shares = STRATEGIES[name]
         for run in range(2):
             torch.manual_seed(1)
@@ -250,9 +271,12 @@ def _count(own: runs.Teacher, calls: list[int]) -> None:
     placed._forward = counted  # type: ignore[method-assign]
 
 
-def test_ranks_share_a_cache_and_need_no_forward_for_its_samples(folders: dict[str, str], tmp_path: Path) -> None:
-    ranks = run_distributed(_cached, 2, folders["text"], tmp_path, timeout=600)
-    for name in CACHED:
+@pytest.mark.parametrize("names", [SOME_CACHED, pytest.param(CACHED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_ranks_share_a_cache_and_need_no_forward_for_its_samples(
+    folders: dict[str, str], tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    ranks = run_distributed(_cached, 2, folders["text"], tmp_path, names, timeout=600)
+    for name in names:
         records = list((tmp_path / name).glob("*.records"))
         assert len(records) == (1 if name in ("tp", "pp") else 2)  # The ranks that have outputs of their own.
         for found in ranks:

@@ -119,6 +119,8 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         place = (rank, world_size)
         if mesh in MESHES:
             strategy, place = MeshStrategy(dp_shard=1, meta_init=True, **MESHES[mesh]), (0, 1)
+        elif mesh == "ep":
+            strategy = MeshStrategy(dp_shard=2, ep=2, meta_init=True)
         trainer = trainer_of(strategy, world_size, folder)
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
@@ -138,19 +140,30 @@ def save_with_scales(folder: Path) -> Path:
     return folder
 
 
-def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
+#: By family, how the weights are divided each time; the slow test divides each family's in each way.
+SOME = {"qwen3": ("fsdp", "zero3", *MESHES), "gemma2": ("tp",), "gpt_neox": ("pp",)}
+
+
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> None:
     cases: list[tuple[str, dict[str, Any]]] = []
     for family, more in FAMILIES.items():
         torch.manual_seed(5)
         config = AutoConfig.for_model(family, vocab_size=280, **SIZES, **more)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family, max_shard_size="20KB")
         assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
-        cases += [(kind, {"model": str(tmp_path / family)}) for kind in ("fsdp", "zero3", *MESHES)]
-    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in ("fsdp", "zero3")]
-    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2)}) for kind in MESHES]
-    cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": DORA}) for kind in ("fsdp", "zero3", *MESHES)]
-    cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
-    cases += [(kind, {"model": str(save_with_scales(tmp_path / "scales"))}) for kind in ("fsdp", "zero3")]
+        ways = SOME[family] if some else SOME["qwen3"]
+        cases += [(kind, {"model": str(tmp_path / family)}) for kind in ways]
+    ways = SOME["qwen3"]
+    for lora, kinds in ((Lora(rank=2), ("zero3",)), (DORA, ("fsdp", "tp"))):
+        cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": lora}) for kind in (kinds if some else ways)]
+    if not some:
+        cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
+    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_local_experts=4)
+    AutoModelForCausalLM.from_config(moe).save_pretrained(tmp_path / "mixtral")
+    cases += [(kind, {"model": str(tmp_path / "mixtral")}) for kind in (("ep",) if some else ("ep", "fsdp", "zero3"))]
+    scaled = str(save_with_scales(tmp_path / "scales"))
+    cases += [(kind, {"model": scaled}) for kind in (("fsdp",) if some else ("fsdp", "zero3"))]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
@@ -175,13 +188,16 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path) -> None:
         assert built_on == "meta"
 
 
-def test_each_rank_quantises_its_part_of_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", [("fsdp", "tp"), pytest.param(("zero3", "pp"), marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_each_rank_quantises_its_part_of_the_weights(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     torch.manual_seed(5)
     config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"])
     source = AutoModelForCausalLM.from_config(config)
     source.save_pretrained(tmp_path / "qwen3", max_shard_size="20KB")
     case: dict[str, Any] = {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2, base="nf4", base_block=8)}
-    cases = [(kind, case) for kind in ("fsdp", "zero3", *MESHES)]
+    cases = [(kind, case) for kind in kinds]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
@@ -267,7 +283,15 @@ def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshe
     return found
 
 
-def test_text_is_the_same_where_ranks_share_sequences_or_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"cp": 2}, {"pp": 2, "micro_batches": 2}],
+        pytest.param([{"cp": 2, "cp_method": "ulysses"}, {"tp": 2}], marks=pytest.mark.slow),
+    ],
+    ids=["cp and pp", "others"],
+)
+def test_text_is_the_same_where_ranks_share_sequences_or_layers(tmp_path: Path, meshes: list[dict[str, Any]]) -> None:
     folder, model = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     embedded_tokenizer([Path(__file__)], 280, folder)
@@ -278,9 +302,8 @@ def test_text_is_the_same_where_ranks_share_sequences_or_layers(tmp_path: Path) 
     alone = trainer_of("auto", 1, folder)
     (measures,) = alone.validate(task, datamodule=Words(folder, 0, 1), verbose=False)
     rows = alone.predict(task, datamodule=Words(folder, 0, 1))
-    meshes = [{"cp": 2}, {"cp": 2, "cp_method": "ulysses"}, {"tp": 2}, {"pp": 2, "micro_batches": 2}]
     answers = run_distributed(_write_on_meshes, 2, folder, str(model), meshes, backend=None)
-    assert len(answers[0]) == 4
+    assert len(answers[0]) == len(meshes)
     for loss, samples, saved in [*answers[0], *answers[1]]:
         assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
         assert samples == task.samples
@@ -299,7 +322,7 @@ def test_text_is_the_same_whoever_holds_the_weights_and_so_is_what_is_exported(t
     samples, rows = alone["alone"]
     lengths = {len([token for token in row["tokens"] if token != tokenizer.pad_token_id]) for row in rows}
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
-    answers = run_distributed(_write, 2, folder, str(model), ["ddp", "fsdp", "zero3"], backend=None)
+    answers = run_distributed(_write, 2, folder, str(model), ["fsdp", "zero3"], backend=None)
     expected = write_folder(load(folder / "alone.ckpt"), tmp_path / "alone")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "alone").state_dict()
     for name in answers[0]:

@@ -96,22 +96,28 @@ def _fit(folder: Path, name: str, save: Path | None, resume: Path | None) -> lis
     return notes.losses
 
 
-def _resumes(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
+def _resumes(rank: int, world_size: int, folder: Path, names: list[str], stops: tuple[int, ...]) -> dict[str, Any]:
     silence_lightning()
     found = {}
     for name in names:
         home = folder / name
         whole = _fit(folder, name, home, None)
-        found[name] = whole, {stop: _fit(folder, name, None, home / f"{stop}.ckpt") for stop in STOPS}
+        found[name] = whole, {stop: _fit(folder, name, None, home / f"{stop}.ckpt") for stop in stops}
     leave_group()
     return found
 
 
 @pytest.mark.parametrize(
-    "names", [["pp x tp"], pytest.param(["pp x dp", "pp x tp, ZBV"], marks=pytest.mark.slow)], ids=" and ".join
+    ("names", "stops"),
+    [
+        (["pp x tp"], (3, 5)),  # In mid-accumulation, and at the epoch's end.
+        *(pytest.param(names, STOPS, marks=pytest.mark.slow) for names in (["pp x tp"], ["pp x dp", "pp x tp, ZBV"])),
+    ],
 )
-def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(tmp_path: Path, names: list[str]) -> None:
-    for found in run_distributed(_resumes, 4, tmp_path, names, timeout=280):
+def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
+    tmp_path: Path, names: list[str], stops: tuple[int, ...]
+) -> None:
+    for found in run_distributed(_resumes, 4, tmp_path, names, stops, timeout=280):
         for name, (whole, resumed) in found.items():
             assert len(whole) == EPOCHS * BATCHES
             for stop, losses in resumed.items():

@@ -75,20 +75,23 @@ def train(
     return gather_full_weights(made), built
 
 
-def _compare(rank: int, world: int, folder: Path) -> dict[str, Any]:
+#: Modules and limits of gradients: the first two each time, the others are slow.
+RUNS: list[tuple[type[Module], float | None]] = [(Scaled, 0.01), (Momentum, None), (Scaled, None), (Momentum, 0.01)]
+
+
+def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module], float | None]]) -> dict[str, Any]:
     silence_lightning()
     found: dict[str, Any] = {}
     for name, make in STRATEGIES.items():
-        for module in (Scaled, Momentum):
-            for clip in (None, 0.01):
-                options = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
-                plain, _ = train(make(), world, rank, module=module, **options)
-                stepping = OptimizerInBackward()
-                path = folder / f"{name}-{module.__name__}-{clip}"
-                fused, _ = train(make(), world, rank, stepping, SaveAfter(3, path), module=module, **options)
-                again, _ = train(make(), world, rank, OptimizerInBackward(), module=module, resume=path, **options)
-                if rank == 0:
-                    found[path.name] = stepping.steps, differ(fused, plain), differ(again, plain)
+        for module, clip in runs:
+            options = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
+            plain, _ = train(make(), world, rank, module=module, **options)
+            stepping = OptimizerInBackward()
+            path = folder / f"{name}-{module.__name__}-{clip}"
+            fused, _ = train(make(), world, rank, stepping, SaveAfter(3, path), module=module, **options)
+            again, _ = train(make(), world, rank, OptimizerInBackward(), module=module, resume=path, **options)
+            if rank == 0:
+                found[path.name] = stepping.steps, differ(fused, plain), differ(again, plain)
     refused = {
         "zero2": ZeroStrategy(2),
         "zero3 offload": ZeroStrategy(3, offload="both"),
@@ -106,12 +109,13 @@ def _compare(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path) -> None:
-    found = run_distributed(_compare, 2, tmp_path, timeout=400)
+@pytest.mark.parametrize("runs", [RUNS[:2], pytest.param(RUNS[2:], marks=pytest.mark.slow)], ids=["some", "others"])
+def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path, runs: list[Any]) -> None:
+    found = run_distributed(_compare, 2, tmp_path, runs, timeout=400)
     values = dict(found[0])
     for name in ("zero2", "zero3 offload", "zero3 unused", "fsdp offload", "ddp unused"):
         assert "strategy must be one process, ddp, fsdp" in values.pop(name), name
-    assert len(values) == len(STRATEGIES) * 4
+    assert len(values) == len(STRATEGIES) * len(runs)
     for name, (steps, difference, resumed) in values.items():
         assert steps >= 8, name
         assert (difference, resumed) == (0.0, 0.0), name

@@ -72,7 +72,7 @@ def compare(
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pp"])
+@pytest.mark.parametrize("strategy", ["pp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_without_rotor(strategy: str) -> None:
     one, other = run_distributed(compare, 2, "vit", strategy, ["60%"], backend=None, timeout=300)
     assert one[0].endswith("again, regions")

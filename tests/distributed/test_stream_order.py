@@ -165,10 +165,11 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
     return found
 
 
-def _both_ways(rank: int, world_size: int) -> dict[str, Any]:
+def _both_ways(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     silence_lightning()
     found = {}
-    for name, make in STRATEGIES.items():
+    for name in names:
+        make = STRATEGIES[name]
         # Outside units' forward FSDP2 leaves DTensors, which do not mix with tensors.
         for kind in (Module, WithAdafactor, Penalised) if name.startswith("zero") else (Module, WithAdafactor):
             in_order = _losses(rank, world_size, make, kind())
@@ -206,11 +207,12 @@ class Language(CausalLM):
         self.__dict__.setdefault("sums", []).append(float(torch.stack(own).sum()))
 
 
-def _along_axes(rank: int, world_size: int) -> dict[str, Any]:
+def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     """Returns sums of each step's weights in order and late, and what was started."""
     silence_lightning()
     found = {}
-    for name, (options, _) in AXES.items():
+    for name in names:
+        options, _ = AXES[name]
 
         def weights(options: dict[str, Any] = options) -> list[float]:
             torch.manual_seed(0)
@@ -225,17 +227,30 @@ def _along_axes(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_late() -> None:
-    for found in run_distributed(_along_axes, 2, timeout=280):
+@pytest.mark.parametrize(
+    "names",
+    [["tp, sequence", "cp", "pp, interleaved"], pytest.param(list(AXES), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_weights_are_the_same_where_messages_along_the_axes_of_a_mesh_arrive_late(names: list[str]) -> None:
+    for found in run_distributed(_along_axes, 2, names, timeout=280):
+        assert list(found) == names
         for name, (in_order, ran_late, started) in found.items():
             assert len(set(in_order)) == len(in_order) > 2, name
             assert ran_late == in_order, name
             assert started >= AXES[name][1], (name, started)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int) -> None:
-    for found in run_distributed(_both_ways, ranks, timeout=280):
+#: Each stage, each place of offloading, and FSDP.
+SOME = ["zero1", "zero2 optimizer", "zero3", "zero3 both", "fsdp offload"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, SOME), *(pytest.param(ranks, list(STRATEGIES), marks=pytest.mark.slow) for ranks in (1, 2))],
+)
+def test_losses_are_the_same_where_copies_and_collectives_run_late(ranks: int, names: list[str]) -> None:
+    for found in run_distributed(_both_ways, ranks, names, timeout=280):
         for name, (in_order, ran_late, started) in found.items():
             assert ran_late == in_order, name
             if name.startswith("zero"):

@@ -54,6 +54,7 @@ def test_a_signal_to_one_rank_stops_both_and_each_resumes_its_own_random_stream(
     assert len(curve(cut)) == 8 * 15
 
 
+@pytest.mark.slow
 def test_predictions_of_two_ranks_are_those_of_one_process_in_the_order_of_the_data(dlo, photos):
     (dlo.folder / "photos.yaml").write_text(PHOTOS.replace("ROOT", str(photos)))
     dlo("fit", "--config", "photos.yaml", "--trainer.max_epochs", "1")

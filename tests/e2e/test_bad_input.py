@@ -80,7 +80,7 @@ def test_unknown_plug_ins(refused):
     message = refused("fit", "--config", edit("class_path: DigitsData", "class_path: DigitData"))
     assert "edited.yaml: unknown data 'DigitData'; did you mean 'DigitsData'? available: " in message
     message = refused("fit", "--config", "train.yaml", "--trainer.strategy", "fsdp3")
-    assert "unknown strategy 'fsdp3'; did you mean 'fsdp'? available: auto, ddp" in message
+    assert "unknown strategy 'fsdp3'; did you mean 'fsdp'? use one of auto, ddp, deepspeed, fsdp" in message
 
 
 def test_names_on_the_command_line(refused):
@@ -324,7 +324,7 @@ def test_what_cannot_be_read_is_named(refused, monkeypatch):
     def locked(path):
         raise PermissionError(13, "Permission denied", f"{path}/state.pt")
 
-    monkeypatch.setattr("dlo_framework.cli.lightning_cli.check", locked)
+    monkeypatch.setattr("dlo_framework.run_setup.check", locked)
     message = refused("validate", "--config", "train.yaml", "--ckpt_path", "last.ckpt")
     assert message.endswith("cannot read the checkpoint last.ckpt/state.pt: Permission denied")
 

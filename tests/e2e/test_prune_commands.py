@@ -95,23 +95,25 @@ def test_a_model_of_fewer_channels_is_written_trained_and_exported(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_search_for_tickets_is_resumed_and_reported(trained):
-    words = ("ticket", "--config", "tiny.yaml", "--rounds", "1", "--amount", "50%", "--rewind", "2", "--output", "t")
+@pytest.mark.parametrize("more", [(), pytest.param(("--reinit",), marks=pytest.mark.slow)], ids=["", "reinit"])
+def test_a_search_for_tickets_is_resumed_and_reported(trained, more):
+    out = f"t{len(more)}"
+    words = ("ticket", "--config", "tiny.yaml", "--rounds", "1", "--amount", "50%", "--rewind", "2", "--output", out)
     run(trained, *words)
-    report = json.loads((trained / "t" / "ticket.json").read_text())
+    report = json.loads((trained / out / "ticket.json").read_text())
     assert [(point["round"], round(point["kept"], 2)) for point in report["points"]] == [(0, 1.0), (1, 0.5)]
-    assert (trained / "t" / "ticket.png").stat().st_size > 1000
-    assert list((trained / "t" / "report").glob("events*"))
-    masks = load(trained / "t" / "round_1" / "version_0" / "checkpoints" / "last.ckpt")["pruning"]["masks"]
+    assert (trained / out / "ticket.png").stat().st_size > 1000
+    assert list((trained / out / "report").glob("events*"))
+    masks = load(trained / out / "round_1" / "version_0" / "checkpoints" / "last.ckpt")["pruning"]["masks"]
     kept = sum(int(masks[name].sum()) for name in masks) / sum(masks[name].numel() for name in masks)
     assert kept == pytest.approx(0.5, abs=1e-3)
     assert "model.head.weight" not in masks
-    _, err = run(trained, *words, "--reinit")  # The rounds are kept; only the new kind of run is added.
-    assert "round 1 reinit" in err
-    assert err.count("dlo ticket: round") == 1
-    assert not (trained / "t" / "round_1" / "version_1").exists()
+    _, err = run(trained, *words, *more)  # The rounds are kept; only a new kind of run is added.
+    assert err.count("dlo ticket: round") == len(more)
+    assert ("round 1 reinit" in err) == bool(more)
+    assert not (trained / out / "round_1" / "version_1").exists()
     _, err = run(trained, *(word if word != "50%" else "40%" for word in words), code=2)
-    assert "options must be those of the search in t, got another amount: 0.4 after 0.5" in err
+    assert f"options must be those of the search in {out}, got another amount: 0.4 after 0.5" in err
 
 
 @pytest.mark.timeout(300)

@@ -34,9 +34,10 @@ def start(place: Path, *words: str) -> DloProcess:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
+@pytest.mark.parametrize("trials", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place, trials):
     """The worker is killed (SIGKILL) in its first trial, once that has a checkpoint; a second start ends the sweep."""
-    options = ("--trials", "2", "--sampler", "random")
+    options = ("--trials", str(trials), "--sampler", "random")
     killed = start(place, *options)
     folder = place / "runs" / "sweeps" / "tiny"
     saved = folder / "trials" / "0000" / "version_0" / "checkpoints" / "last.ckpt"
@@ -52,11 +53,11 @@ def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
     again = start(place, *options)
     out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err[-3000:]
-    assert "2 trials: 2 complete, 0 pruned, 0 fail" in out
+    assert f"{trials} trials: {trials} complete, 0 pruned, 0 fail" in out.replace("1 trial:", "1 trials:")
     rows = list(csv.DictReader((folder / "trials.csv").open()))
-    assert [row["trial"] for row in rows] == ["0", "1"]
+    assert [row["trial"] for row in rows] == ["0", "1"][:trials]
     assert {row["state"] for row in rows} == {"complete"}
-    assert len({row["model.init_args.lr"] for row in rows}) == 2
+    assert len({row["model.init_args.lr"] for row in rows}) == trials
     # One run, which was resumed: the values before the kill are kept, and no step is trained twice in the end.
     assert [path.name for path in (folder / "trials" / "0000").glob("version_*")] == ["version_0"]
     summary = json.loads((folder / "trials" / "0000" / "version_0" / "summary.json").read_text())
@@ -67,7 +68,7 @@ def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place):
     for report in reports:  # What was validated twice had the same value: the resumed run is the same run.
         assert by_step.setdefault(report["step"], report["value"]) == report["value"]
     check_best(folder, rows)
-    check_board(folder / "trials" / "0001" / "version_0")
+    check_board(folder / "trials" / f"{trials - 1:04d}" / "version_0")
 
 
 def check_best(folder: Path, rows: list[dict[str, str]]) -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from dlo_framework import runs
 from dlo_framework.testing.dlo_process import DloProcess
 from support.named_sets import isolate_named_sets
 
@@ -29,7 +30,9 @@ def python_blocks() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("page", python_blocks())
-def test_the_python_of_a_page_runs(page, monkeypatch):
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(runs.ENVIRONMENT, raising=False)
     monkeypatch.syspath_prepend(EXAMPLES)
     isolate_named_sets(monkeypatch)
     names: dict[str, object] = {"__name__": "page"}

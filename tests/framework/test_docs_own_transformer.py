@@ -17,6 +17,12 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("own_transformer_test")
 
 
+def test_it_trains_under_pp_and_tp_as_one_process(example: ModuleType) -> None:
+    axes = [{"pp": 2, "micro_batches": 4}, {"tp": 2, "sequence_parallel": True}]
+    example.assert_parity(example.build, [example.on_mesh(**one) for one in axes], world_size=2, steps=2)
+
+
+@pytest.mark.slow
 def test_it_trains_on_each_axis_as_one_process(example: ModuleType) -> None:
     example.test_one_axis()
 

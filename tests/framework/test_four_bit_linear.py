@@ -6,6 +6,7 @@ import bitsandbytes.functional
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import LEVELS, FourBitLinear, dequantise, quantise
@@ -64,6 +65,26 @@ def test_forward_keeps_no_tensor_of_the_weight() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         layer(torch.randn(2, 64, requires_grad=True)).sum().backward()
     assert saved == []
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_compiled_forward_keeps_the_codes_alone(recomputed: bool) -> None:
+    layer = FourBitLinear.from_linear("layer", nn.Linear(64, 96, bias=False), "nf4", 64)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+
+    compiled = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+    saved: list[torch.Tensor] = []
+    x = torch.randn(2, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y = compiled(x)
+    y.square().sum().backward()
+    assert not any(tensor.shape == (96, 64) for tensor in saved)
+    assert any(tensor.dtype == torch.uint8 for tensor in saved)
+    other = x.detach().requires_grad_()
+    layer(other).square().sum().backward()
+    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_a_block_that_does_not_divide_the_inputs_is_refused() -> None:

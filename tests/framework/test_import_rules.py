@@ -103,11 +103,13 @@ def test_every_name_of_a_plugin_is_seen() -> None:
     "statement",
     [
         "import dlo_framework",
+        "import dlo_framework as dlo; dir(dlo); hasattr(dlo, 'OneCylce')",
         "import dlo_framework.registry",
         "import dlo_framework.cli.commands.plugins_command",
         "from dlo_framework.cli.commands.plugins_command import main; main([])",
         "from dlo_framework.cli.commands.plugins_command import main; main(['show', 'OneCycle'])",
         "from dlo_framework.cli.main import main; main(['--help'])",
+        "from dlo_framework.cli.main import main; main(['fit', '--help'])",
         "import dlo_framework.cli.commands.checkpoint_command",
     ],
 )

@@ -70,3 +70,16 @@ def test_a_reader_that_leaves_cuts_a_training_short_and_a_list_not(monkeypatch: 
     monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))  # noqa: SIM115  It is pytest's to close.
     assert main(["plugins"]) == 0
     assert main(["fit", "--config", "quickstart"]) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_the_help_of_a_run_is_one_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--config", "quickstart", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 104
+    text = " ".join(" ".join(lines).split())
+    assert "CausalLM, ImageClassifier, PreferenceLM" in text
+    assert "DigitsData, ImageFolderData, PreferenceData, TextData" in text
+    assert "auto, ddp, deepspeed, fsdp, hsdp, mesh, zero1, zero2, zero3" in text
+    assert ("last, best, or auto" in text) == (command == "fit")

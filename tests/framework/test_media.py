@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.watch import media
@@ -34,6 +35,16 @@ class Board(Logger):
         self.texts.append(inspect.signature(WandbLogger.log_text).bind(self, *args, **kwargs).arguments)
 
 
+class Plain(Logger):
+    """A logger of numbers alone."""
+
+    name, version = "plain", 0
+
+    def log_metrics(self, metrics, step=None) -> None: ...
+
+    def log_hyperparams(self, params, *args, **kwargs) -> None: ...
+
+
 @pytest.fixture
 def messages(monkeypatch) -> list[str]:
     found: list[str] = []
@@ -44,32 +55,35 @@ def messages(monkeypatch) -> list[str]:
 
 def test_an_image_and_a_text_reach_the_loggers_that_take_them(tmp_path, messages):
     board, events = Board(), TensorBoardLogger(tmp_path, name="", version="")
-    trainer = Trainer(logger=[events, board, CSVLogger(tmp_path)], accelerator="cpu", default_root_dir=tmp_path)
+    loggers = [events, board, Plain(), CSVLogger(tmp_path, name="", version="csv")]
+    trainer = Trainer(logger=loggers, accelerator="cpu", default_root_dir=tmp_path)
     image = torch.arange(3 * 4 * 5, dtype=torch.uint8).view(3, 4, 5)
     for _ in range(2):
-        media.log_image(trainer, "seen", lambda: image)
+        media.log_image(trainer, "val/seen", lambda: image)
         media.log_text(trainer, "said", lambda: "a *text*")
-    assert (board.images[0]["key"], board.images[0]["step"]) == ("seen", 0)
+    assert (board.images[0]["key"], board.images[0]["step"]) == ("val/seen", 0)
     assert np.array_equal(board.images[0]["images"][0], image.permute(1, 2, 0).numpy())
     assert (board.texts[0]["key"], board.texts[0]["data"]) == ("said", [["a *text*"]])
     events.experiment.flush()
     written = EventAccumulator(str(tmp_path)).Reload()
-    assert (written.Images("seen")[0].width, written.Images("seen")[0].height) == (5, 4)
+    assert (written.Images("val/seen")[0].width, written.Images("val/seen")[0].height) == (5, 4)
     assert written.Tags()["tensors"] == ["said/text_summary"]
     assert messages == [
-        "CSVLogger takes no images, so seen is not logged there; it is logged to TensorBoardLogger, Board",
-        "CSVLogger takes no texts, so said is not logged there; it is logged to TensorBoardLogger, Board",
+        "Plain takes no images, so val/seen is not logged there; it is logged to TensorBoardLogger, Board, CSVLogger",
+        "Plain takes no texts, so said is not logged there; it is logged to TensorBoardLogger, Board, CSVLogger",
     ]
+    assert np.array_equal(np.array(Image.open(tmp_path / "csv/media/val/seen/0.png")), image.permute(1, 2, 0).numpy())
+    assert (tmp_path / "csv/media/said/0.md").read_text() == "a *text*"
 
 
 def test_an_image_that_no_logger_takes_is_not_made(tmp_path, messages):
     def make() -> torch.Tensor:
         raise AssertionError
 
-    media.log_image(Trainer(logger=CSVLogger(tmp_path), accelerator="cpu"), "seen", make)
+    media.log_image(Trainer(logger=Plain(), accelerator="cpu"), "seen", make)
     media.log_image(Trainer(logger=False, accelerator="cpu"), "seen", make)
     (message,) = messages
-    assert "CSVLogger takes no images, so seen is not logged there; add a TensorBoardLogger beside it, or" in message
+    assert "Plain takes no images, so seen is not logged there; add a TensorBoardLogger beside it, or" in message
 
 
 def test_a_figure_is_logged_as_it_is_drawn(tmp_path):

@@ -42,6 +42,32 @@ def test_a_mesh_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["largest"] == 0
 
 
+def test_a_second_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    model = {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64}
+    model |= {"num_attention_heads": 4, "num_hidden_layers": 4}
+    teacher = {"task": {"class_path": "CausalLM", "init_args": {"config": model}}, "dtype": "bfloat16"}
+    for name, place in (("device", {}), ("host", {"offload": True})):
+        distill = {"class_path": "Distill", "init_args": {"teacher": teacher | place}}
+        config = {"trainer": {"strategy": "mesh", "callbacks": [distill]}}
+        config |= {"model": teacher["task"], "data": {"class_path": "TextData", "init_args": {"batch_size": 8}}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
+    words = ["--ranks", "4", *options(pp=2, tp=2)]
+    assert main(["mesh", "--config", str(tmp_path / "device.yaml"), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (second,) = found["second_models"]
+    assert second["unsharded"] * 2 == found["model"]["bytes"]["parameters"], "in half precision"
+    for rank in found["ranks"]:
+        assert rank["second_bytes"] * 2 == rank["bytes"]["parameters"], "the same model is cut in the same way"
+    assert main(["mesh", "--config", str(tmp_path / "device.yaml"), *words]) == 0
+    shown = capsys.readouterr().out
+    assert "second LlamaForCausalLM, " in shown
+    assert "Adam     second" in shown
+    assert main(["mesh", "--config", str(tmp_path / "host.yaml"), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["second_models"][0]["is_offloaded"]
+    assert {rank["second_bytes"] for rank in found["ranks"]} == {0}
+
+
 def test_fsdp_is_a_mesh_too_and_large_worlds_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--config", "digits/fsdp", "--ranks", "256"]) == 0
     shown = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """``dlo plugins`` and ``dlo plugins show``."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def test_a_default_that_yaml_cannot_say_is_a_comment() -> None:
         ("callback", ["trainer", "callbacks", 0]),
         ("task", ["model"]),
         ("data", ["data"]),
-        ("applier", [0]),
+        ("applier", ["trainer", "strategy", "init_args", "appliers", 0]),
     ],
 )
 def test_each_kind_has_its_place(kind: str, path: list[str | int]) -> None:
@@ -170,3 +171,15 @@ def test_each_kind_has_its_place(kind: str, path: list[str | int]) -> None:
     for key in path:
         found = found[key]
     assert found == {"class_path": "Name", "init_args": {"a": 1}}
+
+
+def test_show_has_values_for_constants_and_an_import(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "show", "ImageFolderData")
+    assert re.search(r"^  mean .*\(0\.485, 0\.456, 0\.406\) ", text, re.MULTILINE), "a constant of another module"
+    assert re.search(r"^  ratio .*\(0\.75, 1\.3333333333333333\) ", text, re.MULTILINE), "arithmetic"
+    assert "mean: [0.485, 0.456, 0.406]" in text
+    assert "\nFrom Python: from dlo_framework import ImageFolderData\n" in text
+    shown = json.loads(output(capsys, "show", "GradientCompression", "--json"))
+    (block,) = [parameter for parameter in shown["parameters"] if parameter["name"] == "block"]
+    assert block["default"] == "256"
+    assert shown["import"] == "from dlo_framework import GradientCompression"

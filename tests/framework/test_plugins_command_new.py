@@ -39,6 +39,17 @@ def test_the_printed_yaml_names_the_file_and_the_class(cwd: Path, capsys: pytest
     }
 
 
+def test_the_yaml_of_an_applier_is_a_config(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "applier", "my_thing"])
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text[text.index("plugins: [") :]) == {
+        "plugins": ["./my_thing.py"],
+        "trainer": {
+            "strategy": {"class_path": "MeshStrategy", "init_args": {"appliers": [{"class_path": "MyThing"}]}},
+        },
+    }
+
+
 def test_what_is_written_is_lint_clean(cwd: Path) -> None:
     pytest.importorskip("ruff")
     for kind in KINDS:

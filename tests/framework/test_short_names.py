@@ -72,4 +72,4 @@ def test_the_command_line_takes_the_plugin_for_the_name(dlo, words):
 def test_a_misspelt_alias_is_told_before_the_plugin_is_known(dlo):
     error = dlo("fit", "--config", "quickstart", "--trainer.strategy", "hsdpp", code=2).stderr
     assert "unknown strategy 'hsdpp'; did you mean 'hsdp'?" in error
-    assert "zero2_offload" in error
+    assert "use one of auto, ddp, deepspeed, fsdp, hsdp, mesh, zero1, zero2, zero3; `dlo plugins`" in error

@@ -117,11 +117,18 @@ def train(
     return {key: value for key, value in gather_full_weights(run).items() if key.startswith("model.")}
 
 
-def compare(rank: int, world: int, folder: Path, names: tuple[str, ...], strategies: tuple[str, ...]) -> dict[str, Any]:
-    """Returns, by optimizer and strategy, the differences from the plain loop and of a resumed run."""
+def compare(rank: int, world: int, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Returns, by optimizer and strategy, the differences from the plain loop and of a resumed run.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        folder: Folder for checkpoints.
+        cases: Strategies by optimizer.
+    """
     silence_lightning()
     found: dict[str, Any] = {}
-    for name in names:
+    for name, strategies in cases.items():
         references = {parts: plain_loop(name, parts) for parts in (1, 2)}
         for strategy in strategies:
             path = folder / f"{name}-{strategy}.ckpt"

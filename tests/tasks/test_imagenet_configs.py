@@ -42,6 +42,7 @@ def test_the_recipes_are_there():
         "resnet50_ffcv88",
         "vit_b16_deit3",
         "vit_s16_90ep",
+        "vmoe_s16",
     ]
 
 

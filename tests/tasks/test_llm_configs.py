@@ -28,7 +28,19 @@ from dlo_tasks.llm.text_data import TextData
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.
-SMALL = ("curriculum", "distill", "dpo", "int8", "mesh", "mixture", "one_bit_adam", "quickstart", "sparse_attention")
+SMALL = (
+    "curriculum",
+    "distill",
+    "distill_on_policy",
+    "dpo",
+    "int8",
+    "mesh",
+    "mixture",
+    "moe_quickstart",
+    "one_bit_adam",
+    "quickstart",
+    "sparse_attention",
+)
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
 #: Of the models that the recipes name, as their config.json has it.
@@ -42,6 +54,18 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 8192,
             "num_hidden_layers": 28,
             "num_attention_heads": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        "llama",
+        {
+            **LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "head_dim": 64,
             "tie_word_embeddings": True,
         },
     ),
@@ -80,6 +104,35 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": (
+        "mixtral",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -103,7 +156,7 @@ def test_the_recipes_are_there() -> None:
     assert list(CONFIGS) == sorted(
         [
             *(*SMALL, "llama3.1_70b_qlora", "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.1_8b_qlora"),
-            *("llama3.2_3b_fsdp", "qwen3_8b_zero3"),
+            *("llama3.2_1b_distill", "llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
         ]
     )
 
@@ -139,12 +192,17 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         assert word in header, word
 
 
-@pytest.mark.parametrize(("name", "devices"), [("llama3.2_3b_fsdp", 8), ("qwen3_8b_zero3", 8)])
+DIVIDED = {"llama3.2_3b_fsdp": 8, "qwen3_8b_zero3": 8, "mixtral_8x7b": 16, "qwen3_30b_a3b": 16}
+
+
+@pytest.mark.parametrize(("name", "devices"), DIVIDED.items())
 def test_state_that_is_divided_takes_what_the_header_says(name: str, devices: int) -> None:
     config, header = read(name)
     psi = parameters(big_model(config["model"]["init_args"]["model"]))
-    state, billions = re.findall(r"computed: ([\d.]+) for an eighth .* of each of ([\d.]+) billion", header)[0]
-    assert config["trainer"]["devices"] == devices
+    state, billions = re.findall(
+        r"computed: ([\d.]+) for an? (?:eighth|sixteenth) .* of each of ([\d.]+) billion", header
+    )[0]
+    assert config["trainer"]["devices"] * config["trainer"].get("num_nodes", 1) == devices
     assert float(billions) == pytest.approx(psi / 1e9, abs=0.0005)
     assert float(state) == pytest.approx(16 * psi / devices / 1e9, abs=0.05)
 

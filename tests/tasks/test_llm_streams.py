@@ -21,6 +21,7 @@ from dlo_tasks.llm.streams.token_shards import document_of
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
 from dlo_tasks.llm.token_cache import Document, write_store
+from support.http_files import serve_folder
 from support.token_files import documents, mds_array, npy, write_mds, write_megatron, write_tar
 
 SEQ = 16
@@ -156,6 +157,25 @@ def test_remote_files_give_the_same_windows(kind, tmp_path, storage):
     windows.read_ahead([Draw(index, 0, True) for index in range(len(windows))])
     check_windows(windows, shards_of(kind, docs, opened))
     memory.rm("/streams", recursive=True)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "foreign bytes"])
+def test_a_web_server_gives_the_same_windows_by_ranges_of_bytes(kind, tmp_path, storage):
+    pytest.importorskip("aiohttp")
+    docs = documents(90)
+    files = write(kind, tmp_path, docs)
+    with serve_folder(tmp_path) as (url, requested):
+        remote = files._replace(path=files.path.replace(str(tmp_path), url))
+        if kind in ("uint16", "int32"):
+            remote = remote._replace(path=f"{remote.path}.bin")
+        opened = open_tokens(remote, storage)
+        windows = TokenWindows(opened, SEQ, 300, "some")
+        check_windows(windows, shards_of(kind, docs, opened))
+        assert any(asked is not None for _, asked in requested) or kind == "dlo", "its file is one block"
+        assert requested
+        before = len(requested)
+        check_windows(windows, shards_of(kind, docs, opened))
+        assert len(requested) == before, "the second pass is read from the cache"
 
 
 def test_an_index_is_built_once_and_again_for_other_files(tmp_path, storage):

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     given = _parser().parse_args(argv or ["--help"])
     from dlo_framework.checkpoint.store import checkpoint_path
 
-    path = checkpoint_path(given.path)
+    path = _find_named(given.path, given.run) or checkpoint_path(given.path)
     if given.command == "inspect":
         return _inspect(path, as_json=given.json)
     if given.command == "verify":
@@ -44,7 +44,10 @@ def _parser() -> CommandParser:
 
     def command(name: str, text: str) -> CommandParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.add_argument("path", metavar="PATH", help="a checkpoint")
+        added.add_argument("path", metavar="PATH", help="a checkpoint; or last or best, of a run")
+        added.add_argument(
+            "--run", metavar="RUN", help="run of last or best: a name, or a folder (default: the newest run in runs/)"
+        )
         return added
 
     inspect = command("inspect", "show the tensors, the step and the number of ranks that wrote it")
@@ -68,6 +71,48 @@ def _parser() -> CommandParser:
     export.add_argument("--prefix", help="prefix to remove from the names (default: 'model.' if present)")
     export.add_argument("--dtype", choices=DTYPES, help="dtype for floating-point weights (default: unchanged)")
     return parser
+
+
+def _find_named(which: str, run: str | None) -> Path | None:
+    """Returns the checkpoint `last` or `best` of a run; None for a path.
+
+    Args:
+        which: Checkpoint as the user names it.
+        run: Name of a run in `runs/`, the folder of all versions of a run, or that of one version; None for the newest.
+
+    Raises:
+        DloError: If the run or the checkpoint does not exist, or a run is given for a path.
+    """
+    if which not in ("last", "best") or Path(which).exists():
+        if run is not None:
+            raise DloError(f"--run must come with last or best, got the path {which}; remove --run")
+        return None
+    from dlo_framework import runs
+
+    folder = _find_run(run)
+    if not runs.versions(folder):  # It is one version.
+        found = runs.checkpoint_of(folder, which)
+        if found is None:
+            raise DloError(f"{which} must be a checkpoint of the run, got none in {folder}; name its path")
+        return found
+    return runs.find_checkpoint(folder, which)
+
+
+def _find_run(run: str | None) -> Path:
+    """Returns the folder of a run, or of its versions."""
+    from dlo_framework import runs
+
+    root = Path("runs")
+    if run is None:
+        found = [path for path in root.glob("*/version_*") if (path / runs.CHECKPOINTS).is_dir()]
+        if not found:
+            raise DloError(f"--run must name a run, got none, and there is none in {root.absolute()}; set --run FOLDER")
+        return max(found, key=lambda path: (path / runs.CHECKPOINTS).stat().st_mtime)
+    folder = next((path for path in (Path(run), root / run) if path.is_dir()), None)
+    if folder is None:
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        raise DloError(f"--run must name a run in runs/, or a folder, got {run}{did_you_mean(run, names)}")
+    return folder
 
 
 def _find(path: Path) -> Path:

@@ -106,7 +106,7 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> None:
     snippet = format_yaml_snippet(plugin.kind, plugin.name, source.parameters)
     if as_json:
         parameters = [vars(parameter) for parameter in source.parameters]
-        more = {"doc": source.doc, "parameters": parameters, "yaml": snippet}
+        more = {"doc": source.doc, "parameters": parameters, "yaml": snippet, "import": _format_import(plugin)}
         print(json.dumps({**_to_json(registry, plugin), "defined_in": _format_location(source), **more}, indent=2))
         return
     print(f"{plugin.name}: {plugin.kind} from {plugin.origin}")
@@ -118,7 +118,13 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> None:
         _print_table("parameters", ("name", "type", "default", "meaning"), rows)
     else:
         print("It has no parameters.\n")
+    print(f"From Python: {_format_import(plugin)}\n")
     print(f"To use it, paste this into a config:\n\n{snippet}")
+
+
+def _format_import(plugin: Plugin) -> str:
+    """Returns the import of a plug-in: every installed one is a name of ``dlo_framework``."""
+    return f"from dlo_framework import {plugin.name}"
 
 
 def _format_location(source: ClassSource) -> str:

@@ -10,6 +10,7 @@ from dlo_framework.applier import Applier
 from dlo_framework.errors import DloError
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.expert_parallel import ExpertParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 
@@ -21,12 +22,14 @@ class MeshAppliers:
     Attributes:
         tensor: Applier of the axis `tp`.
         context: Applier of the axis `cp`.
+        experts: Applier of the axis `ep`.
         shard: Applier of the data axes.
         ordered: All appliers, in the order of their phases.
     """
 
     tensor: TensorParallel
     context: ContextParallel
+    experts: ExpertParallel
     shard: FullyShard
     ordered: list[Applier]
 
@@ -66,9 +69,10 @@ class MeshAppliers:
                 " itself; leave one out"
             )
         context = _first(given, ContextParallel) or ContextParallel(method=cp_method)
+        experts = _first(given, ExpertParallel) or ExpertParallel()
         shard = _first(given, FullyShard) or FullyShard()
-        missing = [applier for applier in (tensor, context, shard) if applier not in given]
-        return cls(tensor, context, shard, sorted([*given, *missing], key=lambda applier: applier.phase))
+        missing = [applier for applier in (tensor, context, experts, shard) if applier not in given]
+        return cls(tensor, context, experts, shard, sorted([*given, *missing], key=lambda applier: applier.phase))
 
 
 Kind = TypeVar("Kind", bound=Applier)

@@ -77,7 +77,13 @@ class FullyShard(Applier):
         self.find_unused, self.sync_every_micro_batch = find_unused, sync_every_micro_batch
 
     def options(
-        self, precision: str, spec: MeshSpec, device: torch.device, module: nn.Module | None, whole_steps: bool = True
+        self,
+        precision: str,
+        spec: MeshSpec,
+        device: torch.device,
+        module: nn.Module | None,
+        whole_steps: bool = True,
+        param_dtype: str | None = None,
     ) -> ShardOptions:
         """Returns the options of the sharding on a mesh.
 
@@ -88,11 +94,12 @@ class FullyShard(Applier):
             module: Module that is sharded; None before it is known.
             whole_steps: Whether steps gather parameters outside units; see
                 :class:`~dlo_plugins.fsdp.sharding.ShardOptions`.
+            param_dtype: Dtype in which parameters are gathered, if the applier's own is not set.
 
         Raises:
             DloError: The dtypes do not fit the precision.
         """
-        param_dtype, reshard = self.dtypes[0], self.reshard_after_forward
+        param_dtype, reshard = self.dtypes[0] or param_dtype, self.reshard_after_forward
         if param_dtype is None and spec.dp_replicate * spec.dp_shard * spec.cp > 1:
             param_dtype = default_param_dtype(precision, device, module)
         if reshard is None and spec.pp > 1:
@@ -112,6 +119,8 @@ class FullyShard(Applier):
         """Shards a run's module unit by unit, with the task's steps as the root."""
         module, layout = run.module, run.layout
         units = find_units(module) if self.units is None else match_units(module, self.units)
+        # Experts that `ep` divides have ranks of their own, and so units of their own.
+        units = list(dict.fromkeys([*units, *layout.expert_modules]))
         units = [unit for unit in units if not any(name.startswith(f"{unit}.") for name in layout.other_stages)]
         options = run.options.shard_options(module)
         run.sharded = ShardedModule(module, units, run.groups, run.options.device, options, run.seed, layout)

@@ -159,9 +159,7 @@ class SequenceLength(BatchTransform):
             )
         strategy = trainer.strategy
         if isinstance(strategy, MeshStrategy):
-            spec = strategy.mesh_spec()
-            shards = spec.cp * 2 if spec.cp > 1 else 1
-            shards *= spec.tp if strategy.appliers.tensor.sequence_parallel and spec.tp > 1 else 1
+            shards = strategy.sequence_multiple()
             if self.multiple % shards:
                 raise DloError(
                     f"SequenceLength: multiple must be a multiple of {shards} on a mesh that shards sequences, got"

@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
+from dlo_framework.cli.lightning_cli import DloCLI
+from dlo_framework.run_setup import check_strategy
 from dlo_framework.testing.training import silence_lightning
 
 

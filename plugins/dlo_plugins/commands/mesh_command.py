@@ -40,11 +40,15 @@ def main(argv: list[str]) -> int:
 
         run = SimulatedRun(found, options.ranks, "dlo mesh")
     strategy = run.trainer.strategy
-    description = contract_of(strategy).describe(run.model, run.datamodule)
+    contract = contract_of(strategy)
+    description = contract.describe(run.model, run.datamodule)
     if description is None:
         raise DloError(
             f"mesh: strategy must be MeshStrategy or FSDPStrategy, got {type(strategy).__name__}; set"
             " --trainer.strategy mesh, fsdp or hsdp"
         )
+    for frozen in run.second_models():
+        twin = frozen.check(run.model, run.datamodule)
+        description = description.beside(contract.describe(twin, run.datamodule, dtype=frozen.dtype), frozen.offload)
     print(json.dumps(description.to_json(), indent=1) if options.json else description.text())
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,11 @@ def main(argv: list[str]) -> int:
 
         run = UnplannedRun(found, 1, "dlo plan")
         gpus, nodes = count_gpus(run.user_config, options)
-        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs)
+        planned = plan_run(
+            run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs, run.frozen_models
+        )
     if options.out is not None:
         planned.write(options.out)
-    if run.second_parameters:
-        counts = ", ".join(f"{count:,}" for count in run.second_parameters)
-        print(
-            f"not in the figures: memory and forward of the run's second model, of {counts} parameters; lower --memory"
-            " by what it takes",
-            file=sys.stderr,
-        )
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
     return 0
 
@@ -106,7 +100,7 @@ def check_command(options: argparse.Namespace, found: ConfigScan) -> int:
         from dlo_plugins.planner.run_check import check_run
 
         run = UnplannedRun(found, 1, "dlo plan")
-        checked = check_run(options.check, config, run.model, run.datamodule, options.machine)
+        checked = check_run(options.check, config, run.model, run.datamodule, options.machine, run.frozen_models)
     checked.write((options.out or options.check) / "plan_check.json")
     print(json.dumps(checked.to_json(), indent=1) if options.json else checked.text())
     return 0

@@ -10,8 +10,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.lightning_cli import DloCLI, check_strategy
+from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel, find_frozen_models
+from dlo_framework.run_setup import check_strategy
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 
@@ -57,6 +59,11 @@ class SimulatedRun(DloCLI):
         if config.get("precision") in ("16-mixed", 16, "16"):
             kwargs["precision"] = "bf16-mixed"  # Lightning takes fp16 on accelerators only; the bytes are the same.
         return self._build_trainer(kwargs)
+
+    def second_models(self) -> list[FrozenModel]:
+        """Returns the second models of the config's task and callbacks, such as a teacher."""
+        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
+        return find_frozen_models([self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])])
 
     def _check_shares(self, trainer: Trainer) -> None:
         """Does nothing: the batch size of the simulated ranks has not been chosen yet."""

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 from lightning.pytorch import Trainer
 
-from dlo_framework.frozen_model import find_frozen_models
+from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.task import Task
 from dlo_plugins.commands.simulated_run import SimulatedRun
 
 
@@ -17,11 +18,12 @@ class UnplannedRun(SimulatedRun):
 
     Attributes:
         user_config: Config as the user means it: all files and overrides, without Lightning's defaults.
-        second_parameters: Number of parameters of each second model, such as a teacher, of the task and callbacks.
+        frozen_models: Second models of the task and of callbacks, such as a teacher, each with its task on the meta
+            device.
     """
 
     user_config: dict[str, Any]
-    second_parameters: list[int]
+    frozen_models: list[tuple[FrozenModel, Task]]
 
     @property
     def runs(self) -> Path:
@@ -29,16 +31,13 @@ class UnplannedRun(SimulatedRun):
         return self._runs().parent
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Counts the second models, and builds a trainer without callbacks.
+        """Finds the second models, and builds a trainer without callbacks.
 
         Raises:
             DloError: A second model cannot be built, or the trainer cannot.
         """
         trainer = super().instantiate_trainer(**kwargs)
-        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
-        owners = [self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])]
-        twins = [frozen.check(self.model, self.datamodule) for frozen in find_frozen_models(owners)]
-        self.second_parameters = [sum(parameter.numel() for parameter in twin.parameters()) for twin in twins]
+        self.frozen_models = [(frozen, frozen.check(self.model, self.datamodule)) for frozen in self.second_models()]
         return trainer
 
     def before_instantiate_classes(self) -> None:

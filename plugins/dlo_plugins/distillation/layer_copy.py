@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError, shown_names
@@ -27,7 +28,7 @@ def parse_every(text: str) -> int:
     return int(found[1])
 
 
-def match_tensors(student: Task, teacher: Task, every: int) -> dict[str, str]:
+def match_tensors(student: Task, teacher: Task, every: int, undecided: int | None = None) -> dict[str, str]:
     """Returns the teacher's tensor for each tensor of the student that has one, names relative to the tasks.
 
     Block i of the student gets the weights of the teacher's block `every * i`; other tensors those of the same name.
@@ -37,6 +38,7 @@ def match_tensors(student: Task, teacher: Task, every: int) -> dict[str, str]:
         student: Task with its model, which may be on the meta device.
         teacher: Task with its model, which may be on the meta device.
         every: Distance of the copied layers in the teacher.
+        undecided: Size of the student's vocabulary that the data will replace; it fits any size of the teacher's.
 
     Raises:
         DloError: The teacher has another number of blocks, or blocks of other kinds or shapes.
@@ -63,7 +65,7 @@ def match_tensors(student: Task, teacher: Task, every: int) -> dict[str, str]:
                     f" '{source}' for '{name}'; remove init_from, or use a teacher of the student's family"
                 )
             continue
-        if other.shape != tensor.shape:
+        if not _fits(tensor.shape, other.shape, undecided):
             resized.append(f"{name} {list(tensor.shape)} for {list(other.shape)}")
         pairs[name] = source
     if resized:
@@ -72,6 +74,11 @@ def match_tensors(student: Task, teacher: Task, every: int) -> dict[str, str]:
             " student the teacher's width, or remove init_from"
         )
     return pairs
+
+
+def _fits(shape: torch.Size, other: torch.Size, undecided: int | None) -> bool:
+    """Returns whether two shapes are the same, but for a size that is undecided."""
+    return len(shape) == len(other) and all(a in (b, undecided) for a, b in zip(shape, other, strict=True))
 
 
 def _tensors(task: Task) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,11 +19,13 @@ from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
+from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 
 class OptimizerShards:
@@ -34,9 +37,13 @@ class OptimizerShards:
     Args:
         optimizers: Optimizers of the sharded module.
         sharded: Sharding of the module.
+        rounding: Steps of bf16 parameters without master weights; None where there are none.
     """
 
-    def __init__(self, optimizers: list[Optimizer], sharded: ShardedModule) -> None:
+    def __init__(
+        self, optimizers: list[Optimizer], sharded: ShardedModule, rounding: StochasticSteps | None = None
+    ) -> None:
+        self._rounding = rounding
         self.sharded, self.communicator = sharded, sharded.sharers
         self.optimizers = optimizers
         self._names = {id(parameter): plain_name(name) for name, parameter in sharded.module.named_parameters()}
@@ -46,14 +53,28 @@ class OptimizerShards:
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         kind = self._probe(optimizer)
+        self._check_experts(optimizer, kind)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
             if self.sharded.options.offload and self.sharded.device.type != "cpu":
                 raise DloError(
                     f"an optimizer under offload must update each tensor without the others, got"
                     f" {type(optimizer).__name__}; leave offload out"
                 )
+            if self._rounding is not None:
+                raise DloError(
+                    "an optimizer with bf16_weights: stochastic must update each tensor without the others, got"
+                    f" {type(optimizer).__name__}; set bf16_weights: masters"
+                )
             return None
-        groups = make_groups(optimizer, self._local_names(), self.communicator, self.sharded.device)
+        experts = self.sharded.layout.experts
+        groups = make_groups(
+            optimizer,
+            {key: name for key, name in self._local_names().items() if name not in experts},
+            *(self.communicator, self.sharded.device),
+        )
+        if experts:
+            of_experts = {key: name for key, name in self._local_names().items() if name in experts}
+            groups += make_groups(optimizer, of_experts, self.sharded.expert_sharers, self.sharded.device)
         share: OptimizerShard[RowGroup]
         if kind == "elementwise":
             share = RowShard(groups, self.communicator)
@@ -64,8 +85,23 @@ class OptimizerShards:
             share = FullTensorShard(groups, self.communicator)
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=self.sharded.options.offload and self.sharded.device.type != "cpu")
+        if self._rounding is not None:
+            slices = self.sharded.layout.slices
+            self._rounding.attach(optimizer, share.local_params, functools.partial(_place, share, slices))
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
+
+    def _check_experts(self, optimizer: Optimizer, kind: Kind) -> None:
+        """Checks that an optimizer needs no tensors of the experts of other ranks.
+
+        Raises:
+            DloError: It does.
+        """
+        if kind != "elementwise" and self.sharded.layout.experts:
+            raise DloError(
+                f"an optimizer under ep must update each element without the others, got {type(optimizer).__name__},"
+                " which needs the tensors of all experts; use adamw, for example, or set ep to 1"
+            )
 
     def _probe(self, optimizer: Optimizer) -> Kind:
         """Returns what an update depends on; tp ranks, whose slices may differ in shape, agree."""
@@ -128,6 +164,7 @@ class OptimizerShards:
             return None
         (share,) = self._shares.values()
         assert share is not None
+        ready = ready if self._rounding is None else self._rounding.around(ready)
         handles = []
         for group in share.groups:
             rows = dict(zip(group.owned, group.stepped_pieces(), strict=True))
@@ -156,7 +193,7 @@ class OptimizerShards:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
         # A sliced tensor that is stepped in full is stepped by one tp rank.
-        if name in layout.tied_copies or (place.tp and name not in layout.slices):
+        if name in layout.tied_copies or (place.tp and (name not in layout.slices or name in layout.experts)):
             return False
         if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
             return False  # The optimizer steps full tensors on each rank.
@@ -188,11 +225,9 @@ class OptimizerShards:
     def as_shard(self, name: str, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         share = self.share_of(name)
-        found = value if share is None else share.as_shard(name, value)
-        # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
-        if share is not None and not isinstance(found, FlatShard):
-            return found
-        return attach_slice(found, self.sharded.layout.slices.get(name))
+        if share is None:
+            return attach_slice(value, self.sharded.layout.slices.get(name))
+        return _place(share, self.sharded.layout.slices, name, value)
 
     def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard | None:
         """Returns an uninitialised shard of a state tensor; None for a parameter that is stepped as a DTensor."""
@@ -203,6 +238,13 @@ class OptimizerShards:
             return share.empty_shard(name, shape, dtype)
         found = share.empty_shard(name, cut.slice_shape(shape), dtype)
         return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
+
+
+def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name: str, value: Tensor) -> Shard:
+    """Returns a tensor in the shape of a stepped one as a shard of the parameter."""
+    found = share.as_shard(name, value)
+    # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
+    return attach_slice(found, slices.get(name)) if isinstance(found, FlatShard) else found
 
 
 def _step_rows(local: Tensor | None, ready: Callable[[list[Tensor]], None]) -> Callable[[Tensor], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class ShardedModule:
 
     Attributes:
         sharers: Communicator of the ranks among which this rank's part of the module is sharded.
+        expert_sharers: Communicator of those among which its experts are sharded, where `ep` divides them.
         copy: Communicator of the ranks that together hold one copy of the full module.
         tensor_parallel: Communicator of the tp axis.
         parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
@@ -126,20 +127,26 @@ class ShardedModule:
         self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
         wanted = (groups.has_data_parallelism and not options.full_parameters) or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
+        self._expert_mesh = groups.expert_mesh(REPLICATE, SHARD) if wanted and self.layout.experts else None
+        if self.layout.experts:
+            self._expert_data = Communicator(groups.expert_data_group)
+            self.expert_sharers = Communicator(groups.expert_shard_group)
         self._elsewhere = _named(module, self.layout.other_stages)
         self.units = separable_units(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         blocks = [module.get_submodule(name) for name in self.units]
         self.roots: list[Any] = [StepRoot(module)] if options.whole_steps else find_roots(module)
+        experts = self.layout.expert_modules  # Parts of blocks.
+        outer = [block for name, block in zip(self.units, blocks, strict=True) if name not in experts]
         if options.recompute:
-            recompute(blocks)
+            recompute(outer)
         self._scalars = [parameter for parameter in self._params_here(module) if parameter.ndim == 0]
         initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, StepRoot) else part
             initialise(named, names[id(named)])
             self._shard(part)
-        self._prefetch(blocks)
+        self._prefetch(outer)
         self.collect_params()
         self._syncs = True
         self.unwatch: Callable[[], None] | None = None
@@ -178,19 +185,27 @@ class ShardedModule:
             ignored.update(integers)  # Each rank keeps the full tensor.
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
         trained = self._trained(part, ignored)
+        precision, reshard = unit_policy(options.policy, trained, self.units), options.reshard_after_forward
+        mesh, sharers = self._mesh, self.sharers
+        if self._has_experts(part):
+            assert self._expert_mesh is not None
+            mesh, sharers = self._expert_mesh, self.expert_sharers
+            # The block has cast its inputs, and the router's weights keep their dtype.
+            precision = replace(precision, cast_forward_inputs=False)
+            reshard = None if reshard is None else bool(reshard)  # A number is one of the other parameters' ranks.
         fully_shard(
             part,
-            mesh=self._mesh,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=unit_policy(options.policy, trained, self.units),
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=precision,
             offload_policy=policy,
             ignored_params=ignored,
         )
         sharded: Any = part
         complete_gradients(sharded)
         if self.device.type == "cpu" and backend_of(self.sharers.group, self.device) == "gloo":
-            sharded.set_custom_all_gather(PairwiseAllGather(self.sharers))
-            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(self.sharers))
+            sharded.set_custom_all_gather(PairwiseAllGather(sharers))
+            sharded.set_custom_reduce_scatter(PairwiseReduceScatter(sharers))
         elif any(parameter.is_complex() for parameter in trained.values()):
             sharded.set_custom_reduce_scatter(ComplexReduceScatter())
 
@@ -200,13 +215,18 @@ class ShardedModule:
         own -= {id(parameter) for parameter in ignored}
         return {plain_name(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
 
+    def _has_experts(self, part: nn.Module) -> bool:
+        """Returns whether a unit is a module of experts that `ep` divides."""
+        return any(part is self.module.get_submodule(name) for name in self.layout.expert_modules)
+
     def _broadcast_params(self, part: nn.Module) -> None:
         """Broadcasts the unsharded parameters and buffers from the first data-parallel rank to the others."""
+        data = self._expert_data if self._has_experts(part) else self._data
         for tensor in [*self._params_here(part), *part.buffers()]:
             if isinstance(tensor, DTensor) or id(tensor) in self._elsewhere:
                 continue
             value = tensor.data.to(self.device).contiguous()
-            self._data.broadcast(value)
+            data.broadcast(value)
             tensor.data = value
 
     def _prefetch(self, blocks: list[Any]) -> None:
@@ -261,9 +281,15 @@ class ShardedModule:
             drop_step_state(root)
         self.reshard()
 
-    def mean(self, tensor: Tensor) -> Tensor:
-        """Averages a tensor over the ranks that hold the same part of the model, in place."""
-        return self._data.sum(tensor).div_(self._data.size)
+    def mean(self, tensor: Tensor, of_experts: bool = False) -> Tensor:
+        """Averages a tensor over the ranks that hold the same part of the model, in place.
+
+        Args:
+            tensor: Tensor.
+            of_experts: Whether the part is this rank's experts, where `ep` divides them.
+        """
+        data = self._expert_data if of_experts else self._data
+        return data.sum(tensor).div_(data.size)
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
         """Returns, for each flag, whether it is true on any data-parallel rank."""
@@ -307,23 +333,24 @@ class ShardedModule:
             return
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         has = self.any_rank([parameter.grad is not None for parameter in trained])
-        averaged = []
         for parameter, wanted in zip(trained, has, strict=True):
             if wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                averaged.append(parameter.grad)
-        self.average(averaged)
+        self.average({name: p.grad for name, p in self.parameters.items() if p.requires_grad and p.grad is not None})
 
     @torch.no_grad()
-    def average(self, gradients: Iterable[Tensor]) -> None:
-        """Averages full gradients over the data-parallel ranks, in place, in buckets of one dtype."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients if self.is_replicated else ():
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for same in by_dtype.values():
+    def average(self, gradients: Mapping[str, Tensor]) -> None:
+        """Averages full gradients over the data-parallel ranks, in place, in buckets of one dtype.
+
+        Args:
+            gradients: Gradients by parameter name.
+        """
+        alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for name, gradient in gradients.items() if self.is_replicated else ():
+            alike.setdefault((gradient.dtype, name in self.layout.experts), []).append(gradient)
+        for (_, of_experts), same in alike.items():
             for bucket in _buckets(same):
-                joined = self.mean(torch.cat([gradient.reshape(-1) for gradient in bucket]))
+                joined = self.mean(torch.cat([gradient.reshape(-1) for gradient in bucket]), of_experts)
                 for gradient, mean in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(mean.view_as(gradient))
 

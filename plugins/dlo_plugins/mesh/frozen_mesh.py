@@ -23,7 +23,7 @@ def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, of
     """Returns the options by which a mesh places a frozen model.
 
     They are those of the run's model, without what belongs to that model alone: the names of its units, the split of
-    its blocks, recomputation, and the user's own appliers.
+    its blocks, recomputation, and the user's own appliers. Experts are sharded as other parameters are, without `ep`.
 
     Args:
         options: Options of the run.
@@ -38,6 +38,7 @@ def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, of
     appliers = MeshAppliers.from_options([shard], context.method, tensor.sequence_parallel, tensor.async_tp)
     return replace(
         options,
+        spec=replace(options.spec, ep=1),
         appliers=appliers,
         pipelining=replace(options.pipelining, split=None),
         precision=options.precision if dtype is None else "32-true",

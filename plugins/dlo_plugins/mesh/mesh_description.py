@@ -6,13 +6,14 @@ import copy
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -54,6 +55,7 @@ class RankDescription:
         place: Coordinates on the axes.
         stages: Numbers of its stages.
         state_bytes: Bytes of state on it.
+        second_bytes: Bytes of second models' parameters on its device.
     """
 
     rank: int
@@ -61,6 +63,68 @@ class RankDescription:
     place: Coordinates
     stages: tuple[int, ...]
     state_bytes: RankStateBytes
+    second_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the state and of second models."""
+        return self.state_bytes.total + self.second_bytes
+
+
+@dataclass(frozen=True)
+class SecondModel:
+    """Model beside the one that trains, such as a teacher.
+
+    Attributes:
+        model: Class name of the model.
+        parameters: Number of parameters.
+        unsharded: Bytes of the parameters in a single process.
+        is_offloaded: Whether they are in CPU memory, and not counted on the devices.
+    """
+
+    model: str
+    parameters: int
+    unsharded: int
+    is_offloaded: bool
+
+    def text(self) -> str:
+        """Returns a line about the model."""
+        place = ", in CPU memory: not counted" if self.is_offloaded else ", frozen"
+        return f"{self.model}, {self.parameters:,} parameters: {format_bytes(self.unsharded)}{place}"
+
+
+@dataclass(frozen=True)
+class MixtureDescription:
+    """Mixtures of experts of a model on a mesh.
+
+    Attributes:
+        mixtures: Number of mixtures.
+        experts: Number of experts of each; of the first, where they differ.
+        local: Number of those that a rank computes.
+        top_k: Number of experts of a token; None if it is not known.
+        parameters: Number of parameters of all experts.
+        active: Number of parameters that a token uses, of the full model.
+    """
+
+    mixtures: int
+    experts: int
+    local: int
+    top_k: int | None
+    parameters: int
+    active: int
+
+    def describe(self, total: int) -> str:
+        """Returns the description as text.
+
+        Args:
+            total: Number of parameters of the model.
+        """
+        each = f"{self.top_k} for a token: {self.active:,} of {total:,} parameters are active"
+        return (
+            f"{self.mixtures} mixtures of {self.experts} experts"
+            + (f", {each}" if self.top_k is not None else "")
+            + (f"; each rank has {self.local}" if self.local < self.experts else "; each rank has all")
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +142,8 @@ class MeshDescription:
         groups: Groups of ranks along each axis of more than one rank.
         ranks: All ranks.
         coverage: Share of the model that tensor parallelism divides; None without it.
+        seconds: Second models of the run.
+        mixtures: Mixtures of experts of the model; None without any.
     """
 
     spec: MeshSpec
@@ -90,21 +156,39 @@ class MeshDescription:
     groups: dict[str, tuple[tuple[int, ...], ...]]
     ranks: tuple[RankDescription, ...]
     coverage: Coverage | None = None
+    seconds: tuple[SecondModel, ...] = ()
+    mixtures: MixtureDescription | None = None
+
+    def beside(self, second: MeshDescription, is_offloaded: bool) -> MeshDescription:
+        """Returns the description of a run that has a second model too.
+
+        Args:
+            second: Description of the second model on the same mesh, of which the parameters count.
+            is_offloaded: Whether its parameters are in CPU memory.
+        """
+        about = SecondModel(second.model, second.parameters, second.unsharded.parameters, is_offloaded)
+        sizes = [0 if is_offloaded else rank.state_bytes.parameters for rank in second.ranks]
+        ranks = [
+            replace(rank, second_bytes=rank.second_bytes + size) for rank, size in zip(self.ranks, sizes, strict=True)
+        ]
+        return replace(self, ranks=tuple(ranks), seconds=(*self.seconds, about))
 
     @property
     def largest(self) -> RankDescription:
         """Rank with the most bytes; the first of several."""
-        return max(self.ranks, key=lambda rank: (rank.state_bytes.total, -rank.rank))
+        return max(self.ranks, key=lambda rank: (rank.total, -rank.rank))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the description as JSON data; sizes are in bytes."""
         return {
-            "mesh": self.spec.sizes,
+            "mesh": self.spec.sizes | ({"ep": self.spec.ep} if self.spec.ep > 1 else {}),
             "world_size": self.spec.world_size,
             "nodes": self.nodes,
             "model": {"class": self.model, "parameters": self.parameters, "bytes": asdict(self.unsharded)},
+            "second_models": [asdict(second) for second in self.seconds],
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
+            "experts": self.mixtures and asdict(self.mixtures),
             "stages": [asdict(stage) for stage in self.stages],
             "groups": self.groups,
             "ranks": [
@@ -114,6 +198,7 @@ class MeshDescription:
                     "coordinates": rank.place._asdict(),
                     "stages": rank.stages,
                     "bytes": asdict(rank.state_bytes),
+                    "second_bytes": rank.second_bytes,
                 }
                 for rank in self.ranks
             ],
@@ -132,10 +217,13 @@ class MeshDescription:
             f"model  {self.model}, {self.parameters:,} parameters: {format_bytes(self.unsharded.parameters)}, and with"
             f" gradients and Adam's state {format_bytes(self.unsharded.total)}",
         ]
+        lines += [f"second {second.text()}" for second in self.seconds]
         if self.schedule is not None:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
         if self.coverage is not None:
             lines.append(f"tp     {self.coverage.describe()}")
+        if self.mixtures is not None:
+            lines.append(f"moe    {self.mixtures.describe(self.parameters)}")
         return lines
 
     def _group_lines(self) -> list[str]:
@@ -152,7 +240,9 @@ class MeshDescription:
 
     def _rank_lines(self) -> list[str]:
         axes = [axis for axis, size in self.spec.sizes.items() if size > 1]
-        rows = [["rank", "node", *axes, "stages", "tensors", "shard", "parameters", "gradients", "Adam", "total"]]
+        seconds = ["second"] if self.seconds else []
+        sizes = ["parameters", "gradients", "Adam", *seconds, "total"]
+        rows = [["rank", "node", *axes, "stages", "tensors", "shard", *sizes]]
         last = -1
         for rank in self._shown():
             if rank.rank != last + 1:
@@ -160,17 +250,19 @@ class MeshDescription:
             last = rank.rank
             rows.append(self._row(rank, axes))
         most = self.largest
-        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.state_bytes.total)}"]
+        return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.total)}"]
 
     def _row(self, rank: RankDescription, axes: list[str]) -> list[str]:
         spec, place, held = self.spec, rank.place, rank.state_bytes
         shard = place.dp_shard * spec.cp + place.cp
+        sizes = [held.parameters, held.gradients, held.optimizer]
+        sizes += [rank.second_bytes] if self.seconds else []
         return [
             *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
             ",".join(map(str, rank.stages)),
             self._tensors(place.tp),
             f"{shard + 1}/{spec.dp_shard * spec.cp}" if spec.dp_shard * spec.cp > 1 else "whole",
-            *(format_bytes(size) for size in (held.parameters, held.gradients, held.optimizer, held.total)),
+            *(format_bytes(size) for size in (*sizes, rank.total)),
         ]
 
     def _tensors(self, tp: int) -> str:
@@ -236,7 +328,9 @@ def describe_mesh(
         stages = make_stages(model, plan, where.stages, split)
         by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
     placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
-    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays)
+    found_mixtures = [] if plan is None else find_mixtures(model, plan)
+    experts = {f"{prefix}.{name}" for mixture in found_mixtures for name in mixture.stacked}
+    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays, experts)
     blocks = [] if plan is None else plan.block_names(model)
     described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
     if stages is not None:
@@ -261,9 +355,10 @@ def describe_mesh(
         unsharded=holdings.unsharded,
         schedule=(schedule, micro_batches) if spec.pp > 1 else None,
         stages=tuple(described),
-        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1},
+        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1} | _expert_groups(spec),
         ranks=tuple(ranks),
         coverage=coverage,
+        mixtures=_describe_mixtures(model, found_mixtures, spec.ep),
     )
 
 
@@ -291,6 +386,34 @@ def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
         place = dict(zip(names, fixed, strict=True))
         found.append(tuple(spec.rank(Coordinates(**place, **{axis: at})) for at in range(spec.sizes[axis])))
     return tuple(sorted(found))
+
+
+def _expert_groups(spec: MeshSpec) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Returns the groups of ranks that differ in `ep` only."""
+    if spec.ep == 1:
+        return {}
+    found: dict[Any, list[int]] = {}
+    for rank in range(spec.world_size):
+        place = spec.coordinates(rank)
+        shard = place.dp_shard * spec.cp + place.cp
+        found.setdefault((place.pp, place.dp_replicate, place.tp, shard // spec.ep), []).append(rank)
+    return {"ep": tuple(sorted(tuple(ranks) for ranks in found.values()))}
+
+
+def _describe_mixtures(model: nn.Module, found: Sequence[Mixture], ep: int) -> MixtureDescription | None:
+    if not found:
+        return None
+    first = found[0]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(mixture.count_parameters(model) for mixture in found)
+    return MixtureDescription(
+        mixtures=len(found),
+        experts=first.count,
+        local=first.count // ep,
+        top_k=first.top_k,
+        parameters=parameters,
+        active=total - parameters + sum(mixture.count_active(model) for mixture in found),
+    )
 
 
 def collapse_ranges(names: Sequence[str]) -> str:

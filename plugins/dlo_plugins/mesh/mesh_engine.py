@@ -33,6 +33,7 @@ from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
@@ -76,9 +77,9 @@ class MeshEngine:
         self._state: _Fit | None = None
         self._gradient_hooks: list[RemovableHandle] = []
 
-    def begin_fit(self, optimizers: list[Optimizer]) -> None:
+    def begin_fit(self, optimizers: list[Optimizer], rounding: StochasticSteps | None = None) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
-        self._state = _Fit(OptimizerShards(optimizers, self.sharded), UsedParams(self.sharded))
+        self._state = _Fit(OptimizerShards(optimizers, self.sharded, rounding), UsedParams(self.sharded))
         self._drop_delayed()
         if self.pipelined is not None:
             self.pipelined.pipeline.drain_context = self._announced
@@ -346,7 +347,7 @@ class MeshEngine:
         if delayed.gradients is None:
             return None, loss
         copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
-        self.sharded.average(copies.values())
+        self.sharded.average({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
         self.sharded.reduce_partial({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
         self.pipelined.pipeline.tied.sum_tensors(copies)
         slices = self.sharded.layout.slices
@@ -386,10 +387,10 @@ class MeshEngine:
                 gradient = wholes.get(name)
                 if gradient is not None:
                     whole.copy_(gradient)
-                mine = local_shard(self.sharded.mean(whole), parameter)
+                mine = local_shard(self.sharded.mean(whole, name in self.sharded.layout.experts), parameter)
                 local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
             elif parameter.ndim == 0 or self.sharded.is_replicated:
-                part = self.sharded.mean(part)
+                part = self.sharded.mean(part, name in self.sharded.layout.experts)
             found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
         return found
 

@@ -40,7 +40,7 @@ from dlo_plugins.pipeline.stage_assignment import make_stages
 #: Rows of a micro-batch: batch norm needs more than one value.
 _ROWS = 2
 #: Axes that cut a model, in the order in which the fix tries smaller sizes.
-_CUTTING = ("tp", "cp", "pp")
+_CUTTING = ("ep", "tp", "cp", "pp")
 #: Attributes that number a block: two blocks that differ only in these are of one kind.
 _NUMBERS = ("idx", "index", "id", "number")
 
@@ -362,15 +362,16 @@ def _rules(rehearsal: _Rehearsal, where: str) -> str:
 
 
 def _axes(spec: MeshSpec) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in spec.sizes.items() if size > 1)
+    sizes = {**spec.sizes, "ep": spec.ep}
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _fix(rehearsal: _Rehearsal, spec: MeshSpec) -> str:
     """Returns the fix: the largest size of one axis with which the step succeeds."""
     for axis in _CUTTING:
-        size = spec.sizes[axis]
-        for smaller in _smaller(size):
-            if rehearsal.run(MeshSpec(**{**spec.sizes, axis: smaller})) is None:
+        for smaller in _smaller(spec.axis_size(axis)):
+            tried = replace(spec, **{axis: smaller})
+            if tried.dp_shard * tried.cp % tried.ep == 0 and rehearsal.run(tried) is None:
                 advice = f"set {axis} to {smaller}"
                 if axis == "tp":
                     advice += ", or change the plan's tensor rules for this module (Task.parallel_plan)"

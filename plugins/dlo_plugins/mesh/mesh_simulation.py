@@ -349,6 +349,10 @@ class _FakeGroups(MeshGroups):
         with unset_fake_temporarily():
             return super().data_mesh(copies, shards)
 
+    def expert_mesh(self, copies: str, shards: str) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return super().expert_mesh(copies, shards)
+
 
 def _forward(task: Any, batch: Any) -> Any:
     args, kwargs = task.inputs(batch)

@@ -30,6 +30,7 @@ from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.pipeline.stage_assignment import Split
+from dlo_plugins.sharding.bf16_weights import Bf16Weights
 
 #: Key of a module's :class:`ParallelState` in its ``__dict__``.
 _STATE = "_dlo_parallel"
@@ -45,6 +46,7 @@ class MeshOptions:
         pipelining: Options of the pipeline.
         precision: Precision of the Trainer.
         device: Device on which this rank computes.
+        bf16_weights: Kind of bf16 weights; None for weights in the precision's dtype.
     """
 
     spec: MeshSpec
@@ -52,20 +54,24 @@ class MeshOptions:
     pipelining: PipelineOptions
     precision: str
     device: torch.device
+    bf16_weights: Bf16Weights | None = None
 
     @property
     def cuts_model(self) -> bool:
         """Whether the mesh cuts the model's computation, and not only its state."""
-        return self.spec.pp * self.spec.cp * self.spec.tp > 1
+        return self.spec.pp * self.spec.cp * self.spec.tp * self.spec.ep > 1
 
     def shard_options(self, module: LightningModule | None) -> ShardOptions:
         """Returns the options by which a module's parameters are sharded; None for a module that is not known yet."""
         whole_steps, spec = module is None or module.automatic_optimization, self.spec
         if spec.pp == 1 or flushes(self.pipelining.schedule):
-            return self.appliers.shard.options(self.precision, spec, self.device, module, whole_steps)
+            # With stochastic rounding too FSDP2 gathers bf16: it then sums gradients in single precision.
+            gathered = None if self.bf16_weights is None else "bfloat16"
+            return self.appliers.shard.options(self.precision, spec, self.device, module, whole_steps, gathered)
         # Two versions of the parameters are in use all the time, so that each rank has both of them in full.
         alone = dataclasses.replace(spec, dp_replicate=1, dp_shard=1, cp=1)
-        found = self.appliers.shard.options(self.precision, alone, self.device, module, whole_steps)
+        gathered = "bfloat16" if self.bf16_weights == "masters" else None
+        found = self.appliers.shard.options(self.precision, alone, self.device, module, whole_steps, gathered)
         return dataclasses.replace(found, full_parameters=True)
 
     def cut_options(self) -> dict[str, Any]:
@@ -93,6 +99,7 @@ class MeshOptions:
         plan = self.checked_plan(task)
         self.appliers.tensor.check(task.model, plan, spec.tp)
         self.appliers.context.check(task.model, plan, spec.cp, spec.tp)
+        self.appliers.experts.check(task.model, plan, spec.ep)
         if spec.pp > 1:
             self.pipelining.check(task, plan, spec, datamodule)
         checked: Task = task
@@ -261,7 +268,8 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     module, options, spec = run.module, run.options, run.options.spec
     if on_meta(module):
         check_initialisable(module, loads_weights=loads_weights)
-    appliers = [applier for applier in options.appliers.ordered if applier.axis is None or spec.sizes[applier.axis] > 1]
+    given = options.appliers.ordered
+    appliers = [applier for applier in given if applier.axis is None or spec.axis_size(applier.axis) > 1]
     if options.cuts_model or any(applier.needs_plan for applier in appliers):
         run.plan = options.checked_plan(module)
         _move_to_device(module, options.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class _Kind(NamedTuple):
     element_size: int
     is_trained: bool
     stages: tuple[int, ...]
+    is_expert: bool = False
 
 
 class StateBytesPerRank:
@@ -61,6 +62,7 @@ class StateBytesPerRank:
         element_size: Bytes of a floating-point element; None for each parameter's own.
         delays: Whether gradients have a delay of one step: two versions of parameters and gradients, which `dp_shard`
             does not shard.
+        experts: Names of the parameters that `ep` divides along their first dim.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class StateBytesPerRank:
         placement: Placement | None = None,
         element_size: int | None = None,
         delays: bool = False,
+        experts: Collection[str] = (),
     ) -> None:
         self.spec, self._placement, self._delays = spec, placement, delays
         divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
@@ -79,7 +82,8 @@ class StateBytesPerRank:
         for name, parameter in module.named_parameters():
             size = element_size if element_size and parameter.is_floating_point() else parameter.element_size()
             held_by = everywhere if stages is None else stages.get(name, everywhere)
-            kind = _Kind(tuple(parameter.shape), divisions.get(name), size, parameter.requires_grad, held_by)
+            shape, trained = tuple(parameter.shape), parameter.requires_grad
+            kind = _Kind(shape, divisions.get(name), size, trained, held_by, name in experts and spec.ep > 1)
             self._kinds[kind] += 1
 
     @property
@@ -99,7 +103,7 @@ class StateBytesPerRank:
             size = count * kind.element_size * self._local_elements(kind, place)
             parameters += size
             trained += size * kind.is_trained
-            size = count * kind.element_size * math.prod(self._tp_shape(kind, place))
+            size = count * kind.element_size * math.prod(self._cut_shape(kind, place))
             full += size
             full_trained += size * kind.is_trained
         if self._delays:
@@ -120,16 +124,21 @@ class StateBytesPerRank:
         for place in itertools.product(*(range(size) for size in sizes.values())):
             yield Coordinates(*place)
 
-    def _tp_shape(self, kind: _Kind, place: Coordinates) -> list[int]:
+    def _cut_shape(self, kind: _Kind, place: Coordinates) -> list[int]:
+        """Returns the shape of the slice over `tp` and `ep` that a rank has, before it is sharded."""
         shape = list(kind.shape)
+        if kind.is_expert:
+            shape[0] //= self.spec.ep
         if kind.division is not None and self.spec.tp > 1:
             shape[kind.division.dim] = kind.division.slice_for(self.spec.tp, place.tp).length
         return shape
 
     def _local_elements(self, kind: _Kind, place: Coordinates) -> int:
-        shape = self._tp_shape(kind, place)
+        shape = self._cut_shape(kind, place)
         if shape:
             sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
+            if kind.is_expert:
+                sharers, number = self.spec.expert_shards, number // self.spec.ep
             return row_range(torch.Size(shape), sharers, number)[1]
         return 1
 

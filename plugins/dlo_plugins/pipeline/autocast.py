@@ -10,7 +10,9 @@ import torch
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Returns the dtype of autocast on a device type; None where autocast is off."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Compiled devices have autocast; torch.compile (2.11) cannot trace the question.
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if not has_autocast or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

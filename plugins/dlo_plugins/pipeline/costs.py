@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.watch.flops import grouped_flops
 from dlo_plugins.pipeline.fake_kernels import FakeKernels
 
 
@@ -72,7 +73,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     counts = [0.0] * len(blocks)
     # torch 2.11 does not count a CPU's attention by itself.
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: _grouped_flops}  # nor experts' matmuls
+    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: grouped_flops}  # nor experts' matmuls
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     begins: dict[str, int] = {}
     first_at: list[int] = []
@@ -139,8 +140,3 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
-
-
-def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    groups = a[0] if len(a) == 3 and len(b) == 3 else 1
-    return int(2 * groups * a[-2] * a[-1] * b[-1])

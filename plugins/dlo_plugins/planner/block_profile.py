@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -113,14 +114,16 @@ def profile_block(
     )  # fmt: skip
     transient = _times(_positive(recorder.peak(0, with_gradients=True).plus(kept, -1)), 1 / rows)
     inner = regions.regions_in(name)
-    inputs = sum(
-        x.untyped_storage().nbytes() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
-    )
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    # Hidden states need a gradient, unless nothing trains before them: then they come first.
+    inputs = sum(x.untyped_storage().nbytes() for x in [x for x in leaves if x.requires_grad] or leaves[:1])
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
         _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(inner), inputs / rows,
     )  # fmt: skip
-    return part, tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+    return part, tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs
+    )
 
 
 def _unsaved_peak(recorder: Recorder, regions: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Amount:
@@ -195,16 +198,18 @@ def _modes(
 def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
     """Returns the work of a backward: products by the rules of differentiation, other operations as recorded.
 
-    Recorded operations do not know their modules: what tensor parallelism divides is taken as in forward.
+    Recorded operations do not know their modules: what tensor parallelism divides is taken as in forward. Gradients
+    that backward has not computed are left out: those of frozen weights, and of inputs before the first trained layer.
     """
-    products: dict[Product, int] = {}
+    ran = Counter(_shape(op.product) for op in backward if op.product is not None)
+    products: Counter[Product] = Counter()
     for op in forward:
-        if op.product is not None:
-            if op.product.is_attention:
-                products[op.product] = products.get(op.product, 0) + _ATTENTION_BACKWARD
-            else:
-                for product in op.product.gradients():
-                    products[product] = products.get(product, 0) + 1
+        if op.product is None:
+            continue
+        for product in (op.product,) if op.product.is_attention else op.product.gradients():
+            if ran[_shape(product)]:
+                ran[_shape(product)] -= 1
+                products[product] += _ATTENTION_BACKWARD if product.is_attention else 1
     others = [op for op in backward if op.product is None]
     recorded = summarise(backward, set())
     own = summarise(forward, set())
@@ -218,6 +223,11 @@ def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
         len(others),
         recorded.fused_kernels,
     )
+
+
+def _shape(product: Product) -> tuple[object, ...]:
+    """Returns a product's shape; the result of a gradient may be transposed."""
+    return *sorted((product.m, product.n)), product.k, product.batch, product.is_attention
 
 
 class RestRecord:

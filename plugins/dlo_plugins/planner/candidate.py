@@ -121,4 +121,5 @@ _WORDS = {
     "gradients": "reduction of gradients",
     "bubble": "the pipeline's bubble",
     "optimizer": "the optimizer's step",
+    "second_model": "forwards of second models",
 }

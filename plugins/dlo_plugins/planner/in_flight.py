@@ -35,9 +35,16 @@ def count_in_flight(layout: Layout) -> tuple[InFlight, ...]:
     """
     if layout.mesh.pp == 1:
         return (InFlight((0,), (1,), (1,)),)
-    # A schedule's steady state repeats, so that more micro-batches keep no more in flight.
+    return _replay(*replay_key(layout))
+
+
+def replay_key(layout: Layout) -> tuple[str, int, int, int | None]:
+    """Returns what decides the micro-batches in flight: the schedule, ranks, micro-batches and stages of a rank.
+
+    A schedule's steady state repeats, so that more micro-batches keep no more in flight.
+    """
     count = min(layout.micro_batches, 4 * layout.stages)
-    return _replay(layout.schedule, layout.mesh.pp, count, layout.stages_option)
+    return layout.schedule, layout.mesh.pp, count, layout.stages_option
 
 
 @functools.lru_cache(maxsize=4096)

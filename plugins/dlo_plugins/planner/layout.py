@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.units import format_bytes
+from dlo_plugins.pipeline.pipeline_schedules import flushes
 
 #: Bytes of an element, by the name of its dtype.
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+_flushes = functools.cache(flushes)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,39 @@ class Layout:
         return self.mesh.dp_shard * self.mesh.cp
 
     @property
+    def uses_zero_strategy(self) -> bool:
+        """Whether the run has ZeroStrategy, stage 1, in place of a mesh."""
+        return self.zero == 1 and not self.delays
+
+    def stored_sharers(self, state: StateFormat) -> int:
+        """Returns the number of ranks that share the stored parameters and the reduced gradients.
+
+        ZeRO 1 shares them too where they are master weights, beside full parameters in half precision.
+
+        Args:
+            state: Bytes of the run's tensors.
+        """
+        shares = self.zero >= 2 or (self.zero == 1 and state.has_masters and not self.delays)
+        return self.sharers if shares else 1
+
+    @property
+    def delays(self) -> bool:
+        """Whether the schedule applies gradients one step later, with two versions of full weights on each rank."""
+        return self.mesh.pp > 1 and not _flushes(self.schedule)
+
+    @property
+    def state_sharers(self) -> int:
+        """Number of ranks that share the optimizer's state."""
+        return self.sharers if self.zero else 1
+
+    @property
+    def allows_steps_in_backward(self) -> bool:
+        """Whether a unit's gradients are complete in backward: one micro-batch, sharded data parallelism alone."""
+        mesh = self.mesh
+        alone = mesh.pp == mesh.tp == mesh.cp == 1
+        return alone and self.micro_batches == 1 and self.zero >= 2 and mesh.dp_shard > 1
+
+    @property
     def global_batch(self) -> int:
         """Rows of a step on all ranks."""
         return self.micro_batch * self.micro_batches * self.mesh.data_size
@@ -88,12 +126,13 @@ class StateFormat:
         gathered: Bytes of a parameter as computation uses it.
         gradient: Bytes of a gradient that a step accumulates.
         reduced: Bytes of a gradient while it is reduced.
-        casts: Bytes of each parameter's cast that autograd keeps in a step, where autocast casts gathered parameters.
-        state: Bytes of the optimizer's state for a parameter, master weights included.
+        autocasts: Whether autocast casts parameters of another dtype than the products', and autograd keeps the casts.
+        state: Bytes of the optimizer's state for a trained parameter, master weights included.
         fused: Whether neighbouring operations are one kernel, as in compiled code or by hand.
         compiled: Whether backward repeats what is internal to a kernel, as in compiled code.
         overlaps: Whether gradients are reduced while backward runs.
         accumulates_in_products: Whether the product that computes a weight's gradient adds it to the step's.
+        steps_in_backward: Whether each unit's gradients are stepped and freed in backward, as OptimizerInBackward does.
         frees_sent: Whether a stage of a pipeline frees its output once it is sent, as Megatron does and dlo does not.
     """
 
@@ -103,12 +142,19 @@ class StateFormat:
     gradient: int = 4
     reduced: int = 4
     state: float = 8.0
-    casts: int = 0
+    autocasts: bool = False
     fused: bool = False
     compiled: bool = False
     overlaps: bool = True
     accumulates_in_products: bool = False
+    steps_in_backward: bool = False
     frees_sent: bool = False
+
+    def casts(self, layout: Layout) -> int:
+        """Returns the bytes of each parameter's cast that a step keeps; gathers in half precision need none."""
+        mesh, size = layout.mesh, SIZES[self.compute]
+        gathers_casts = mesh.data_size * mesh.cp > 1 and not layout.delays and self.gathered <= size
+        return size if self.autocasts and not gathers_casts else 0
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -26,13 +26,33 @@ class Link:
     Attributes:
         bandwidth: Bytes a second that one rank sends in a collective (`busbw` of nccl-tests), by number of nodes.
         latency: Seconds of one step of a ring.
+        times: Measured bytes of the full tensor and seconds, in ascending order; None for latency and bandwidth.
     """
 
     bandwidth: Mapping[int, float]
     latency: float
+    times: tuple[tuple[float, float], ...] | None = None
+
+    def measured_seconds(self, size: float) -> float | None:
+        """Returns the time for a number of bytes between measured ones; None where nothing was measured.
+
+        Between two sizes it is linear; beyond the largest, each byte takes as long as there.
+        """
+        if self.times is None:
+            return None
+        (smallest, least), (largest, most) = self.times[0], self.times[-1]
+        if size <= smallest:
+            return least
+        if size >= largest:
+            return most * size / largest
+        after = next(n for n, (known, _) in enumerate(self.times) if known >= size)
+        (low, fast), (high, slow) = self.times[after - 1 : after + 1]
+        return fast + (slow - fast) * (size - low) / (high - low)
 
     def rate(self, nodes: int) -> float:
         """Returns the bandwidth for a number of nodes, interpolated on a logarithmic scale."""
+        if len(self.bandwidth) == 1:
+            return next(iter(self.bandwidth.values()))
         known = sorted(self.bandwidth)
         above = next((n for n in known if n >= nodes), known[-1])
         below = max((n for n in known if n <= nodes), default=known[0])
@@ -198,6 +218,10 @@ class Machine:
         """
         if self.optimizer is not None:
             return self.contention * self.optimizer * parameters
+        return self.moving_seconds(moved)
+
+    def moving_seconds(self, moved: float) -> float:
+        """Returns the time of elementwise operations that read and write a number of bytes."""
         return self.contention * moved / (self.bandwidth * self.bandwidth_efficiency)
 
     def collective_seconds(
@@ -220,6 +244,9 @@ class Machine:
         rate, latency = self.link_of(ranks, spread)
         own = self.collectives.get("all_reduce" if reduces_and_gathers else kind, {}).get(ranks)
         if own is not None and ranks * spread <= self.ranks_per_node:
+            measured = own.measured_seconds(size)
+            if measured is not None:
+                return measured
             rate, latency = own.rate(1), own.latency
         return (1 + reduces_and_gathers) * (latency * (ranks - 1) + size * (ranks - 1) / ranks / rate)
 
@@ -248,6 +275,9 @@ class Machine:
         link = self.node if spread < self.ranks_per_node or self.network is None else self.network
         if link is self.node and "send" in self.collectives:
             link = next(iter(self.collectives["send"].values()))
+            measured = link.measured_seconds(size)
+            if measured is not None:
+                return measured
         return link.latency + size / link.rate(2 if link is self.network else 1)
 
 
@@ -413,4 +443,21 @@ class _Reader:
                 f"machine {self._file}: {key} must be bytes a second, or a mapping of numbers of nodes to them, got"
                 f" {value!r}; correct it"
             )
-        return Link(found, self(f"links.{name}.latency"))
+        return Link(found, self(f"links.{name}.latency"), self.times(name))
+
+    def times(self, name: str) -> tuple[tuple[float, float], ...] | None:
+        """Returns a link's measured bytes and seconds; None where the file has none."""
+        key = f"links.{name}.times"
+        try:
+            rows = self.find(key)
+        except DloError:
+            return None
+        try:
+            found = tuple(sorted((float(size), float(seconds)) for size, seconds in rows))
+        except (TypeError, ValueError):
+            found = ()
+        if not found or min(min(row) for row in found) <= 0:
+            raise DloError(
+                f"machine {self._file}: {key} must be rows of bytes and seconds, got {rows!r}; correct it, or remove it"
+            )
+        return found

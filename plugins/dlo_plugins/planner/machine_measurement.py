@@ -246,7 +246,7 @@ def _fit(
 
 
 def _links(ranks: Sequence[RankMeasurement], constant: Any) -> dict[str, Any]:
-    """Returns the links by kind and number of ranks: latency and bandwidth from the smallest and the largest size."""
+    """Returns the links by kind and number of ranks: times by size; latency and bandwidth from the extreme sizes."""
     times: dict[tuple[str, int], dict[int, float]] = {}
     for key in ranks[0].collectives:
         kind, size, length = key
@@ -262,12 +262,19 @@ def _links(ranks: Sequence[RankMeasurement], constant: Any) -> dict[str, Any]:
         links.setdefault(kind, {})[size] = {
             "bandwidth": constant(factor * passed / a_byte, f"{kind} of {large} bytes"),
             "latency": constant(latency / steps / factor, f"{kind} of {small} bytes"),
+            "times": constant(_rising(known), f"{kind} by bytes"),
         }
     general = links.get("all_reduce", {})
     last = general[max(general)] if general else {
         "bandwidth": constant(1e10, "one rank: not measured"), "latency": constant(1e-6, "one rank: not measured")
     }  # fmt: skip
     return {"node": last, **links}
+
+
+def _rising(times: dict[int, float]) -> list[list[float]]:
+    """Returns bytes and seconds in ascending order; more bytes never take less time."""
+    sizes = sorted(times)
+    return [[float(size), max(times[other] for other in sizes[: at + 1])] for at, size in enumerate(sizes)]
 
 
 def write_machine(content: dict[str, Any], path: Path) -> None:

@@ -6,13 +6,14 @@ the first backward, as Lightning frees them there. Buffers are those of FSDP2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.step_time import Stage, TimeModel, local_count
+from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
 from dlo_plugins.planner.work import Part, Share
 
 
@@ -53,8 +54,9 @@ class _Item(NamedTuple):
         kept: Bytes that one of them keeps for backward, with its output.
         forward: Bytes that its forward uses beyond what is kept of it.
         backward: Bytes that its backward uses beyond that, with what it recomputes.
-        unit: Parameters that are gathered together.
-        trained: Trained ones of them.
+        unit: Bytes of its parameters as computation uses them, which are gathered together.
+        casts: Bytes of their casts that autograd keeps.
+        trained: Number of trained parameters.
         times: Number of these parts.
         is_block: Whether it is a block, and so gathered by itself.
         is_head: Whether it is the head with the loss.
@@ -64,6 +66,7 @@ class _Item(NamedTuple):
     forward: float
     backward: float
     unit: float
+    casts: float
     trained: float
     times: int
     is_block: bool
@@ -134,24 +137,24 @@ class MemoryWalk:
     def _rank(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], actions: Sequence[_Action]) -> Moment:
         mesh, state = layout.mesh, self.state
         parts = tuple(item for stage in own for item in stages[stage])
-        total, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
-        profile = self._times.profile
+        trained, profile = local_count(parts, mesh.tp, trained=True), self._times.profile
+        size, full = (local_bytes(parts, mesh.tp, element) for element in (state.parameter, state.gathered))
         tied = 0.0
         if mesh.pp > 1 and layout.stages - 1 in own and profile.tied.total:
             tied = profile.tied.inside / mesh.tp + profile.tied.outside
-            total, trained = total + tied, trained + tied
-        walk = _Walk(layout, state, total, trained, tied)
+            size, full, trained = size + tied * state.parameter, full + tied * state.gathered, trained + tied
+        walk = _Walk(layout, state, full, trained, tied)
         items = {stage: self._items(layout, stages[stage]) for stage in own}
         moments = walk.step(items[0]) if mesh.pp == 1 else walk.pipeline(items, actions, self._received(layout, own))
         stored = walk.stored
         most = max(moments, key=sum)
         copies = 0.0
-        if self._times.delays(layout):  # Those of the step before, and the weights of the micro-batches in flight.
+        if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
             most = most._replace(gradients=most.gradients + trained * state.gradient)
             copies = trained * state.parameter * (layout.stages - 1 not in own)
         return most._replace(
-            parameters=total * state.parameter / stored + copies,
-            optimizer=state.state * trained / (layout.sharers if layout.zero else 1),
+            parameters=size / stored + copies,
+            optimizer=state.state * trained / layout.state_sharers,
         )
 
     def _received(self, layout: Layout, own: Sequence[int]) -> dict[int, float]:
@@ -170,7 +173,11 @@ class MemoryWalk:
         found = []
         for part, name, times in stage:
             one = ((part, name, 1),)
-            counts = (local_count(one, mesh.tp), local_count(one, mesh.tp, trained=True))
+            counts = (
+                local_bytes(one, mesh.tp, self.state.gathered),
+                self.state.casts(layout) * local_count(one, mesh.tp),
+                local_count(one, mesh.tp, trained=True),
+            )
             everything = part.modes["none"].kept(compiled).on(share)
             if part is profile.head:
                 found.append(_Item(*self._head(part, share, everything), *counts, 1, False, True))
@@ -206,17 +213,16 @@ class _Walk:
     Args:
         layout: Layout of the run.
         state: Bytes of the run's tensors.
-        total: Parameters of the rank.
-        trained: Trained ones of them.
-        tied: Those of them that another stage has too.
+        full: Bytes of the rank's parameters as computation uses them.
+        trained: Number of trained parameters.
+        tied: Number of those that another stage has too.
     """
 
-    def __init__(self, layout: Layout, state: StateFormat, total: float, trained: float, tied: float) -> None:
-        self.layout, self.state, self.total, self.trained, self.tied = layout, state, total, trained, tied
+    def __init__(self, layout: Layout, state: StateFormat, full: float, trained: float, tied: float) -> None:
+        self.layout, self.state, self.full, self.trained, self.tied = layout, state, full, trained, tied
+        self.stored = layout.stored_sharers(state)
         #: Whether parameters are gathered in units: FSDP2 does so for copies of the model too.
-        shares = layout.zero >= 2 or (layout.zero == 1 and state.has_masters)
-        self.stored = layout.sharers if shares else 1
-        self.gathers = self.stored > 1 or (layout.zero == 0 and layout.mesh.dp_replicate > 1)
+        self.gathers = self.stored > 1 or (layout.zero == 0 and layout.mesh.dp_replicate > 1 and not layout.delays)
         self.keeps_gathered = layout.zero in (1, 2)
 
     def step(self, items: Sequence[_Item]) -> Iterator[Moment]:
@@ -225,7 +231,7 @@ class _Walk:
         reduced = self.trained * state.gradient / self.stored
         accumulates = layout.micro_batches > 1
         full = self.trained * state.reduced if self.gathers and not layout.reduce_each else reduced
-        before = full if accumulates else reduced
+        before = full if accumulates else 0.0 if state.steps_in_backward else reduced
         yield from self._forward(items, before)
         is_persistent = state.accumulates_in_products
         yield from self._backward(items, before if accumulates or is_persistent else 0.0, accumulates or is_persistent)
@@ -257,10 +263,10 @@ class _Walk:
                 yield moment._replace(activations=moment.activations + others, loss=moment.loss + losses)
 
     def _forward(self, items: Sequence[_Item], gradients: float) -> Iterator[Moment]:
-        kept = gathered = 0.0
-        outer = sum(item.unit for item in items if not item.is_block)
+        kept = gathered = casts = 0.0
         for item in items:
-            at_once = self._gathered(item, outer, gathered + item.times * item.unit)
+            so_far = gathered + item.times * item.unit, casts + item.times * item.casts
+            at_once = self._gathered(items, item, *so_far)
             if item.is_head:
                 yield Moment(gradients=gradients, gathered=at_once, activations=kept, loss=item.kept + item.forward)
             else:
@@ -268,6 +274,7 @@ class _Walk:
                 yield Moment(gradients=gradients, gathered=at_once, activations=held, working=item.forward)
             kept += item.times * item.kept * (not item.is_head)
             gathered += item.times * item.unit * item.is_block
+            casts += item.times * item.casts * item.is_block
 
     def _backward(self, items: Sequence[_Item], gradients: float, accumulates: bool) -> Iterator[Moment]:
         """Yields the moments of a backward.
@@ -278,14 +285,13 @@ class _Walk:
             accumulates: Whether these include the gradients that it computes.
         """
         state, done = self.state, 0.0
-        outer = sum(item.unit for item in items if not item.is_block)
         kept = sum(item.times * item.kept for item in items if not item.is_head)
         for item in reversed(items):
-            at_once = self._gathered(item, outer, self.total)
+            at_once = self._gathered(items, item, math.inf, math.inf)
             own = self._new_gradients(item, accumulates)
             for count in {item.times, 1}:
-                added = 0.0 if accumulates else (done + (item.times - count) * item.trained) * state.gradient
-                moment = Moment(gradients=gradients + added / self.stored + own, gathered=at_once)
+                before = 0.0 if accumulates or state.steps_in_backward else done + (item.times - count) * item.trained
+                moment = Moment(gradients=gradients + before * state.gradient / self.stored + own, gathered=at_once)
                 if item.is_head:
                     yield moment._replace(activations=kept, loss=item.kept + item.backward)
                 else:
@@ -304,11 +310,21 @@ class _Walk:
         once = state.gathered * (not accumulates or self.layout.reduce_each)
         return item.trained * (once + state.reduced * (1 + 1 / self.stored))
 
-    def _gathered(self, item: _Item, outer: float, so_far: float) -> float:
-        """Returns the bytes of gathered parameters and of their casts, and the buffer that the next arrive in."""
-        state, found, unit = self.state, 0.0, item.unit if item.is_block else 0.0
+    def _gathered(self, items: Sequence[_Item], item: _Item, so_far: float, casts: float) -> float:
+        """Returns the bytes of gathered parameters and of their casts, and the buffer that the next arrive in.
+
+        Args:
+            items: Parts of the stage.
+            item: Part that runs.
+            so_far: Bytes of the parameters of the parts that have run, and of this one.
+            casts: Bytes of their casts.
+        """
+        outer = [other for other in items if not other.is_block]
+        before = sum(other.unit for other in outer)
+        found, unit = 0.0, item.unit if item.is_block else 0.0
         if self.gathers and self.layout.mesh.pp > 1:  # Gathered once a step, before the micro-batches.
-            found = self.total
+            found = self.full
         elif self.gathers:
-            found = min(outer + so_far, self.total) + unit if self.keeps_gathered else outer + 2 * unit
-        return state.gathered * found + state.casts * min(outer + so_far, self.total)
+            found = min(before + so_far, self.full) + unit if self.keeps_gathered else before + 2 * unit
+        every = sum(other.times * other.casts for other in items)
+        return found + min(sum(other.casts for other in outer) + casts, every)

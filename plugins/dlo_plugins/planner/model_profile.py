@@ -7,12 +7,11 @@ same class, parameters, settings and inputs as an earlier one has the same work.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
-from dlo_plugins.planner.regions_of_tp import TensorRegions
+from dlo_plugins.planner.regions_of_tp import PartParameters, TensorRegions
 from dlo_plugins.planner.work import Amount, Part
 
 #: Rows of the profiled micro-batch: batch norm needs more than one value.
@@ -51,7 +50,7 @@ class ModelProfile:
         tp: Sizes of the axis `tp` that divide the model.
         pp: Largest size of the axis `pp`; 1 where the model cannot be cut into stages.
         cp: Whether attention can be divided along the sequence.
-        optimizer_bytes: Bytes of the optimizer's state for each byte of a parameter.
+        parameters: Number of parameters.
         max_logits: Number of logits that the loss keeps at once; None for all.
         why_not: Reasons why an axis cannot be used, by its name.
     """
@@ -65,7 +64,7 @@ class ModelProfile:
     tp: tuple[int, ...]
     pp: int
     cp: bool
-    optimizer_bytes: float
+    parameters: int
     max_logits: int | None
     why_not: dict[str, str]
 
@@ -73,11 +72,6 @@ class ModelProfile:
     def parts(self) -> tuple[Part, ...]:
         """Stem, blocks and head."""
         return (self.stem, *self.blocks, self.head)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return int(sum(part.parameters.total for part in self.parts))
 
     @functools.cached_property
     def flops(self) -> float:
@@ -260,6 +254,8 @@ class _Profiler:
         part, like = self.known[key]
         self.blocks.append(part)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        if not inputs and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(like)):
+            inputs = [torch.empty(0, requires_grad=True)]  # The first trained weights are the block's own.
         outputs = _BlockPass.apply(rest, last, first, like, *inputs)
         rest.resume("head" if last else "between")
         flat = list(outputs)
@@ -267,29 +263,36 @@ class _Profiler:
 
     def profile(self, task: Any, batch: Any) -> ModelProfile:
         """Returns the profile."""
-        counts, tied = self.regions.count_parameters(self.names)
-        blocks = tuple(
-            _with_parameters(part, *counts[name]) for part, name in zip(self.blocks, self.names, strict=True)
-        )
+        model = task.model if self.plan is not None else task
+        counts, tied = self.regions.count_parameters(model, self.names)
+        blocks = tuple(_with_parameters(part, counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
         if len(self.blocks) != len(self.names):
             raise DloError(
                 f"each block of the plan must run once in a forward, got {len(self.blocks)} calls of"
                 f" {len(self.names)} blocks; correct ParallelPlan(blocks=...)"
             )
         shared: dict[Any, Part] = {}
-        blocks = tuple(shared.setdefault((id(block.forward), block.parameters), block) for block in blocks)
-        stem, head = (_with_parameters(self._rest[name], *counts[name]) for name in ("stem", "head"))
+        blocks = tuple(shared.setdefault((id(block.forward), block.parameters, block.fixed), block) for block in blocks)
+        stem, head = (_with_parameters(self._rest[name], counts[name]) for name in ("stem", "head"))
         ids = next(
             (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2 and x.dtype == torch.long), None
         )
         is_sequence = self.plan is not None and bool(self.plan.attention) and ids is not None
+        logits = "max_logits_on_cpu" if self.device == "cpu" else "max_logits"
         return ModelProfile(
-            type(self.model).__name__, stem, blocks, head, tied,
-            int(ids.shape[1]) if is_sequence and ids is not None else None,
-            self.regions.sizes, len(self.names) if hasattr(task, "inputs") and self.names else 1, is_sequence,
-            2.0, getattr(task, "max_logits_on_cpu" if self.device == "cpu" else "max_logits", None),
-            dict(self.regions.why_not),
-        )  # fmt: skip
+            model=type(self.model).__name__,
+            stem=stem,
+            blocks=blocks,
+            head=head,
+            tied=tied,
+            length=int(ids.shape[1]) if is_sequence and ids is not None else None,
+            tp=self.regions.sizes,
+            pp=len(self.names) if hasattr(task, "inputs") and self.names else 1,
+            cp=is_sequence,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            max_logits=getattr(task, logits, None),
+            why_not=dict(self.regions.why_not),
+        )
 
 
 class _BlockPass(torch.autograd.Function):
@@ -310,11 +313,8 @@ class _BlockPass(torch.autograd.Function):
         return None, None, None, None, *found
 
 
-def _with_parameters(part: Part, parameters: Amount, trained: Amount) -> Part:
-    found = copy.copy(part)
-    object.__setattr__(found, "parameters", parameters)
-    object.__setattr__(found, "trained", trained)
-    return found
+def _with_parameters(part: Part, counts: PartParameters) -> Part:
+    return replace(part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed)
 
 
 def _kind(block: nn.Module) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class Recorder(TorchDispatchMode):
                 Operation(None, reads, {self.number(output): _bytes(output)}, inside, product)
             )
 
+    def add_gradients(self, products: Iterable[Product]) -> None:
+        """Adds products of a backward that run inside an operator, or as no operator of torch."""
+        if self.record is not None:
+            self.record.operations += [Operation(None, {}, {}, False, product) for product in products]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator, and records it."""
         result = func(*args, **(kwargs or {}))
@@ -103,7 +108,8 @@ class Recorder(TorchDispatchMode):
         if is_product:
             product = _product(func.overloadpacket, args, outputs[0], role)
         elif func.overloadpacket in _GRADIENTS:
-            return  # Made from the forward's products.
+            self.add_gradients(_convolution_gradients(args))
+            return  # It reads and writes what its products do.
         if func.overloadpacket is _aten.copy_ and len(inputs) > 1:
             reads.pop(self.number(inputs[0]), None)
         writes = {self.number(tensor): _bytes(tensor) for tensor in outputs}
@@ -221,12 +227,14 @@ class _Attention(torch.autograd.Function):
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder._allocate(lse, bool(recorder._region_of(False)[1]))
         ctx.save_for_backward(query, key, value, out, lse)
+        ctx.recorder, ctx.product = recorder, _scores(query, key, causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Returns empty gradients."""
         query, key, value, *_ = ctx.saved_tensors
+        ctx.recorder.add_gradients([ctx.product])
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
@@ -250,19 +258,34 @@ def _product(packet: Any, args: Any, out: Tensor, role: Dim) -> Product | None:
     """Returns the matrix product of an operator; None for one that is bound by memory."""
     size = out.element_size()
     if packet is _aten.convolution:
-        weight, groups = args[1], args[8]
-        inner = weight[0].numel()
-        if out.shape[1] == groups:
-            return None
-        return Product(out.numel() // out.shape[1], out.shape[1] // groups, inner, groups, size, role)
+        return _convolution(out, args[1], args[8], role)
     if packet is _aten._grouped_mm:
         a, b = args[0], args[1]
-        groups = b.shape[0] if b.ndim == 3 else 1
-        return Product(a.shape[-2] / groups, b.shape[-1], a.shape[-1], groups, size, role)
+        if b.ndim == 2:  # The gradient of the weights: the sums are over each group's tokens.
+            groups = out.shape[0] if out.ndim == 3 else 1
+            return Product(a.shape[-2], b.shape[-1], a.shape[-1] / groups, groups, size, role)
+        return Product(a.shape[-2] / b.shape[0], b.shape[-1], a.shape[-1], b.shape[0], size, role)
     a, b = (args[1], args[2]) if packet in (_aten.addmm, _aten.baddbmm) else (args[0], args[1])
     if a.ndim == 2:
         return Product(a.shape[0], b.shape[1], a.shape[1], 1, size, role)
     return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0], size, role or "", tokens="batch")
+
+
+def _convolution(out: Tensor, weight: Tensor, groups: int, role: Dim = "") -> Product | None:
+    """Returns a convolution as a matrix product; None for a depthwise one, which is bound by memory."""
+    channels = out.shape[1]
+    if channels == groups:
+        return None
+    return Product(out.numel() // channels, channels // groups, weight[0].numel(), groups, out.element_size(), role)
+
+
+def _convolution_gradients(args: Any) -> list[Product]:
+    """Returns the products of a convolution's backward, by the arguments of its operator."""
+    product = _convolution(args[0], args[2], args[9])
+    wanted: list[bool] = args[10]
+    if product is None:
+        return []
+    return [gradient for gradient, is_wanted in zip(product.gradients(), wanted[:2], strict=True) if is_wanted]
 
 
 def _bytes(tensor: Tensor) -> int:

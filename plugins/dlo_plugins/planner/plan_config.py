@@ -8,11 +8,17 @@ from typing import Any
 import yaml
 
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import StateFormat
 
 #: Appliers of a config that the plan replaces; others, such as CompileBlocks, stay.
 _REPLACED = ("ActivationCheckpoint", "FullyShard", "TensorParallel", "ContextParallel")
+#: Options of a config's strategy that stay, and the axis of more than one rank that each needs.
+_KEPT_OPTIONS = {
+    **{"meta_init": None, "timeout_minutes": None, "bf16_weights": None},
+    **{"async_tp": "tp", "cp_method": "cp"},
+}
 #: Options of a config's FullyShard that stay.
 _KEPT = ("units", "find_unused")
 
@@ -48,7 +54,7 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     mesh = layout.mesh
     trainer = found.setdefault("trainer", {})
     before = trainer.get("strategy")
-    strategy = _zero_strategy(state) if layout.zero == 1 else mesh_strategy(candidate, before, state)
+    strategy = _zero_strategy(before, state) if layout.uses_zero_strategy else mesh_strategy(candidate, before, state)
     trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
     callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
     if layout.recompute == "rotor":
@@ -71,9 +77,25 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     return found
 
 
-def _zero_strategy(state: StateFormat) -> dict[str, Any]:
+def _zero_strategy(before: Any, state: StateFormat) -> dict[str, Any]:
+    kept = _kept_options(before, MeshSpec())
     dtypes = state.dtypes if state.has_masters else {}
-    return {"class_path": "ZeroStrategy", "init_args": {"stage": 1, **dtypes}}
+    return {"class_path": "ZeroStrategy", "init_args": {"stage": 1, **kept, **dtypes}}
+
+
+def _kept_options(before: Any, mesh: MeshSpec) -> dict[str, Any]:
+    """Returns the options of a config's strategy that stay under a plan's."""
+    options, sizes = strategy_options(before), mesh.sizes
+    return {
+        key: options[key]
+        for key, axis in _KEPT_OPTIONS.items()
+        if options.get(key) and (axis is None or sizes[axis] > 1)
+    }
+
+
+def strategy_options(strategy: Any) -> dict[str, Any]:
+    """Returns the options of a config's strategy; none of one that is a name."""
+    return (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
 def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict[str, Any]:
@@ -86,7 +108,7 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
     """
     layout = candidate.layout
     options: dict[str, Any] = {axis: size for axis, size in layout.mesh.sizes.items() if size > 1}
-    options["dp_shard"] = layout.mesh.dp_shard
+    options |= {"dp_shard": layout.mesh.dp_shard, **_kept_options(before, layout.mesh)}
     given = _appliers(before)
     appliers = [entry for entry in given if _class_name(entry) not in _REPLACED]
     if layout.mesh.pp > 1:
@@ -102,7 +124,7 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
     if layout.recompute not in ("none", "rotor"):
         chosen = {"mode": layout.recompute} | ({"every": layout.every} if layout.every > 1 else {})
         appliers.append({"class_path": "ActivationCheckpoint", "init_args": chosen})
-    if layout.zero:
+    if layout.zero and not layout.delays:
         own = next((entry for entry in given if _class_name(entry) == "FullyShard" and isinstance(entry, dict)), {})
         kept = {key: value for key, value in (own.get("init_args") or {}).items() if key in _KEPT and value}
         sharding: dict[str, Any] = {**kept, "reshard_after_forward": layout.zero == 3, **state.dtypes}
@@ -129,7 +151,7 @@ def find_part(config: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _appliers(strategy: Any) -> list[Any]:
-    return (strategy.get("init_args") or {}).get("appliers") or [] if isinstance(strategy, dict) else []
+    return strategy_options(strategy).get("appliers") or []
 
 
 def _callbacks(config: dict[str, Any]) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.planner.candidate import Candidate, Rejection
@@ -18,10 +20,13 @@ from dlo_plugins.planner.interval import Interval, find_interval
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_config import find_part, read_batch, write_yaml
+from dlo_plugins.planner.optimizer_state import OptimizerState, measure_optimizer
+from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options, write_yaml
 from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification
+from dlo_plugins.planner.second_model import SecondModel
+from dlo_plugins.planner.unmodelled import find_unmodelled
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
@@ -47,6 +52,7 @@ class PlannedRun:
         config: Config of the user.
         state: Bytes of the run's tensors.
         interval: Interval of the predicted times.
+        unmodelled: Sentences on what of the run is not in the figures.
     """
 
     profile: ModelProfile
@@ -57,6 +63,7 @@ class PlannedRun:
     config: dict[str, Any]
     state: StateFormat
     interval: Interval
+    unmodelled: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> list[Path]:
         """Writes each plan as a config, `plan_1.yaml` and so on, and returns the files.
@@ -77,7 +84,7 @@ class PlannedRun:
 
 def plan_run(
     config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace,
-    runs: Path,
+    runs: Path, frozen: Sequence[tuple[FrozenModel, Task]] = (),
 ) -> PlannedRun:  # fmt: skip
     """Returns the plans of a run.
 
@@ -89,23 +96,18 @@ def plan_run(
         nodes: Number of nodes; None for as few as the machine allows.
         options: Checked options of `dlo plan`.
         runs: Folder that holds all runs; those that were checked give the interval.
+        frozen: Second models, each with its task on the meta device.
 
     Raises:
         DloError: The model cannot be profiled, no layout is possible, or nothing fits.
     """
-    trainer = config.get("trainer") or {}
     batch = options.batch or read_batch(config)
     if batch is None:
         raise DloError(
             "plan: --batch must be the rows of a step where data.init_args.batch_size does not say, got none; set"
             " --batch 256"
         )
-    whole = find_part(config, "Compile")
-    fused = whole is not None or find_part(config, "CompileBlocks") is not None
-    dtypes = {key: options.fix.get(key) for key in ("gather", "reduce")}
-    if dtypes["gather"] is None and find_batch_norms(model):
-        dtypes["gather"] = "float32"  # Batch norms refuse weights in half precision.
-    state = state_format(str(trainer.get("precision") or "32-true"), fused=fused, **dtypes)
+    state, optimizer = run_state(config, model, options.fix.get("gather"), options.fix.get("reduce"))
     if options.measure is not None:
         options.machine = measure_here(model, datamodule, state, gpus, batch, options)
     machine = load_machine(options.machine)
@@ -115,16 +117,65 @@ def plan_run(
         raise DloError(f"plan: --gpus must be divisible by --nodes, got {gpus} and {nodes}; {fix}")
     machine = replace(machine, ranks_per_node=gpus // nodes)
     machine.rate(state.compute)
+    whole = find_part(config, "Compile")
     rotor = whole is None or whole.get("scope") == "blocks"
     request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top, rotor)
     profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
     verify = None
     if isinstance(model, Task) and profile.blocks:
         verify = RankVerification(model.on_meta(), datamodule, config, nodes, state, request.memory)
-    result = PlanSearch(profile, machine, state, request).run(verify)
+    second = profile_frozen(frozen, model, datamodule, state, machine.device)
+    result = PlanSearch(profile, machine, state, request, second).run(verify)
     interval = find_interval(runs, machine.name, machine.device)
     result.candidates = [replace(candidate, bounds=interval.bounds) for candidate in result.candidates]
-    return PlannedRun(profile, machine, request, nodes, result, config, state, interval)
+    unmodelled = find_unmodelled(config, optimizer)
+    return PlannedRun(profile, machine, request, nodes, result, config, state, interval, unmodelled)
+
+
+def run_state(
+    config: dict[str, Any], model: Any, gather: str | None = None, reduce: str | None = None
+) -> tuple[StateFormat, OptimizerState]:
+    """Returns the bytes of a run's tensors, and the state of its optimizer.
+
+    Args:
+        config: Config of the user.
+        model: Task or LightningModule of the config.
+        gather: Dtype in which parameters are gathered; None for the run's own.
+        reduce: Dtype in which gradients are reduced; None for the run's own.
+
+    Raises:
+        DloError: The precision or a dtype is not planned, or the optimizer cannot take a step.
+    """
+    trainer = config.get("trainer") or {}
+    precision = str(trainer.get("precision") or "32-true")
+    fused = any(find_part(config, name) is not None for name in ("Compile", "CompileBlocks"))
+    if gather is None and find_batch_norms(model):
+        gather = "float32"  # Batch norms refuse weights in half precision.
+    state = state_format(precision, fused=fused, gather=gather, reduce=reduce)
+    dtype = torch.float32 if state.parameter == SIZES["float32"] else getattr(torch, state.compute)
+    if strategy_options(trainer.get("strategy")).get("bf16_weights") == "stochastic":
+        # Weights and kept gradients are bf16; gradients are reduced, and steps taken, in single precision.
+        state, dtype = replace(state, parameter=2, gathered=2, gradient=2, reduced=4), torch.float32
+    optimizer = measure_optimizer(on_meta(model), dtype)
+    in_backward = find_part(config, "OptimizerInBackward") is not None
+    return replace(state, state=optimizer.moments * dtype.itemsize, steps_in_backward=in_backward), optimizer
+
+
+def profile_frozen(
+    frozen: Sequence[tuple[FrozenModel, Task]], model: Any, datamodule: Any, state: StateFormat, device: str
+) -> list[SecondModel]:
+    """Returns the profiles of second models, which get the batches of the run's own.
+
+    Raises:
+        DloError: The forward of one fails on fake tensors.
+    """
+    found = []
+    for one, twin in frozen:
+        name = None if one.dtype is None else str(one.dtype).removeprefix("torch.")
+        dtype = one.dtype or getattr(torch, state.compute)
+        profile = profile_model(twin, batch_of(model, datamodule), twin.parallel_plan(), dtype=dtype, device=device)
+        found.append(SecondModel(profile, name, one.offload))
+    return found
 
 
 def measure_here(
@@ -168,9 +219,16 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
                 " another trainer.precision"
             )
     gathered, reduced = SIZES.get(gather or "", gathered), SIZES.get(reduce or "", reduced)
-    casts = SIZES[compute] if plain.endswith("mixed") and gathered > SIZES[compute] else 0
     return StateFormat(
-        compute, parameter, gathered, gradient, reduced, 2.0 * parameter, casts, fused=fused, compiled=fused
+        compute,
+        parameter,
+        gathered,
+        gradient,
+        reduced,
+        2.0 * parameter,
+        plain.endswith("mixed"),
+        fused=fused,
+        compiled=fused,
     )
 
 
@@ -184,16 +242,25 @@ def profile_run(
     Raises:
         DloError: The shapes of a batch are unknown, or a step fails on fake tensors.
     """
+    model = on_meta(model)
+    plan = model.parallel_plan() if isinstance(model, Task) else _inferred(model)
+    return profile_model(model, batch_of(model, datamodule), plan, dtype=dtype, device=device, on_block=on_block)
+
+
+def on_meta(model: Any) -> Any:
+    """Returns a task or LightningModule with its model on the meta device, if it is not built yet."""
     if isinstance(model, Task):
-        model = model.on_meta()
-        batch = model.example_batch(datamodule)
-        batch = first_batch(datamodule) if batch is None else batch
-        return profile_model(model, batch, model.parallel_plan(), dtype=dtype, device=device, on_block=on_block)
+        return model.on_meta()
     if not any(True for _ in model.parameters()):
         with torch.device("meta"):
             model.configure_model()
-    plan = _inferred(model)
-    return profile_model(model, first_batch(datamodule), plan, dtype=dtype, device=device, on_block=on_block)
+    return model
+
+
+def batch_of(model: Any, datamodule: Any) -> Any:
+    """Returns a batch with the shapes of a run's: the task's example, or the first of its data."""
+    batch = model.example_batch(datamodule) if isinstance(model, Task) else None
+    return first_batch(datamodule) if batch is None else batch
 
 
 def _inferred(model: nn.Module) -> ParallelPlan | None:
@@ -239,6 +306,7 @@ def report_json(planned: PlannedRun) -> dict[str, Any]:
         "parameters": planned.profile.parameters,
         "layouts": planned.result.count,
         "interval": asdict(planned.interval),
+        "not_in_figures": planned.unmodelled,
         "plans": [candidate.to_json() for candidate in planned.result.candidates],
         "rejected": [
             {"layout": str(r.layout), "kind": r.kind, "value": r.value, "limit": r.limit, "text": str(r)}
@@ -261,6 +329,7 @@ def report_text(planned: PlannedRun) -> str:
     for number, candidate in enumerate(planned.result.candidates, 1):
         lines += _candidate_lines(number, candidate, unit)
     lines.append(f"{planned.interval}")
+    lines += [f"not in the figures: {what}" for what in planned.unmodelled]
     lines += ["", "rejected, the nearest:", *(f"  {rejection}" for rejection in _shown(planned))]
     sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
     lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]

@@ -22,6 +22,7 @@ from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rotor_model import RotorModel, round_budget
+from dlo_plugins.planner.second_model import SecondModel, SecondModels
 from dlo_plugins.planner.step_time import TimeModel
 
 #: Ways to recompute, from none to the one that needs least memory.
@@ -113,12 +114,21 @@ class PlanSearch:
         machine: Machine.
         state: Bytes of the run's tensors.
         request: Resources and wishes.
+        second: Second models of the run.
     """
 
-    def __init__(self, profile: ModelProfile, machine: Machine, state: StateFormat, request: Request) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        machine: Machine,
+        state: StateFormat,
+        request: Request,
+        second: Sequence[SecondModel] = (),
+    ) -> None:
         self.profile, self.machine, self.request = profile, machine, request
         self.times = TimeModel(profile, machine, state)
-        self.memory = MemoryModel(self.times)
+        self.second = SecondModels(second, machine, state) if second else None
+        self.memory = MemoryModel(self.times, self.second)
         self.rotor = RotorModel(self.times, self.memory)
         self._least: dict[tuple[int, ...], float] = {}
         self._tried = {"1F1B"}
@@ -240,15 +250,28 @@ class PlanSearch:
                     continue
                 count = rows // micro_batch
                 for schedule, chunks in self._schedules(mesh, count):
-                    for zero, each in self._shardings(mesh, count):
-                        yield Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+                    for zero, each in self._shardings(mesh, count, schedule):
+                        layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+                        if self._is_possible(layout):
+                            yield layout
 
-    def _shardings(self, mesh: MeshSpec, micro_batches: int) -> Iterator[tuple[int, bool]]:
+    def _is_possible(self, layout: Layout) -> bool:
+        """Returns whether second models can be cut alike, and gradients stepped in backward if they are."""
+        if self.second is not None and not self.second.allows(layout):
+            return False
+        return not self.times.state.steps_in_backward or layout.allows_steps_in_backward
+
+    def _shardings(self, mesh: MeshSpec, micro_batches: int, schedule: str) -> Iterator[tuple[int, bool]]:
         """Yields stages of ZeRO, and whether each micro-batch reduces its gradients.
 
         Stage 1 is ZeroStrategy's, which has data parallelism alone, and communicates as much as stage 2: it is planned
-        only if it is asked for.
+        only if it is asked for. It is that of schedules whose gradients have a delay, too: each rank has full weights.
         """
+        if schedule in {name for name, _ in _DELAYED}:
+            zero = int(mesh.dp_shard > 1)
+            if self.request.allows("zero", zero):
+                yield zero, False
+            return
         if self.request.fix.get("zero") == "1":
             if mesh.dp_shard == mesh.world_size > 1:
                 yield 1, micro_batches > 1 and self.times.state.has_masters
@@ -284,7 +307,7 @@ class PlanSearch:
             if fix.get("schedule", "").lower() not in (name.lower() for name, _ in _DELAYED):
                 yield "1F1B", 1
             return
-        if "schedule" in fix and mesh.data_size * mesh.cp == 1 and count >= pp:
+        if "schedule" in fix and mesh.dp_replicate * mesh.cp == 1 and count >= pp:
             yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
         for name, chunks in _SCHEDULES:
             if name == "Varuna" and fix.get("recompute", "none").lower() != "none":
@@ -306,7 +329,7 @@ class PlanSearch:
         if key not in self._least:
             times = (self.times.part_time(part, layout, "none") for part in self.profile.parts)
             self._least[key] = sum(t.forward + t.backward + t.tensor[0] + t.tensor[1] for t in times)
-        if layout.stages_per_rank > 1 or self.times.delays(layout):
+        if layout.stages_per_rank > 1 or layout.delays:
             return self._least[key] * count / mesh.pp
         return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
 
@@ -356,7 +379,7 @@ class PlanSearch:
 
     def _recomputes(self, layout: Layout) -> bool:
         """Returns whether a layout's strategy can recompute blocks without Rotor: ZeroStrategy has no appliers."""
-        return bool(self.profile.blocks) and layout.zero != 1
+        return bool(self.profile.blocks) and not layout.uses_zero_strategy
 
     def _with_rotor(self, layout: Layout, limit: float) -> Candidate | Rejection:
         """Returns the layout with the largest budget that fits, unless it takes longer than a limit."""
@@ -375,9 +398,11 @@ class PlanSearch:
     def _candidate(self, layout: Layout, memory: RankMemory | None = None, *, exact: bool = False) -> Candidate:
         request, profile = self.request, self.profile
         plan = self.rotor.plan(layout) if layout.recompute == "rotor" else None
+        time = self.times.step(layout, exact=exact, repeated=plan.repeated if plan else ())
+        if self.second is not None:
+            time = replace(time, second_model=self.second.seconds(layout))
         return Candidate(
-            layout, self.times.split(layout),
-            self.times.step(layout, exact=exact, repeated=plan.repeated if plan else ()),
+            layout, self.times.split(layout), time,
             memory or self.memory.largest(layout, plan.activations if plan else None),
             profile.flops * request.global_batch, self.machine.rate(self.times.state.compute) * request.gpus,
             request.global_batch * (profile.length or 1),
@@ -405,6 +430,12 @@ class PlanSearch:
                     " describe in Task.parallel_plan how the model may be cut"
                 )
         fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
+        if self.times.state.steps_in_backward:
+            return DloError(
+                "callbacks must be without OptimizerInBackward unless dp_shard is at least 2, tp, pp and cp are 1, and"
+                f" a step has one micro-batch, got {request.gpus} ranks, a batch of {request.global_batch} and {fixed}"
+                " fixed; leave it out, or set --gpus and --batch to larger numbers"
+            )
         fix = f"set --batch {' or '.join(map(str, batches))}" if batches else f"set --gpus {request.global_batch}"
         return DloError(
             f"axes must divide {request.gpus} ranks, a batch of {request.global_batch} and the model (tp in"

@@ -29,8 +29,8 @@ from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceS
 
 #: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
 Shape = tuple[int, int, int, int, bool]
-#: Widths of the weights, and bytes of the buffers, of which the smallest gives latency and the largest bandwidth.
-_WIDTHS, _BUFFERS, _DEPTH = (16, 768), (1 << 12, 1 << 22), 8
+#: Widths of the weights, and bytes of the buffers: caches hold the smaller ones, so that time is not linear in size.
+_WIDTHS, _BUFFERS, _DEPTH = (16, 256, 768, 1280), (1 << 12, 1 << 17, 1 << 19, 1 << 21, 1 << 23), 8
 _CALLS = 5
 #: Rows and columns of the matrix whose square is the computation between collectives: a few milliseconds.
 _BETWEEN = 512
@@ -172,6 +172,7 @@ class _Measuring:
         single = wanted.device == "cpu" and torch.get_num_threads() == 1
         self._own_clock = time.process_time if single else self._elapsed
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self._alone: float | None = None  # computation between collectives, without them
 
     def _elapsed(self) -> float:
         if self.device.type == "cuda":
@@ -312,18 +313,21 @@ class _Measuring:
         if matrix is None:
             self._together()
             return self._seconds(run, clock=self._elapsed)
+        if self._alone is None:
+            self._alone = self._computing_seconds(matrix, None)
+        return max((self._computing_seconds(matrix, run) - self._alone) / _DEPTH, 1e-7)
 
-        def compute(exchange: Callable[[], object] | None) -> None:
+    def _computing_seconds(self, matrix: Tensor, exchange: Callable[[], object] | None) -> float:
+        """Returns the elapsed seconds of computation, with an exchange after each product if there is one."""
+
+        def compute() -> None:
             for _ in range(_DEPTH):
                 _compute(matrix)
                 if exchange is not None:
                     exchange()
 
-        found = []
-        for exchange in (None, run):
-            self._together()
-            found.append(self._seconds(functools.partial(compute, exchange), clock=self._elapsed))
-        return max((found[1] - found[0]) / _DEPTH, 1e-7)
+        self._together()
+        return self._seconds(compute, clock=self._elapsed)
 
     def _between(self) -> Tensor | None:
         """Returns the matrix whose square is computed between collectives; None where these would overlap it."""

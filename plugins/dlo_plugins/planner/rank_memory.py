@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
-from dlo_plugins.planner.in_flight import InFlight, count_in_flight
+from dlo_plugins.planner.in_flight import InFlight, count_in_flight, replay_key
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.memory_walk import MemoryWalk
-from dlo_plugins.planner.step_time import Stage, TimeModel, local_count
+from dlo_plugins.planner.second_model import SecondModels
+from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
 from dlo_plugins.planner.work import Part, Share
 
 
@@ -26,6 +27,7 @@ class RankMemory:
         working: Activations of the block that runs, and of what it recomputes.
         loss: Logits and the loss's gradients, beyond what the blocks need when they run.
         overhead: Context of the device, and what the allocator takes beyond the tensors.
+        second_model: Parameters of second models, such as a teacher, and what their forwards need beyond the step.
     """
 
     parameters: float
@@ -36,11 +38,12 @@ class RankMemory:
     working: float
     loss: float
     overhead: float
+    second_model: float = 0.0
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
     @property
     def state(self) -> float:
@@ -93,19 +96,41 @@ class RankActivations:
     region: int
 
 
+@dataclass(frozen=True)
+class _RankParameters:
+    """Parameters of a rank.
+
+    Attributes:
+        stored: Bytes as they are stored, before sharding.
+        full: Bytes as computation uses them.
+        count: Number in the run's dtype.
+        trained: Number of trained ones.
+        units: Bytes of the two largest units, as computation uses them.
+        unit_trained: Number of trained ones in the two units that have most.
+    """
+
+    stored: float
+    full: float
+    count: float
+    trained: float
+    units: float
+    unit_trained: float
+
+
 class MemoryModel:
     """Predicts the memory of a model's ranks.
 
     Args:
         times: Time model, which knows the stages.
+        second: Second models of the run; None for none.
     """
 
-    def __init__(self, times: TimeModel) -> None:
-        self._times, self.state = times, times.state
-        self._counts: dict[tuple[object, ...], tuple[float, float, float]] = {}
+    def __init__(self, times: TimeModel, second: SecondModels | None = None) -> None:
+        self._times, self.state, self._second = times, times.state, second
+        self._counts: dict[tuple[object, ...], _RankParameters] = {}
         self._known: dict[tuple[object, ...], StageBytes] = {}
         self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
-        self._even: dict[int, tuple[float, float]] = {}
+        self._even: dict[int, tuple[float, float, float]] = {}
         self._walk = MemoryWalk(times)
 
     def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
@@ -116,7 +141,17 @@ class MemoryModel:
             rotor: Activations under Rotor; None for the layout's own recomputation.
         """
         walks = rotor is None and self._walks
-        return max(self._walked(layout) if walks else self._of_groups(layout, rotor), key=lambda memory: memory.total)
+        found = self._walked(layout) if walks else self._of_groups(layout, rotor)
+        return max((self._with_second(memory, layout) for memory in found), key=lambda memory: memory.total)
+
+    def _with_second(self, memory: RankMemory, layout: Layout) -> RankMemory:
+        """Returns a rank's memory with its second models, whose forwards come before the step's own."""
+        if self._second is None:
+            return memory
+        own = memory.gathered + memory.activations + memory.working + memory.loss
+        size = self._second.stored_bytes(layout) + max(0.0, self._second.working_bytes(layout) - own)
+        overhead = memory.overhead + self._times.machine.fragmentation * size
+        return replace(memory, second_model=size, overhead=overhead)
 
     @property
     def _walks(self) -> bool:
@@ -135,33 +170,27 @@ class MemoryModel:
         """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved."""
         mesh, state = layout.mesh, self.state
         if mesh.tp not in self._even:
-            profile = self._times.profile
+            everything = tuple((part, "", 1) for part in self._times.profile.parts)
             self._even[mesh.tp] = (
-                sum(part.parameters.inside / mesh.tp + part.parameters.outside for part in profile.parts),
-                sum(part.trained.inside / mesh.tp + part.trained.outside for part in profile.parts),
+                local_bytes(everything, mesh.tp, state.parameter),
+                local_bytes(everything, mesh.tp, state.gathered),
+                local_count(everything, mesh.tp, trained=True),
             )
-        local, trained = (count / mesh.pp for count in self._even[mesh.tp])
-        stored, sharers = self._stored(layout), layout.sharers if layout.zero else 1
-        kept = local * state.parameter / stored + trained * (state.gradient / stored + state.state / sharers)
+        local, gathered, trained = (count / mesh.pp for count in self._even[mesh.tp])
+        stored, sharers = layout.stored_sharers(state), layout.state_sharers
+        gradients = 0.0 if state.steps_in_backward else state.gradient / stored
+        kept = local / stored + trained * (gradients + state.state / sharers)
         if stored > 1 and layout.zero < 3:
-            kept += local * state.gathered
+            kept += gathered
         machine = self._times.machine
         return kept * (1 + machine.fragmentation) + machine.reserved
-
-    def _stored(self, layout: Layout) -> int:
-        """Returns the number of ranks that share the stored parameters and the reduced gradients.
-
-        ZeRO 1 shares them too where they are master weights, beside full parameters in half precision.
-        """
-        shares = layout.zero >= 2 or (layout.zero == 1 and self.state.has_masters)
-        return layout.sharers if shares else 1
 
     def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
         """Returns the memory of each rank of the pipeline."""
         if rotor is None and self._walks:
-            return self._walked(layout)
+            return [self._with_second(memory, layout) for memory in self._walked(layout)]
         by_stage = {
-            stages: memory
+            stages: self._with_second(memory, layout)
             for group, memory in zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
             for stages in group.ranks
         }
@@ -169,9 +198,10 @@ class MemoryModel:
 
     def groups(self, layout: Layout) -> tuple[RankGroup, ...]:
         """Returns the ranks of the pipeline, of which those of one group have equal stages."""
-        stages, flying = self._times.stages(layout), count_in_flight(layout)
-        key = id(stages), layout.schedule, layout.mesh.pp, layout.stages_per_rank, flying
+        stages = self._times.stages(layout)
+        key = (id(stages), *replay_key(layout))
         if key not in self._groups:
+            flying = count_in_flight(layout)
             found: dict[object, list[InFlight]] = {}
             for rank in flying:
                 ends = (0 in rank.stages, layout.stages - 1 in rank.stages)
@@ -203,6 +233,8 @@ class MemoryModel:
         stages, machine = self._times.stages(layout), self._times.machine
         tensors = (memory - machine.reserved) / (1 + machine.fragmentation)
         groups = self.groups(layout)
+        if self._second is not None:
+            tensors -= self._second.stored_bytes(layout)
         return tensors - max(sum(self._state(layout, stages, group.ranks[0], region)) for group in groups)
 
     def _sum(self, state: tuple[float, float, float, float], activations: tuple[float, float, float]) -> RankMemory:
@@ -210,48 +242,56 @@ class MemoryModel:
         excess = machine.fragmentation * (sum(state) + sum(activations))
         return RankMemory(*state, *activations, machine.reserved + excess)
 
-    def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> tuple[float, float, float]:
-        """Returns a rank's numbers of all, of trained, and of the two largest units' parameters."""
-        mesh = layout.mesh
+    def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> _RankParameters:
+        """Returns a rank's parameters."""
+        mesh, state = layout.mesh, self.state
         key = (mesh.tp, mesh.pp, *(id(stages[stage]) for stage in own))
         if key not in self._counts:
             parts = tuple(item for stage in own for item in stages[stage])
-            units = sorted((local_count(((*item[:2], 1),), mesh.tp) for item in parts), reverse=True)
-            total, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
+            stored, full = (local_bytes(parts, mesh.tp, size) for size in (state.parameter, state.gathered))
+            count, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
             tied = self._times.profile.tied
             if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
-                total, trained = (count + tied.inside / mesh.tp + tied.outside for count in (total, trained))
-            several = sum(times for *_, times in parts) != 1
-            self._counts[key] = total, trained, sum(units[:2]) if several else total
+                copy = tied.inside / mesh.tp + tied.outside
+                stored, full = stored + copy * state.parameter, full + copy * state.gathered
+                count, trained = count + copy, trained + copy
+            units, unit_trained = full, trained
+            if sum(times for *_, times in parts) != 1:
+                each = [((*item[:2], 1),) for item in parts]
+                units = sum(sorted(local_bytes(one, mesh.tp, state.gathered) for one in each)[-2:])
+                unit_trained = sum(sorted(local_count(one, mesh.tp, trained=True) for one in each)[-2:])
+            self._counts[key] = _RankParameters(stored, full, count, trained, units, unit_trained)
         return self._counts[key]
 
     def _state(
         self, layout: Layout, stages: Sequence[Stage], own: Sequence[int], region: int
     ) -> tuple[float, float, float, float]:
         """Returns the bytes of parameters, gradients, optimizer and gathered units of a rank."""
-        state, share = self.state, layout.sharers
-        total, trained, units = self._count(layout, stages, own)
-        stored = self._stored(layout)
+        state = self.state
+        own_parameters = self._count(layout, stages, own)
+        trained, units = own_parameters.trained, own_parameters.units
+        stored = layout.stored_sharers(state)
         gathered = gradients = 0.0
         if stored > 1:
             if region > 1:
                 units += (region - 1) * max(
-                    local_count(((b, "", 1),), layout.mesh.tp) for b in self._blocks(stages, own)
+                    local_bytes(((b, "", 1),), layout.mesh.tp, state.gathered) for b in self._blocks(stages, own)
                 )
-            gathered = state.gathered * (total if layout.zero < 3 else min(units, total))
+            gathered = own_parameters.full if layout.zero < 3 else min(units, own_parameters.full)
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.
             accumulates = layout.micro_batches > 1 and not layout.reduce_each
-            gradients = state.reduced * trained if accumulates else state.gathered * units
-        if state.casts:
-            gathered += state.casts * total
+            gradients = state.reduced * trained if accumulates else state.gathered * own_parameters.unit_trained
+        gathered += state.casts(layout) * own_parameters.count
         copies = 0.0
-        if self._times.delays(layout):  # Those of the step before, and the weights of the micro-batches in flight.
+        if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
             gradients += trained * state.gradient
             copies = trained * state.parameter * (layout.stages - 1 not in own)
+        if not state.steps_in_backward:
+            gradients += trained * state.gradient / stored
         return (
-            total * state.parameter / stored + copies,
-            gradients + trained * state.gradient / stored,
-            state.state * trained / (share if layout.zero else 1),
+            own_parameters.stored / stored + copies,
+            gradients,
+            state.state * trained / layout.state_sharers,
             gathered,
         )
 

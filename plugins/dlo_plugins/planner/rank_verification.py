@@ -27,7 +27,7 @@ from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
 from dlo_plugins.planner.candidate import Candidate, Rejection
-from dlo_plugins.planner.layout import StateFormat
+from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.plan_config import mesh_strategy
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -75,7 +75,7 @@ class RankVerification:
             ranks: Predicted memory of each rank of its pipeline.
         """
         layout = candidate.layout
-        if layout.zero == 1:
+        if layout.uses_zero_strategy:
             return candidate
         try:
             small = shorten_axes(layout.mesh)
@@ -118,9 +118,13 @@ class RankVerification:
     def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:
         """Returns the bytes by which counted parameters and Adam's state raise the largest rank's prediction."""
         spec, described = candidate.layout.mesh, strategy.describe(self._task, self._datamodule)
-        totals = []
+        is_half = self._precision.endswith("-true") and not self._precision.startswith("32")
+        element, totals = SIZES["bfloat16" if is_half else "float32"], []
         for stage, predicted in enumerate(ranks):
             counted = described.ranks[spec.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
-            more = max(0.0, counted.parameters + counted.optimizer - predicted.parameters - predicted.optimizer)
+            # Counted are Adam's two moments, and weights before `bf16_weights` rounds them.
+            parameters = counted.parameters * self._state.parameter / element
+            optimizer = counted.optimizer * self._state.state / (2 * element)
+            more = max(0.0, parameters + optimizer - predicted.parameters - predicted.optimizer)
             totals.append(predicted.total + more)
         return max(totals) - candidate.memory.total

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
@@ -12,6 +13,20 @@ from dlo_plugins.planner.work import Amount, Dim
 from dlo_plugins.tensor.division import check_divisibility
 from dlo_plugins.tensor.tp_plan import TPPlan, region_of
 from dlo_plugins.tensor.tp_planner import make_tp_plan
+
+
+class PartParameters(NamedTuple):
+    """Parameters of a part of a model.
+
+    Attributes:
+        every: Number of parameters in the run's dtype.
+        trained: Number of trained ones.
+        fixed: Bytes of frozen ones with a dtype of their own.
+    """
+
+    every: Amount
+    trained: Amount
+    fixed: Amount
 
 
 class TensorRegions:
@@ -86,20 +101,19 @@ class TensorRegions:
         """Forgets the regions that have run, before the next block."""
         self._state.clear()
 
-    def count_parameters(self, blocks: list[str]) -> tuple[dict[str, tuple[Amount, Amount]], Amount]:
-        """Returns the numbers of all and of the trained parameters of each block, `stem` and `head`, and of tied ones.
+    def count_parameters(self, model: nn.Module, blocks: list[str]) -> tuple[dict[str, PartParameters], Amount]:
+        """Returns the parameters of each block, of `stem` and of `head`, and the number of tied ones.
 
         Args:
+            model: Model with the dtypes that its parameters have before the run's precision changes them.
             blocks: Names of the blocks.
         """
         divisions = self._found.divisions if self._found is not None else {}
-        found: dict[str, tuple[list[float], list[float]]] = {
-            name: ([0.0, 0.0], [0.0, 0.0]) for name in (*blocks, "stem", "head")
-        }
+        found = {name: ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]) for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
         known = set(blocks)
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             part = self._part_of(name, known)
             at = 0 if name in divisions else 1
             if id(parameter) in owners:
@@ -107,10 +121,14 @@ class TensorRegions:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained = found[part]
+            every, trained, fixed = found[part]
+            if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
+                fixed[at] += parameter.nbytes
+                continue
             every[at] += parameter.numel()
             trained[at] += parameter.numel() * parameter.requires_grad
-        return {name: (Amount(*every), Amount(*trained)) for name, (every, trained) in found.items()}, Amount(*tied)
+        counts = {name: PartParameters(*(Amount(*amount) for amount in amounts)) for name, amounts in found.items()}
+        return counts, Amount(*tied)
 
     def _part_of(self, name: str, blocks: set[str]) -> str:
         parent = name

@@ -81,6 +81,7 @@ class RotorModel:
         self._times, self._memory = times, memory
         self._chains: dict[tuple[object, ...], _StageChain] = {}
         self._solved: dict[tuple[int, int], Schedule | None] = {}
+        self._least_budgets: dict[int, int] = {}
 
     def plan(self, layout: Layout) -> RotorPlan | None:
         """Returns the schedules of a layout within its budget; None if a stage has none.
@@ -129,9 +130,14 @@ class RotorModel:
         for group in self._memory.groups(layout):
             own = [chains[stage] for stage in group.ranks[0]]
             peaks = sum(count * chain.peak for count, chain in zip(group.most, own, strict=True))
-            needs = [LeastMemory(chain.measured.chain).budget + chain.measured.stem for chain in own]
+            needs = [self._least_budget(chain) + chain.measured.stem for chain in own]
             totals.append(max(need * peaks / chain.peak for need, chain in zip(needs, own, strict=True)))
         return self._memory.largest(layout, RankActivations(tuple(totals), region)).total
+
+    def _least_budget(self, chain: _StageChain) -> int:
+        if id(chain) not in self._least_budgets:
+            self._least_budgets[id(chain)] = LeastMemory(chain.measured.chain).budget
+        return self._least_budgets[id(chain)]
 
     def least_repeated(self, layout: Layout) -> list[float]:
         """Returns a lower bound of each stage's recomputation in a micro-batch, within a layout's budget."""

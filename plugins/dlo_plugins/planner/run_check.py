@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import torch
 from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
+from dlo_framework.frozen_model import FrozenModel
+from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import Machine, load_machine
-from dlo_plugins.planner.plan_config import find_part
-from dlo_plugins.planner.plan_report import profile_run, state_format
+from dlo_plugins.planner.plan_report import profile_frozen, profile_run, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rotor_model import RotorModel
-from dlo_plugins.planner.run_layout import read_layout, rotor_budget
+from dlo_plugins.planner.run_layout import read_dtypes, read_layout, rotor_budget
+from dlo_plugins.planner.second_model import SecondModels
 from dlo_plugins.planner.step_time import StepTime, TimeModel
+from dlo_plugins.planner.unmodelled import find_unmodelled
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class RunCheck:
         residuals: Quantities of both.
         time: Predicted time by part.
         memory: Predicted memory by part.
+        unmodelled: Sentences on what of the run is not in the figures.
     """
 
     folder: Path
@@ -56,6 +61,7 @@ class RunCheck:
     residuals: tuple[Residual, ...]
     time: StepTime
     memory: RankMemory
+    unmodelled: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON data."""
@@ -66,6 +72,7 @@ class RunCheck:
             "residuals": {r.name: {**asdict(r), "error": r.error} for r in self.residuals},
             "predicted_seconds": asdict(self.time),
             "predicted_bytes": asdict(self.memory),
+            "not_in_figures": list(self.unmodelled),
         }
 
     def text(self) -> str:
@@ -75,6 +82,7 @@ class RunCheck:
             shown = [_shown(residual.name, value) for value in (residual.predicted, residual.measured)]
             error = "" if residual.error is None else f"{residual.error:+9.1%}"
             lines.append(f"{residual.name:<24}{shown[0]:>12}{shown[1]:>12}{error}")
+        lines += [f"not in the figures: {what}" for what in self.unmodelled]
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -109,7 +117,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any, machine_name: str) -> RunCheck:
+def check_run(
+    folder: Path, config: dict[str, Any], model: Any, datamodule: Any, machine_name: str,
+    frozen: Sequence[tuple[FrozenModel, Task]] = (),
+) -> RunCheck:  # fmt: skip
     """Returns the prediction of a run beside its measurement.
 
     Args:
@@ -118,6 +129,7 @@ def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any,
         model: Task or LightningModule of the config, without recomputation.
         datamodule: Datamodule of the config.
         machine_name: Name or file of the machine that it ran on.
+        frozen: Second models, each with its task on the meta device.
 
     Raises:
         DloError: The run has not finished, ran on another kind of device, or has a strategy that is not predicted.
@@ -134,11 +146,12 @@ def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any,
         )
     nodes = int((config.get("trainer") or {}).get("num_nodes") or 1)
     machine = replace(machine, ranks_per_node=max(1, ranks // nodes))
-    fused = any(find_part(config, name) is not None for name in ("CompileBlocks", "Compile"))
-    state = state_format(str(summary.get("precision") or "32-true"), fused=fused)
+    state, optimizer = run_state(config, model, *read_dtypes(config))
     profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
     times = TimeModel(profile, machine, state)
-    memory, plan = MemoryModel(times), None
+    profiles = profile_frozen(frozen, model, datamodule, state, machine.device)
+    second = SecondModels(profiles, machine, state) if profiles else None
+    memory, plan = MemoryModel(times, second), None
     if budget is not None:
         rotor = RotorModel(times, memory)
         layout = replace(layout, budget=budget.bytes or int((budget.share or 0.0) * rotor.kept_bytes(layout)))
@@ -149,9 +162,11 @@ def check_run(folder: Path, config: dict[str, Any], model: Any, datamodule: Any,
                 " schedule fits by the predicted bytes of its blocks; check a run with a larger budget"
             )
     time = times.step(layout, repeated=plan.repeated if plan else ())
-    return _compare(
-        folder, summary, layout, machine, times, time, memory.largest(layout, plan.activations if plan else None)
-    )
+    if second is not None:
+        time = replace(time, second_model=second.seconds(layout))
+    largest = memory.largest(layout, plan.activations if plan else None)
+    found = _compare(folder, summary, layout, machine, times, time, largest)
+    return replace(found, unmodelled=tuple(find_unmodelled(config, optimizer)))
 
 
 def _compare(
@@ -168,6 +183,7 @@ def _compare(
     gradients = trained / layout.mesh.tp / layout.mesh.pp * times.state.gradient
     # A run measures gradients before the optimizer's step, and activations of one micro-batch before its backward.
     gradients /= layout.sharers if layout.zero >= 2 else 1
+    gradients *= not times.state.steps_in_backward
     residuals = (
         Residual("step_seconds", time.total, summary.get("step_seconds")),
         Residual("peak_bytes", _peak(memory, machine), summary.get("peak_memory_bytes")),

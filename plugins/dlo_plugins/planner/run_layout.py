@@ -8,7 +8,7 @@ from typing import Any
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
 from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.plan_config import find_part, read_batch
+from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
 from dlo_plugins.remat.budget import Budget
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
@@ -37,6 +37,12 @@ def rotor_budget(config: dict[str, Any]) -> Budget | None:
             f" got {given}; check another run"
         )
     return budget
+
+
+def read_dtypes(config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Returns the dtypes of gathered parameters and of reduced gradients; None where the config does not say."""
+    options = find_part(config, "FullyShard") or strategy_options((config.get("trainer") or {}).get("strategy"))
+    return options.get("param_dtype"), options.get("reduce_dtype")
 
 
 def read_layout(config: dict[str, Any], ranks: int) -> Layout:
@@ -75,6 +81,11 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
 
 
 def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:
+    if (options.get("ep") or 1) > 1:
+        raise DloError(
+            f"plan: --check must have a run whose ranks have all experts, got ep={options['ep']}, which is not"
+            " predicted; check another run"
+        )
     sizes = {axis: options.get(axis, -1 if axis == "dp_shard" else 1) for axis in AXES}
     spec = MeshSpec(**sizes).resolve(ranks)
     appliers = {}
@@ -91,12 +102,14 @@ def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: i
     mode = "none" if recomputation is None else str(recomputation.get("mode", "full"))
     if sharding.get("recompute"):
         mode = "full"
-    return Layout(
+    found = Layout(
         spec, rows, count, options.get("schedule") or "1F1B", options.get("stages_per_rank") or 1,
         tuple(split) if split else None, (2 if keeps else 3) if spec.dp_shard * spec.cp > 1 else 0,
         bool(sharding.get("sync_every_micro_batch")), bool(options.get("sequence_parallel")), mode,
         int((recomputation or {}).get("every") or 1),
     )  # fmt: skip
+    # Two versions of full weights, and shards of the optimizer's state.
+    return replace(found, zero=int(spec.dp_shard > 1)) if found.delays else found
 
 
 def _recomputes(config: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule, splits_backward
+from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
@@ -41,6 +41,7 @@ class StepTime:
         gradients: Exposed reduction of gradients.
         bubble: Wait for other stages of the pipeline, messages included.
         optimizer: Optimizer step.
+        second_model: Forwards of second models, such as a teacher.
     """
 
     compute: float
@@ -51,6 +52,7 @@ class StepTime:
     gradients: float
     bubble: float
     optimizer: float
+    second_model: float = 0.0
 
     @property
     def total(self) -> float:
@@ -276,7 +278,7 @@ class TimeModel:
         if layout.micro_batches == 1 or self.state.accumulates_in_products:
             return 0.0
         moved = local_count(stage, layout.mesh.tp, trained=True) * (self.state.gathered + 2 * self.state.gradient)
-        return moved / (self.machine.bandwidth * self.machine.bandwidth_efficiency)
+        return self.machine.moving_seconds(moved)
 
     def placement(self, layout: Layout) -> Placement:
         """Returns the placement of a layout's stages on the ranks of its pipeline."""
@@ -311,10 +313,6 @@ class TimeModel:
             self._recomputed[key] = schedule.recomputed_stages
         return self._recomputed[key]
 
-    def delays(self, layout: Layout) -> bool:
-        """Returns whether a layout's schedule applies gradients one step later, with two versions of the weights."""
-        return layout.mesh.pp > 1 and not flushes(layout.schedule)
-
     def _formula(
         self, layout: Layout, forward: Sequence[float], backward: Sequence[float], work: Sequence[float]
     ) -> float:
@@ -328,7 +326,7 @@ class TimeModel:
             self._splits_backward[layout.schedule] = splits_backward(layout.schedule)
         splits = self._splits_backward[layout.schedule]
         passes = [f + b * (0.5 if splits else 1.0) for f, b in zip(forward, backward, strict=True)]
-        if self.delays(layout):
+        if layout.delays:
             passes = [0.0] * len(passes)
         found = 0.0
         for rank in range(where.ranks):
@@ -353,17 +351,17 @@ class TimeModel:
                 seconds = self._part_gathering(part, layout)
                 for at, running in enumerate(self.seconds(part, layout, mode)):
                     if not (at and keeps):
-                        found[at] += times * self._exposed(seconds, running)
+                        found[at] += times * self.exposed(seconds, running)
             self._gathered[key] = found[0], found[1]
         forward, backward = self._gathered[key]
         return (forward / layout.micro_batches, backward / layout.micro_batches) if keeps else (forward, backward)
 
     def _part_gathering(self, part: Part, layout: Layout) -> float:
         mesh = layout.mesh
-        local = part.parameters.inside / mesh.tp + part.parameters.outside
-        return self.machine.collective_seconds(local * self.state.gathered, layout.sharers, mesh.tp)
+        size = local_bytes(((part, "", 1),), mesh.tp, self.state.gathered)
+        return self.machine.collective_seconds(size, layout.sharers, mesh.tp)
 
-    def _exposed(self, communication: float, computation: float) -> float:
+    def exposed(self, communication: float, computation: float) -> float:
         """Returns the time by which communication lengthens computation that runs at the same time."""
         slowed = (self.machine.overlap_slowdown - 1) * min(communication, computation)
         return max(0.0, communication - computation) + slowed
@@ -378,7 +376,7 @@ class TimeModel:
             seconds = self.machine.collective_seconds(
                 size, layout.sharers * replicas, mesh.tp, reduces_and_gathers=True
             )
-            return self._exposed(seconds, backward) if self.state.overlaps else seconds
+            return self.exposed(seconds, backward) if self.state.overlaps else seconds
         seconds = sum(
             times * self.machine.collective_seconds(
                 local_count(((part, mode, 1),), mesh.tp, trained=True) * self.state.reduced,
@@ -388,7 +386,8 @@ class TimeModel:
         )  # fmt: skip
         once = 0.0
         if layout.zero == 1:
-            once = self.machine.collective_seconds(trained * self.state.gathered, layout.sharers, mesh.tp)
+            element = self.state.parameter if layout.delays else self.state.gathered
+            once = self.machine.collective_seconds(trained * element, layout.sharers, mesh.tp)
         if replicas > 1:
             seconds += self.machine.collective_seconds(
                 size / layout.sharers, replicas, mesh.tp * layout.sharers, reduces_and_gathers=True
@@ -396,11 +395,11 @@ class TimeModel:
         times = layout.micro_batches if layout.reduce_each else 1
         if not self.state.overlaps:
             return seconds * times + once
-        return self._exposed(seconds + once, backward) + (times - 1) * self._exposed(seconds, backward)
+        return self.exposed(seconds + once, backward) + (times - 1) * self.exposed(seconds, backward)
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = local_count(stage, layout.mesh.tp, trained=True)
-        own = trained / layout.sharers if layout.zero else trained
+        own = trained / layout.state_sharers
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
         return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
 
@@ -409,3 +408,15 @@ def local_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
     """Returns the number of parameters of a stage on a rank of the axis `tp`."""
     amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
     return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+
+
+def local_bytes(stage: Stage, tp: int, element: int) -> float:
+    """Returns the bytes of a stage's parameters on a rank of the axis `tp`.
+
+    Args:
+        stage: Parts of the stage.
+        tp: Size of the axis.
+        element: Bytes of a parameter in the run's dtype; others have a size of their own.
+    """
+    fixed = sum(times * (part.fixed.inside / tp + part.fixed.outside) for part, _, times in stage)
+    return element * local_count(stage, tp) + fixed

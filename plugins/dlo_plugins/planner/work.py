@@ -223,8 +223,9 @@ class Part:
         peaks: Most bytes in use at once in forward and in backward.
         transient: Most bytes in use at once in either, with the gradients of parameters; of a block beyond its output
             and what `none` saves.
-        parameters: Numbers of parameters: divided by tensor parallelism, and not.
+        parameters: Numbers of parameters in the run's dtype: divided by tensor parallelism, and not.
         trained: Numbers of trained ones.
+        fixed: Bytes of frozen parameters with a dtype of their own, such as 4-bit codes; they are not in `parameters`.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
         gathered: Bytes of the input of all divided regions together.
     """
@@ -240,3 +241,4 @@ class Part:
     trained: Amount
     collectives: int = 0
     gathered: float = 0.0
+    fixed: Amount = _NOTHING

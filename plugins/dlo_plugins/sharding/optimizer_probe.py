@@ -94,7 +94,7 @@ def changed_settings(optimizer: Optimizer) -> list[str]:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         weight, *gradients = (torch.randn(_SHAPES[0], generator=generator).to(device) for _ in range(_STEPS + 1))
         once, twice = (
-            _step_trial(optimizer, group, [weight], [[one] for one in gradients[:count]])[0].param_groups[0]
+            step_trial(optimizer, group, [weight], [[one] for one in gradients[:count]])[0].param_groups[0]
             for count in (1, 2)
         )
         changed |= {name for name, value in twice.items() if name != "params" and once.get(name) != value}
@@ -103,13 +103,13 @@ def changed_settings(optimizer: Optimizer) -> list[str]:
 
 def _combines_elements(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
     """Returns whether an operator of a step on tensors of the parameters' shapes combines elements of a tensor."""
-    shapes = {_shrunk(tuple(parameter.shape)) for parameter in group["params"] if parameter.numel()}
+    shapes = {shrink_shape(tuple(parameter.shape)) for parameter in group["params"] if parameter.numel()}
     generator = torch.Generator().manual_seed(0)
     for shape in sorted(shapes | {(256, 256)}):
         weight, *gradients = (torch.randn(shape, generator=generator).to(device) for _ in range(_STEPS + 1))
         try:
             with _ElementwiseOnly():
-                trial, parameters = _step_trial(optimizer, group, [weight], [[gradient] for gradient in gradients])
+                trial, parameters = step_trial(optimizer, group, [weight], [[gradient] for gradient in gradients])
         except _CombinedElementsError:
             return True
         if any(_is_shared(value, parameters[0]) for value in _state_of(trial, parameters[0])):
@@ -130,7 +130,7 @@ def _state_of(trial: Optimizer, parameter: Tensor) -> list[Any]:
     return [leaf for one in (trial, *inner) for leaf in tree_leaves(dict(one.state.get(parameter, {})))]
 
 
-def _shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
+def shrink_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns a shape whose largest dims are halved until it has few enough elements."""
     dims = list(shape)
     while math.prod(dims) > _MOST_ELEMENTS:
@@ -168,10 +168,10 @@ def _stepped(
     optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
     """Returns the weights after a copy of the optimizer has stepped them, with one gradient per weight and step."""
-    return [parameter.detach() for parameter in _step_trial(optimizer, group, weights, gradients)[1]]
+    return [parameter.detach() for parameter in step_trial(optimizer, group, weights, gradients)[1]]
 
 
-def _step_trial(
+def step_trial(
     optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> tuple[Optimizer, list[Tensor]]:
     """Returns a copy of the optimizer and the parameters that it has stepped, with one gradient per weight and step."""

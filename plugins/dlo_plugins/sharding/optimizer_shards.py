@@ -347,7 +347,7 @@ class FullTensorShard(OptimizerShard[Group]):
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             if id(group) in shards:
-                by_dtype[group.dtype].append(group)
+                by_dtype[shards[id(group)].dtype].append(group)
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for group in groups:

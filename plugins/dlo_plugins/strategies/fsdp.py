@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import mesh_sizes
+from dlo_plugins.sharding.bf16_weights import Bf16Weights
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -33,6 +34,8 @@ class FSDPStrategy(MeshStrategy):
         meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
             is sharded: for models larger than one device's memory. Each module's `reset_parameters` then initialises
             it, alike on any number of ranks; a model without these needs a checkpoint to start from.
+        bf16_weights: Kind of bf16 weights: `masters` has sharded master weights in single precision, `stochastic` has
+            none, and rounds each optimizer's step stochastically. By default weights have the precision's dtype.
         timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
         **options: Options of :class:`~dlo_plugins.appliers.fully_shard.FullyShard`, such as `units` and `offload`.
 
@@ -47,11 +50,14 @@ class FSDPStrategy(MeshStrategy):
         replicate: int = 1,
         shard: int | Literal["node"] = -1,
         meta_init: bool = False,
+        bf16_weights: Bf16Weights | None = None,
         timeout_minutes: float = 10.0,
         **options: Any,
     ) -> None:
         sharding = FullyShard(**options)
-        super().__init__(appliers=[sharding], meta_init=meta_init, timeout_minutes=timeout_minutes)
+        super().__init__(
+            appliers=[sharding], meta_init=meta_init, bf16_weights=bf16_weights, timeout_minutes=timeout_minutes
+        )
         self.axes = (replicate, shard)
 
     @classmethod

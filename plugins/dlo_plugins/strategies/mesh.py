@@ -38,6 +38,8 @@ from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, ParallelState
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
 from dlo_plugins.pipeline.pipeline_schedules import flushes
+from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 
@@ -57,6 +59,8 @@ class MeshStrategy(ShardedStrategy):
             -1, which any axis may be, for all remaining ranks.
         cp: Number of ranks that shard each sequence (causal language models).
         tp: Number of ranks that shard each layer.
+        ep: Number of ranks among which the experts of each mixture are divided. It divides dp_shard x cp, and takes no
+            further ranks; see ExpertParallel.
         schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`,
             `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
             under `plugins:` or an installed package registers.
@@ -73,6 +77,8 @@ class MeshStrategy(ShardedStrategy):
         meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
             is sharded: for models larger than one device's memory. Each module's `reset_parameters` then initialises
             it, alike on any number of ranks; a model without these needs a checkpoint to start from.
+        bf16_weights: Kind of bf16 weights: `masters` has sharded master weights in single precision, `stochastic` has
+            none, and rounds each optimizer's step stochastically. By default weights have the precision's dtype.
         timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
 
     Raises:
@@ -102,13 +108,18 @@ class MeshStrategy(ShardedStrategy):
         async_tp: bool | int = False,
         appliers: list[Applier] | None = None,
         meta_init: bool = False,
+        bf16_weights: Bf16Weights | None = None,
         timeout_minutes: float = 10.0,
+        ep: int = 1,
     ) -> None:
+        check_value(bf16_weights)
         super().__init__(timeout_minutes=timeout_minutes)
+        self.bf16_weights = bf16_weights
+        self._rounding: StochasticSteps | None = None
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         if dp_shard == -1 and -1 in (pp, dp_replicate, cp, tp):
             axes["dp_shard"] = 1
-        self.spec, self.meta_init = MeshSpec(**axes), meta_init
+        self.spec, self.meta_init = MeshSpec(**axes, ep=ep), meta_init
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
@@ -130,7 +141,8 @@ class MeshStrategy(ShardedStrategy):
     def mesh_options(self) -> MeshOptions:
         """Returns the options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
-        return MeshOptions(self.mesh_spec(), self.appliers, self.pipelining, precision, self.root_device)
+        spec, kind = self.mesh_spec(), self.bf16_weights
+        return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
@@ -140,9 +152,16 @@ class MeshStrategy(ShardedStrategy):
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
 
+    def sequence_multiple(self) -> int:
+        """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
+        spec = self.mesh_spec()
+        shards = 2 * spec.cp if spec.cp > 1 else 1
+        return shards * spec.tp if spec.tp > 1 and self.appliers.tensor.sequence_parallel else shards
+
     def _configure_launcher(self) -> None:
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
+        check_precision(self.bf16_weights, str(self.precision_plugin.precision), self.fully_shard.dtypes[0])
         if self.appliers.tensor.async_tp and spec.tp == 1:
             raise DloError("async_tp must be left out without tensor parallelism, got tp=1; leave it out, or set tp")
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
@@ -185,13 +204,14 @@ class MeshStrategy(ShardedStrategy):
         if self.mesh_spec().pp > 1:
             check_predict(module)
 
-    def describe(self, module: Any, datamodule: Any = None) -> MeshDescription:
+    def describe(self, module: Any, datamodule: Any = None, *, dtype: torch.dtype | None = None) -> MeshDescription:
         """Returns the mesh's description with each rank's bytes, for `dlo mesh`; it starts and allocates nothing.
 
         Raises:
             DloError: The mesh does not fit the ranks or the model.
         """
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
+        size = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision) if dtype is None else dtype.itemsize
         task, plan = prepare_model(module)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe_mesh(
@@ -202,7 +222,7 @@ class MeshStrategy(ShardedStrategy):
             split=pipelining.choose_split(pipelined, plan, spec.pp, datamodule) if pipelined and plan else "balanced",
             micro_batches=pipelining.count_micro_batches(spec.pp),
             nodes=self.num_nodes,
-            element_size={"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision),
+            element_size=size,
         )
 
     # --- a second model ------------------------------------------------------------------------------------
@@ -264,7 +284,7 @@ class MeshStrategy(ShardedStrategy):
     def needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
-        if spec.dp_shard == 1 and module is not own and module is not getattr(own, "model", None):
+        if spec.dp_shard == spec.ep == 1 and module is not own and module is not getattr(own, "model", None):
             return False
         return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
 
@@ -275,6 +295,7 @@ class MeshStrategy(ShardedStrategy):
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
         module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
+        self._rounding = prepare_weights(self.bf16_weights, module)
         state, options = ParallelState.of(module), self.mesh_options()
         if state is None:
             self._log_coverage(module)
@@ -299,7 +320,7 @@ class MeshStrategy(ShardedStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            self.engine.begin_fit(self.optimizers)
+            self.engine.begin_fit(self.optimizers, self._rounding)
         is_plain = not (state.sharded.is_sharded or options.cuts_model)
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
@@ -422,6 +443,11 @@ class MeshStrategy(ShardedStrategy):
         """Frees the gathered parameters, after the shards were written from outside."""
         if self.engine is not None:
             self.engine.free_gathered()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state."""
+        with self._rounding.loading() if self._rounding is not None else contextlib.nullcontext():
+            super().load_optimizer_state_dict(checkpoint)
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
@@ -552,4 +578,5 @@ class MeshStrategy(ShardedStrategy):
         """Returns the run's description for a checkpoint's manifest."""
         sizes = self.mesh_spec().sizes
         shown = {axis: size for axis, size in sizes.items() if size > 1 or axis.startswith("dp_")}
+        shown |= {"ep": self.mesh_spec().ep} if self.mesh_spec().ep > 1 else {}
         return {**super().about(), "mesh": shown}

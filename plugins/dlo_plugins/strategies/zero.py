@@ -27,7 +27,9 @@ from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
+from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import default_param_dtype, parse_dtype
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
@@ -63,6 +65,8 @@ class ZeroStrategy(ShardedStrategy):
         meta_init: Whether `configure_model` builds the model on the meta device, and each unit is allocated when it
             is sharded: for models larger than a device's memory, in stage 3. Each module's `reset_parameters` then
             initialises it, alike on all ranks; or a checkpoint does, or each rank's shard of trained weights.
+        bf16_weights: Kind of bf16 weights: `masters` has sharded master weights in single precision, `stochastic` has
+            none, and rounds each optimizer's step stochastically. By default weights have the precision's dtype.
         timeout_minutes: Timeout of a collective in minutes, after which a rank aborts the run.
     """
 
@@ -76,8 +80,10 @@ class ZeroStrategy(ShardedStrategy):
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         meta_init: bool = False,
+        bf16_weights: Bf16Weights | None = None,
         timeout_minutes: float = 10.0,
     ) -> None:
+        check_value(bf16_weights)
         if stage not in (1, 2, 3):
             raise DloError(f"stage must be 1, 2 or 3, got {stage}; use 2 to shard optimizer state and gradients")
         if offload not in (None, "optimizer", "parameters", "both"):
@@ -97,7 +103,8 @@ class ZeroStrategy(ShardedStrategy):
             find_unused,
             units,
         )
-        self.dtypes, self.meta_init = (param_dtype, reduce_dtype), meta_init
+        self.dtypes, self.meta_init, self.bf16_weights = (param_dtype, reduce_dtype), meta_init, bf16_weights
+        self._rounding: StochasticSteps | None = None
         self.engine: ZeroEngine | None = None
 
     @classmethod
@@ -126,6 +133,11 @@ class ZeroStrategy(ShardedStrategy):
             DloError: The dtypes do not fit the Trainer's precision.
         """
         precision, (gathered, reduced) = str(self.precision_plugin.precision), self.dtypes
+        check_precision(self.bf16_weights, precision, gathered)
+        if self.bf16_weights == "stochastic":
+            return None, parse_dtype("reduce_dtype", reduced)
+        if self.bf16_weights == "masters":
+            gathered = "bfloat16"
         if gathered is None:
             gathered = default_param_dtype(precision, self.root_device)
         param, reduce = parse_dtype("param_dtype", gathered), parse_dtype("reduce_dtype", reduced)
@@ -147,6 +159,7 @@ class ZeroStrategy(ShardedStrategy):
     def shard(self, trainer: Trainer) -> None:
         """Builds the optimizers, and moves the parameters into flat groups."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
+        self._rounding = prepare_weights(self.bf16_weights, module)
         communicator, initialise = Communicator(), self._initialiser(trainer)
         if self.stage < 3:
             if initialise is not None:
@@ -198,6 +211,7 @@ class ZeroStrategy(ShardedStrategy):
             find_unused=self.find_unused,
             gathered_dtype=gathered,
             reduced_dtype=reduced,
+            rounding=self._rounding,
         )
         engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
         module.__dict__[OWNER] = ShardOwner(self, communicator.size if engine.holds_shards else 1, engine.dissolve)
@@ -441,6 +455,11 @@ class ZeroStrategy(ShardedStrategy):
             gradients = as_lazy_state_dict(saved)
             for name, shard in self.engine.open_window(gradients).items():
                 gradients.read_into(name, shard)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state."""
+        with self._rounding.loading() if self._rounding is not None else contextlib.nullcontext():
+            super().load_optimizer_state_dict(checkpoint)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""

@@ -44,9 +44,10 @@ class FlatGroup:
             are offloaded.
         gathered_dtype: Dtype of the full buffer; by default the parameters' dtype.
         reduced_dtype: Dtype in which gradients are summed; by default the parameters' dtype.
+        gradient_dtype: Dtype of the gradient shard; by default the parameters' dtype.
 
     Attributes:
-        dtype: Dtype of the shard, the gradient shard and the optimizer state: the parameters' original dtype.
+        dtype: Dtype of the shard and the optimizer state: the parameters' original dtype.
         shard: Segment of this rank, on ``shard_device``.
         pieces: Views of the shard, one for each parameter of which this rank owns elements.
         gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
@@ -64,6 +65,7 @@ class FlatGroup:
         shard_device: torch.device | None = None,
         gathered_dtype: torch.dtype | None = None,
         reduced_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.names, self.parameters = list(named), list(named.values())
         self.communicator, self.device, self.keep_full = communicator, device, keep_full
@@ -72,6 +74,7 @@ class FlatGroup:
         self.dtype = self.parameters[0].dtype
         numels = tuple(p.numel() for p in self.parameters)
         self.gathered_dtype, self.reduced_dtype = gathered_dtype or self.dtype, reduced_dtype or self.dtype
+        self.gradient_dtype = gradient_dtype or self.dtype
         #: Whether the shard is a copy in another dtype than the full buffer.
         self.has_master_weights = self.gathered_dtype != self.dtype
         smallest = min(dtype.itemsize for dtype in (self.dtype, self.gathered_dtype, self.reduced_dtype))
@@ -341,7 +344,7 @@ class FlatGroup:
         """
         if self.step_device == self.device:
             if self.gradient is None:
-                self.gradient = segment.to(self.step_device, self.dtype, copy=True)
+                self.gradient = segment.to(self.step_device, self.gradient_dtype, copy=True)
             else:
                 self.gradient.add_(segment)
             return None
@@ -356,7 +359,7 @@ class FlatGroup:
         for landed, copied in self._arriving:
             copied.synchronize()
             if self.gradient is None:
-                self.gradient = landed.to(self.dtype)
+                self.gradient = landed.to(self.gradient_dtype)
             else:
                 self.gradient.add_(landed)
         self._arriving.clear()

@@ -44,6 +44,7 @@ from dlo_plugins.sharding.optimizer_shards import (
     OptimizerShard,
     patch_global_norm,
 )
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gather_overlap import GatherOverlap
 from dlo_plugins.zero.gradient_reduction import GradientReducer
@@ -63,6 +64,8 @@ class ZeroOptions:
         gathered_dtype: Dtype in which parameters in single precision are gathered and used, except batch norms'; None
             for their own dtype.
         reduced_dtype: Dtype in which their gradients are summed; None for their own dtype.
+        rounding: Steps of bf16 parameters without master weights, whose gradients are kept in single precision; None
+            where there are none.
     """
 
     stage: int
@@ -72,11 +75,12 @@ class ZeroOptions:
     find_unused: bool = False
     gathered_dtype: torch.dtype | None = None
     reduced_dtype: torch.dtype | None = None
+    rounding: StochasticSteps | None = None
 
     @property
     def reduces_each(self) -> bool:
         """Whether the gradients of each micro-batch are reduced, instead of their sum over an accumulation."""
-        return self.stage > 1 or self.gathered_dtype is not None
+        return self.stage > 1 or self.gathered_dtype is not None or self.rounding is not None
 
 
 class ZeroEngine:
@@ -156,6 +160,10 @@ class ZeroEngine:
             if not next(iter(named.values())).requires_grad:
                 step_device = shard_device  # Frozen parameters are never stepped.
         reduced = None if gathered is None else self.options.reduced_dtype
+        kept = None
+        if self.options.rounding is not None and next(iter(named.values())).dtype == torch.bfloat16:
+            kept = torch.float32
+            reduced = self.options.reduced_dtype or kept
         return FlatGroup(
             *(named, self.communicator, self.device),
             keep_full=not stage3,
@@ -163,6 +171,7 @@ class ZeroEngine:
             shard_device=shard_device,
             gathered_dtype=gathered,
             reduced_dtype=reduced,
+            gradient_dtype=kept,
         )
 
     def _gathered_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
@@ -236,6 +245,8 @@ class ZeroEngine:
         optimizer.register_step_pre_hook(
             lambda _, args, kwargs: None if _has_closure(args, kwargs) else share.load_params()
         )
+        if self.options.rounding is not None:
+            self.options.rounding.attach(optimizer, share.local_params, share.as_shard)
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
 
@@ -338,6 +349,7 @@ class ZeroEngine:
             self.reducer.on_gradient = None
             return True
         (share,) = self.shares
+        step = ready if options.rounding is None else options.rounding.around(ready)
 
         def step_pieces(group: FlatGroup) -> None:
             if group.gradient is None:
@@ -347,7 +359,7 @@ class ZeroEngine:
                 piece = share.local_params[group.names[number]]
                 piece.grad = gradient.view_as(piece)
                 pieces.append(piece)
-            ready(pieces)
+            step(pieces)
             group.drop_gradient()
 
         self.reducer.on_gradient = step_pieces
@@ -420,7 +432,7 @@ class ZeroEngine:
             share.reset()
         for group in self.groups:
             if self.reducer.used.intersection(group.names):
-                group.gradient = torch.zeros_like(group.shard, device=group.step_device)
+                group.gradient = torch.zeros_like(group.shard, dtype=group.gradient_dtype, device=group.step_device)
         return {name: shard for name, shard in self.gradient_shards().items() if name in self.reducer.used}
 
     def refresh(self) -> None:

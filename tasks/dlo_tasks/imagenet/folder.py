@@ -27,9 +27,12 @@ from dlo_tasks.imagenet.device_measure import measure_decoders
 from dlo_tasks.imagenet.folder_dataset import ImageDataset
 from dlo_tasks.imagenet.folder_sources import ImageSource
 from dlo_tasks.imagenet.image_streams import ImageStorage, JoinedImages, find_streams
-from dlo_tasks.imagenet.open_images import find_classes, open_source
+from dlo_tasks.imagenet.open_images import find_classes, open_flat_folder, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 from dlo_tasks.imagenet.views import EvalView, TrainView, View
+
+#: Name of the loader and the source of ``predict_folder``.
+_PREDICT = "predict"
 
 
 class ImageFolderData(ImageData):
@@ -107,6 +110,8 @@ class ImageFolderData(ImageData):
         prefetch_factor: Number of batches that each worker prepares ahead; default 2.
         pin_memory: Whether to load into page-locked memory. Default: if the run has an accelerator.
         persistent_workers: Whether to keep the workers between epochs.
+        predict_folder: Folder of images to predict, flat or nested, in place of the test images. Then `root` needs no
+            images; the classes are those of its ``train/``, or of its ``classes.txt``.
         seed: Seed of the order and of the augmentation.
         mean: Mean of the red, green and blue channels, in 0..1; default ImageNet's.
         std: Standard deviation of the channels, in 0..1; default ImageNet's.
@@ -156,6 +161,7 @@ class ImageFolderData(ImageData):
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         persistent_workers: bool = True,
+        predict_folder: str | None = None,
         seed: int = 0,
         mean: tuple[float, float, float] = IMAGENET_MEAN,
         std: tuple[float, float, float] = IMAGENET_STD,
@@ -201,6 +207,7 @@ class ImageFolderData(ImageData):
         )
         self.batches_ahead = batches_ahead
         self.root = root if is_remote(root) else Path(root)
+        self.predict_folder = Path(predict_folder).expanduser() if predict_folder is not None else None
         self.eval_image_size = eval_image_size or image_size
         self.on_corrupt = on_corrupt
         self.repeated_augment = repeated_augment
@@ -241,6 +248,10 @@ class ImageFolderData(ImageData):
 
     def check(self) -> None:
         """Raises a DloError for data that a run would fail on later; reads folders, but no image."""
+        if self.predict_folder is not None:
+            self._source(_PREDICT)
+            if isinstance(self.root, Path) and not (self.root / "train").is_dir():
+                return  # It has classes.txt.
         for split in ("train", "val"):
             self._source(split)
         size = len(self._source("train"))
@@ -309,8 +320,19 @@ class ImageFolderData(ImageData):
         return self._eval_dataloader("test", "test" if labelled else "val")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Returns the loader of the test images."""
-        return self.test_dataloader()
+        """Returns the loader of the images of ``predict_folder``, or of the test images."""
+        if self.predict_folder is None:
+            return self.test_dataloader()
+        return self._eval_dataloader(_PREDICT, _PREDICT)
+
+    def prediction_names(self) -> list[str]:
+        """Returns the names of the images that are predicted, in the order of the predictions."""
+        dataset = self._datasets.get(_PREDICT) or self._datasets["test"]
+        names = [dataset.source.name(number) for number in range(len(dataset.source))]
+        base = self.predict_folder or self.root
+        return [
+            os.path.relpath(name, base) if isinstance(base, Path) and Path(name).exists() else name for name in names
+        ]
 
     def rectangular_val_dataloader(
         self, multiple: int, max_ratio: float, samples: int | None = None
@@ -332,6 +354,9 @@ class ImageFolderData(ImageData):
         return self.eval_loader(self._dataset(name, split, self._eval_view), name=name)
 
     def _source(self, split: str) -> ImageSource:
+        if split == _PREDICT and split not in self._sources:
+            assert self.predict_folder is not None
+            self._sources[split] = open_flat_folder(self.predict_folder)
         if split not in self._sources:
             roots = self.mixed_roots if split == "train" else None
             if roots is None:

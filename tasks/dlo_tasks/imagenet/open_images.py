@@ -39,6 +39,8 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
         if names is not None:
             return names
         return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
+    if not (root / "train").is_dir() and names is not None:
+        return names
     if not (root / "train").is_dir():
         raise DloError(f"no such folder: {root / 'train'}; expected train/<class>/*.jpg, train-*.tar or train/*.tar")
     folders = class_folders(root / "train")
@@ -58,6 +60,21 @@ def _listed_classes(root: Path | str, storage: ImageStorage) -> list[str] | None
         return file.read(0, file.size).decode().splitlines()
     listing = root / "classes.txt"
     return listing.read_text().splitlines() if listing.is_file() else None
+
+
+def open_flat_folder(folder: Path) -> ImageSource:
+    """Returns the source of all images in a folder and below, without classes, sorted by path.
+
+    Raises:
+        DloError: If the folder is missing, or has no image.
+    """
+    folder = folder.absolute()
+    if not folder.is_dir():
+        raise DloError(f"predict_folder must be a folder of images, got {folder}: no such folder; set it to one")
+    source = FolderSource(folder.parent, [folder.name])
+    if not len(source):
+        raise DloError(f"predict_folder must have images ({', '.join(IMAGE_SUFFIXES)}), got none in {folder}; add some")
+    return source
 
 
 def open_source(root: Path | str, split: str, class_names: list[str], storage: ImageStorage) -> ImageSource:

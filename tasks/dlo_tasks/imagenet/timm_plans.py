@@ -16,6 +16,7 @@ from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from dlo_framework.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan, Rule, tied_groups
 from dlo_tasks.imagenet.vision_mixtures import dense_mlps
 
@@ -24,11 +25,16 @@ _CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks", "post_network")
 
 
 def plan_for(model: nn.Module) -> ParallelPlan:
-    """Returns the plan of a timm model.
+    """Returns the plan of a timm model, with its mixtures of experts.
 
     Raises:
         DloError: If the model's family is unknown and its repeated blocks cannot be found.
     """
+    patterns = dict.fromkeys(_any_index(mixture.name) for mixture in find_mixtures(model))
+    return replace(_family_plan(model), experts=tuple(patterns))
+
+
+def _family_plan(model: nn.Module) -> ParallelPlan:
     if isinstance(model, VisionTransformer):
         return vit_plan(model)
     if isinstance(model, MaxxVit):

@@ -56,7 +56,7 @@ def read_mlp(mlp: nn.Module) -> DenseMLP | None:
 
 
 def dense_mlps(model: nn.Module) -> list[nn.Module]:
-    """Returns the MLPs of a model that are no mixtures, and are in none."""
+    """Returns the MLPs of a model outside its mixtures."""
     inside = {id(part) for module in model.modules() if isinstance(module, MixtureLayer) for part in module.modules()}
     found = (module for name, module in model.named_modules() if name.endswith(".mlp"))
     return [module for module in found if id(module) not in inside]

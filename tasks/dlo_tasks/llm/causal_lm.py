@@ -478,7 +478,14 @@ class CausalLM(Task):
         return Distilled(self._per_token(total, batch), self._per_token(agreed, batch))
 
     def complete_batch(
-        self, batch: Any, *, prompt_tokens: int | None, max_new_tokens: int, temperature: float, seed: int
+        self,
+        batch: Any,
+        *,
+        prompt_tokens: int | None,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        multiple: int = 1,
     ) -> dict[str, Tensor]:
         """Returns a batch with the model's completions of the rows' prompts, without padding on the left.
 
@@ -490,13 +497,20 @@ class CausalLM(Task):
         draws = completions.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
         written = self._complete_ids(ids, mask, sampling, draws)
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
-        return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device)
+        return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device, multiple)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
-        """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided."""
+        """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided.
+
+        Without it a loss is the mean over a micro-batch's tokens on all ranks, and its weight is their share of the
+        batch's.
+        """
         if all("tokens_in_step" in part for part in micro_batches):
             return [1.0] * len(micro_batches)
-        return [1.0 / len(micro_batches)] * len(micro_batches)
+        counted = [(part["labels"] != vocabulary_loss.IGNORE_INDEX).sum() for part in micro_batches]
+        counts = mean_over_data(self._trainer, torch.stack(counted).float()).tolist()
+        total = sum(counts)
+        return [count / total if total else 1.0 / len(counts) for count in counts]
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""

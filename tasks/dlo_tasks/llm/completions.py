@@ -56,7 +56,11 @@ def draw_for_rows(batch: Any, count: int, seed: int) -> Tensor:
 
 
 def join_completions(
-    prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]], ends: Collection[int], device: torch.device
+    prompts: Sequence[Sequence[int]],
+    written: Sequence[Sequence[int]],
+    ends: Collection[int],
+    device: torch.device,
+    multiple: int = 1,
 ) -> dict[str, Tensor]:
     """Returns a batch of prompts with their completions, padded on the right; its targets are the completions.
 
@@ -67,6 +71,7 @@ def join_completions(
         written: Token ids of the completions, padded after the first of `ends`.
         ends: Tokens that end a completion.
         device: Device of the batch.
+        multiple: Multiple to which rows are padded.
     """
     rows, targets = [], []
     for prompt, completion in zip(prompts, written, strict=True):
@@ -74,7 +79,7 @@ def join_completions(
         tokens = [*prompt, *completion[: stop + 1]]
         rows.append(tokens[:-1])
         targets.append([IGNORE_INDEX] * (len(prompt) - 1) + tokens[len(prompt) :])
-    longest = max(map(len, rows))
+    longest = -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     labels = [row + [IGNORE_INDEX] * (longest - len(row)) for row in targets]
     positions = torch.arange(longest, device=device).expand(len(rows), -1).contiguous()

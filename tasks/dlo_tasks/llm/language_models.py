@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
-from dlo_tasks.llm import packed_attention
+from dlo_tasks.llm import narrow_attention, packed_attention
+from dlo_tasks.llm.hub_names import check_hub_name
 from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
@@ -94,10 +95,13 @@ def read_config(model: str | None, config: Mapping[str, Any] | str | None) -> Pr
 
     if model is not None:
         check_folder(model)
+        if not is_folder(model):
+            check_hub_name(model, "model", "config.json")
         try:
             return AutoConfig.from_pretrained(_path(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}") from error
+            where = "" if is_folder(model) else f"; {Path.cwd()} has no such folder either"
+            raise DloError(f"model: cannot read the config of {model}: {first_line(error)}{where}") from error
     assert config is not None
     if isinstance(config, str):
         try:
@@ -123,7 +127,7 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
-    if kind in READS_HEAD_DIM:
+    if kind in (*READS_HEAD_DIM, *narrow_attention.FAMILIES):
         known.add("head_dim")
     for name in settings:
         if name not in known:
@@ -223,14 +227,22 @@ def build_model(
     options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
     if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
         options["experts_implementation"] = "eager"
+    narrow: Any = narrow_attention.narrow_class(config) if narrow_attention.is_narrow(config) else None
     try:
         if model is None or torch.get_default_device().type == "meta":
-            found = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+            if narrow is not None:
+                found = narrow._from_config(config, **options)
+            else:
+                found = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         else:
             with limit_progress_bars():
-                found = AutoModelForCausalLM.from_pretrained(
-                    _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
-                ).train()
+                found = (
+                    (narrow or AutoModelForCausalLM)
+                    .from_pretrained(
+                        _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
+                    )
+                    .train()
+                )
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else getattr(config, "model_type", "config")
         raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
@@ -414,7 +426,10 @@ def resized_config(config: Any, sizes: Mapping[str, float]) -> dict[str, Any]:
             )
         setattr(config, key, sizes["hidden"])
     if "heads" in sizes:
-        if not hasattr(config, "head_dim") and config.model_type not in READS_HEAD_DIM:
+        if not hasattr(config, "head_dim") and config.model_type not in (
+            *READS_HEAD_DIM,
+            *narrow_attention.FAMILIES,
+        ):
             raise DloError(
                 "prune: the config must have head_dim for --heads, as that of Llama has, got none in"
                 f" {config.model_type}; prune hidden units or blocks"

@@ -190,15 +190,29 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise DloError(f"{where}: JSON is nested too deeply; correct or remove the line") from None
     except ValueError as error:  # as JSONDecodeError and UnicodeDecodeError are
+        if line.lstrip(codecs.BOM_UTF8).strip() in (b"[", b"[{", b"{"):
+            raise _not_lines(where) from None
         what = getattr(error, "msg", None) or str(error)
         column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DloError(f"{where}: JSON is invalid{column}: {what}; correct or remove the line") from None
+    if isinstance(values, list) and all(isinstance(value, dict) for value in values):
+        raise _not_lines(where)
     if not isinstance(values, dict):
         raise DloError(
             f"{where}: line must be a JSON object, got {type(values).__name__}; write an object, such as"
             ' {"text": ...}'
         )
     return values
+
+
+def _not_lines(where: str) -> DloError:
+    path = where.rpartition(":")[0]
+    lines = Path(path).with_suffix(".jsonl")
+    target = lines if str(lines) != path else lines.with_stem(f"{lines.stem}_lines")
+    return DloError(
+        f"{path} must have one JSON object on each line, got one JSON value over the file; convert it, for example with"
+        f" `jq -c '.[]' {path} > {target}`"
+    )
 
 
 def _parquet_rows(path: Path, on_bytes: Callable[[int], object]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -233,6 +247,13 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
         return Record("pair", pair, None, file, row)
     if of("text") is not None:
         return Record("text", check_text(of("text"), "text", where), None, file, row)
+    for one, other in (("prompt", "completion"), ("completion", "prompt")):
+        if of(one) is not None:
+            has, lacks = columns.get(one, one), columns.get(other, other)
+            raise DloError(
+                f"{where}: a record with {has!r} must have {lacks!r} too, got {', '.join(map(repr, values))}; add it,"
+                " write the conversation under 'messages', or remove the line"
+            )
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
     missing = [name for name in wanted if name not in values]
     hints = (did_you_mean(name, missing) for name in values if name not in wanted)

@@ -21,12 +21,15 @@ from dlo_framework.checkpoint.loading import TensorReader
 from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
 from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.meta_init import set_read_later
 from dlo_framework.errors import DloError
+from dlo_framework.experts import find_mixtures
 from dlo_framework.experts.layer import Experts
 from dlo_framework.experts.routers import Router
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.shards import Shard, full_box, held_boxes, slice_view
 from dlo_tasks.llm import four_bit_base, language_models
+from dlo_tasks.llm.stacked_experts import read_stackings, stack_stored
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SOURCE = "_dlo_weights_to_read"
@@ -47,6 +50,9 @@ def prepare_meta_init(model: Any, source: str | None) -> None:
             # An instance attribute: the strategy calls it like the method of torch's modules.
             module.__dict__["reset_parameters"] = partial(_initialise, model, module, name)
     model.__dict__[_SOURCE] = source
+    if source is not None:
+        for mixture in find_mixtures(model):
+            set_read_later(model.get_submodule(mixture.experts))
 
 
 def _initialise(model: Any, module: Any, name: str) -> None:
@@ -157,21 +163,26 @@ def open_safetensors(folder: Path) -> LazyStateDict:
 
 
 def _take_new_names(saved: LazyStateDict, model: Any) -> None:
-    """Renames stored tensors to the model's names, where transformers has changed them.
+    """Renames stored tensors to the model's names, where transformers has changed them, and stacks experts.
 
-    transformers 5.17 to 5.23 keep the changes in `conversion_mapping`, which is not documented. Changes beyond a name
-    (stacked experts of a mixture) are not applied, so these names are reported as missing.
+    transformers 5.17 to 5.24 keep the changes in `conversion_mapping`, which is not documented. Changes beyond names
+    and stacks are not applied, so these names are reported as missing.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    renamings = [change for change in get_model_conversion_mapping(model) if type(change) is WeightRenaming]
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if type(change) is WeightRenaming]
     for old in list(saved):
         new = old
         for renaming in renamings:
             new = renaming.rename_source_key(new)[0]
         if new != old:
             saved.rename(old, new)
+    stored = {name: tensor for name in saved if (tensor := saved.saved_tensor(name)) is not None}
+    for name, tensor in stack_stored(stored, read_stackings(changes)).items():
+        if name not in saved:
+            saved.add_saved(name, tensor)
 
 
 def _files(folder: Path) -> list[Path]:

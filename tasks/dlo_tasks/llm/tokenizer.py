@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.hub_names import check_hub_name
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -44,6 +45,8 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
             f"tokenizer must be a folder with one of {', '.join(_FILES)}, got {folder}; save a tokenizer there with"
             " tokenizer.save_pretrained(folder), or set tokenizer to another folder or hub name"
         )
+    if not folder.is_dir() and not source.startswith((".", "/", "~")):
+        check_hub_name(source, "tokenizer", "tokenizer_config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else source, trust_remote_code=False)
     except Exception as error:  # Many types: damaged or missing files, a hub that cannot be reached.

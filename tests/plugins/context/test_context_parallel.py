@@ -304,9 +304,9 @@ def test_a_compiled_block_is_one_graph(method: str, names: list[str]) -> None:
             assert 2 * compiled["forward_keys_values"] == eager["forward_keys_values"]
 
 
-def _compiled_micro_batches(rank: int, ranks: int) -> None:
+def _compiled_micro_batches(rank: int, ranks: int, *methods: str) -> None:
     """Two batches of other documents, then two micro-batches of one: both forward before both backward."""
-    for method in ("ring", "ulysses"):
+    for method in methods:
         torch._dynamo.reset()
         model, eager = built(), built()
         appliers = applied(model, method), applied(eager, method)
@@ -331,8 +331,9 @@ def _compiled_micro_batches(rank: int, ranks: int) -> None:
             hidden(model, part)
 
 
-def test_compiled_blocks_know_each_batch_s_documents_in_backward() -> None:
-    run_distributed(_compiled_micro_batches, 2)
+@pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_compiled_blocks_know_each_batch_s_documents_in_backward(method: str) -> None:
+    run_distributed(_compiled_micro_batches, 2, method)
 
 
 def _simulated(rank: int, ranks: int) -> dict[str, int]:

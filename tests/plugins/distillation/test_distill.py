@@ -23,8 +23,10 @@ from dlo_plugins.callbacks.distill.distill_callback import split_batch
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.completions import find_prompts, join_completions
 from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
+from support.token_batches import FAMILIES
 
 
 def trainer(*callbacks: Any, **options: Any) -> Trainer:
@@ -298,6 +300,14 @@ def test_what_does_not_fit_is_refused_before_processes_start() -> None:
     refuse("token must be false for a model without", vit(), Distill(teacher, token=True))
     refuse("every 2 must give the student's 3 blocks, got 2", vit(3), Distill(teacher, init_from="every 2"))
     refuse("must have a teacher with the student's shapes", vit(2), Distill(teacher, init_from="every 2"))
+    # The data's tokenizer sets the vocabulary later, but not the width.
+    config = {name: value for name, value in FAMILIES["llama"].items() if name != "vocab_size"}
+    undecided = CausalLM(config={"model_type": "llama", **config, "num_hidden_layers": 1})
+    assert undecided.class_count is None
+    half = Distill(FrozenModel(task=lm(2)), init_from="every 2")
+    half.check_run(trainer(half), undecided, tokens())
+    wider = Distill(FrozenModel(task=lm(2, hidden_size=64)), init_from="every 2")
+    refuse("must have a teacher with the student's shapes", undecided, wider, tokens())
     for axis in ("pp", "cp"):
         strategy: Any = MeshStrategy(**{axis: 2}, micro_batches=2)
         inside = Distill(FrozenModel(task=lm()), hidden=HiddenStates())
@@ -391,12 +401,13 @@ def test_the_student_learns_on_its_own_samples_and_without_their_targets_loss() 
     task, distill = on_policy(fraction=1.0)
     for batch in task.seen:
         ids, labels = batch["input_ids"], batch["labels"]
-        assert ids.shape == (4, 11)
+        assert ids.shape == (4, 16), "11 tokens, padded to a multiple of 8"
         assert "tokens_in_step" not in batch
         assert (labels != -100).sum(1).tolist() == [7] * 4
         assert bool((labels[:, :4] == -100).all())
-        assert torch.equal(labels[:, 4:-1], ids[:, 5:]), "each completion's tokens are targets of those before"
-        assert batch["teacher_outputs"].outputs.shape[:2] == (4, 11)
+        assert bool((labels[:, 11:] == -100).all())
+        assert torch.equal(labels[:, 4:10], ids[:, 5:11]), "each completion's tokens are targets of those before"
+        assert batch["teacher_outputs"].outputs.shape[:2] == (4, 16)
     assert distill.latest.keys() == {"distill/distance", "distill/agreement"}
     again, _ = on_policy(fraction=1.0)
     other, _ = on_policy(fraction=1.0, seed=1)
@@ -423,13 +434,25 @@ def test_prompts_end_before_the_first_target_unless_their_length_is_set() -> Non
     found = join_completions([[5, 6], [9]], [[7, 2, 0], [3, 4, 8]], [2], torch.device("cpu"))
     assert found["input_ids"].tolist() == [[5, 6, 7], [9, 3, 4]]
     assert found["labels"].tolist() == [[-100, 7, 2], [3, 4, 8]]
+    found = join_completions([[5, 6], [9]], [[7, 2, 0], [3, 4, 8]], [2], torch.device("cpu"), 4)
+    assert found["labels"].tolist() == [[-100, 7, 2, -100], [3, 4, 8, -100]]
 
 
-def test_on_policy_needs_a_model_that_generates_and_full_weights() -> None:
+def test_micro_batches_weigh_as_much_as_their_tokens() -> None:
+    """So that a pipeline's loss of sampled rows, which end early, is that of the full batch."""
+    parts = [{"labels": torch.tensor([[1, 2, -100]])}, {"labels": torch.tensor([[1, -100, -100]])}]
+    assert lm().micro_batch_weights(parts) == pytest.approx([2 / 3, 1 / 3])
+    assert lm().micro_batch_weights([{"labels": torch.tensor([[-100]])}] * 2) == [0.5, 0.5]
+    assert lm().micro_batch_weights([{**part, "tokens_in_step": 3} for part in parts]) == [1.0, 1.0]
+
+
+def test_on_policy_needs_a_model_that_generates_and_lengths_that_the_ranks_can_share() -> None:
     refuse("on_policy must have a task that generates", vit(), Distill(FrozenModel(task=vit()), on_policy=OnPolicy()))
-    distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy())
-    for axes, message in (({"pp": 2, "micro_batches": 2}, "got pp=2"), ({"cp": 2}, "got cp=2")):
-        refuse(f"full sequences.*{message}", lm(), distill, tokens(), strategy=MeshStrategy(**axes), devices=2)
-    for options in ({"fraction": 0.0}, {"max_new_tokens": 0}, {"temperature": 0.0}):
+    distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy(multiple=6))
+    for axes, shards in (({"cp": 2}, 4), ({"tp": 4, "sequence_parallel": True}, 4)):
+        mesh = MeshStrategy(**axes)
+        message = f"on_policy.multiple must be a multiple of {shards} .* got 6; set multiple: 8"
+        refuse(message, lm(), distill, tokens(), strategy=mesh, devices=mesh.spec.tp * mesh.spec.cp)
+    for options in ({"fraction": 0.0}, {"max_new_tokens": 0}, {"temperature": 0.0}, {"multiple": 0}):
         with pytest.raises(DloError, match=f"on_policy.{next(iter(options))} must be"):
             OnPolicy(**options)

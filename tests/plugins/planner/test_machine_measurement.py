@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,10 +79,24 @@ def test_bandwidth_and_launch_are_found_from_blocks() -> None:
     assert machine.attention == pytest.approx((1.0, 1.0))
     assert machine.collectives["all_gather"][2].rate(1) == pytest.approx(0.5e9, rel=0.01)
     assert machine.collectives["send"][2].rate(1) == pytest.approx(1e9, rel=0.01)
+    assert machine.collectives["all_gather"][2].times is not None
     assert machine.collective_seconds(1 << 22, 2, 1) == pytest.approx(1e-4 + (1 << 22) / 1e9, rel=0.01)
     sources = dict(machine.sources)
     assert sources.pop("overlap_slowdown").startswith("assumed")  # On gloo nothing overlaps.
     assert all(len(source) > 10 and "measured" in source for source in sources.values())
+
+
+def test_collectives_take_what_was_measured_for_their_size() -> None:
+    """Caches hold small buffers, so that time is not linear in size."""
+    content, _ = _measured(1 / 5e9, 2e-5)
+    links: Any = content["links"]
+    links["all_reduce"][2]["times"] = [[4e3, 1e-4], [1e6, 3e-4], [4e6, 4e-3]]
+    machine = parse_machine(content, "mine.yaml")
+    found = [machine.collective_seconds(n, 2, 1, reduces_and_gathers=True) for n in (1e3, 4e3, 1e6, 2.5e6, 4e6, 8e6)]
+    assert found == pytest.approx([1e-4, 1e-4, 3e-4, 2.15e-3, 4e-3, 8e-3])
+    content["links"] = {**links, "send": {2: {**links["send"][2], "times": [[4e3, 0.0]]}}}
+    with pytest.raises(DloError, match=r"links\.send\.2\.times must be rows of bytes and seconds"):
+        parse_machine(content, "mine.yaml")
 
 
 def test_ranks_that_share_cores_take_turns() -> None:
@@ -90,6 +105,7 @@ def test_ranks_that_share_cores_take_turns() -> None:
     product = Product(1024, 1536, 512)
     assert shared.contention == 2 * alone.contention
     assert shared.product_seconds(product, "bfloat16") == 2 * alone.product_seconds(product, "bfloat16")
+    assert shared.moving_seconds(1e6) == 2 * alone.moving_seconds(1e6)
 
 
 def test_a_wrong_table_is_refused() -> None:
@@ -102,7 +118,7 @@ def test_a_wrong_table_is_refused() -> None:
 @pytest.mark.timeout(240)
 def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", "--measure", "3s", "--json", "--top", "2"]
+    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", "--measure", "1s", "--json", "--top", "2"]
     assert main([*words, "--out", str(tmp_path / "plans")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [plan["step_seconds"] > 0 for plan in found["plans"]] == [True, True]

@@ -95,7 +95,8 @@ def test_a_plain_module_has_data_parallelism_alone() -> None:
     profile = profile_model(_Plain(), batch, None, dtype=torch.float32)
     assert (profile.tp, profile.pp, profile.cp, profile.blocks) == ((1,), 1, False, ())
     assert profile.parameters == 8 * 16 + 16 + 16 * 4 + 4
-    assert profile.flops == 3 * 2 * (8 * 16 + 16 * 4)
+    # Forward, gradients of both weights, and of the second layer's input alone.
+    assert profile.flops == 2 * (2 * (8 * 16 + 16 * 4) + 16 * 4)
 
 
 class _Detached(_Plain):

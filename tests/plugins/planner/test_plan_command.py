@@ -100,6 +100,32 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 
 
+def test_parts_of_a_run_are_in_the_figures_or_named(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan(*words: str) -> dict[str, Any]:
+        fixed = ["--gpus", "2", "--machine", "h100", "--top", "1", "--json", "--fix", "dp_shard=2", "--fix", "zero=3"]
+        assert main(["plan", "--config", config, *fixed, "--out", str(tmp_path / "plans"), *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    def memory(found: dict[str, Any]) -> dict[str, float]:
+        held: dict[str, float] = found["plans"][0]["memory_bytes"]
+        return held
+
+    callbacks = ["--trainer.callbacks+=WeightEMA", "--trainer.callbacks+=OptimizerInBackward"]
+    before, found = plan(), plan("--model.init_args.optimizer", "adamw8bit", *callbacks)
+    assert before["not_in_figures"] == []
+    assert [sentence.partition(":")[0] for sentence in found["not_in_figures"]] == ["WeightEMA", "AdamW8bit"]
+    assert memory(found)["optimizer"] < 0.6 * memory(before)["optimizer"]
+    assert memory(found)["gradients"] < memory(before)["gradients"]
+    mixed = ["--trainer.precision", "bf16-mixed"]
+    masters, rounded = plan(*mixed), plan(*mixed, "--trainer.strategy.init_args.bf16_weights", "stochastic")
+    assert memory(rounded)["parameters"] == 0.5 * memory(masters)["parameters"]
+    written = yaml.safe_load((tmp_path / "plans" / "plan_1.yaml").read_text())["trainer"]["strategy"]
+    assert written["init_args"]["bf16_weights"] == "stochastic"
+
+
 def test_the_interval_is_that_of_checked_runs_on_the_machine(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,8 +229,14 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
         assert layout.schedule != "PipeDream2BW"
     found = _search(gpus=4, batch=16, memory=2e10, schedule="PipeDream2BW").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"PipeDream2BW"}
-    assert all(candidate.layout.mesh.pp * candidate.layout.mesh.tp == 4 for candidate in found)
+    assert {candidate.layout.mesh.dp_shard for candidate in found} >= {1, 2}
+    assert all(c.layout.mesh.dp_replicate * c.layout.mesh.cp == 1 for c in found)
     search = _search()
+    shared, alone = (
+        search.memory.ranks(Layout(MeshSpec(pp=2, dp_shard=n), 1, 8, "PipeDream2BW", zero=int(n > 1))) for n in (2, 1)
+    )
+    assert [rank.parameters for rank in shared] == [rank.parameters for rank in alone]  # Two full versions.
+    assert [2 * rank.optimizer for rank in shared] == [rank.optimizer for rank in alone]
     plain = Layout(MeshSpec(pp=4, dp_shard=1), 1, 8, "1F1B", 1, (2, 2, 2, 2), 0)
     late = replace(plain, schedule="PipeDream2BW")
     time = search.times.step(late)
@@ -243,3 +249,16 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
             assert two.parameters == pytest.approx(one.parameters * (2 if rank < 3 else 1))
             assert two.gradients - one.gradients == pytest.approx(one.parameters)
             assert two.activations == one.activations
+
+
+def test_steps_in_backward_have_sharded_data_parallelism_and_one_micro_batch() -> None:
+    search = _search(gpus=4, batch=8)
+    early = StateFormat(steps_in_backward=True)
+    layouts = list(PlanSearch(search.profile, search.machine, early, search.request)._layouts())
+    assert layouts
+    for layout in layouts:
+        assert (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp, layout.micro_batches) == (1, 1, 1, 1)
+        assert layout.mesh.dp_shard > 1
+    alone = replace(search.request, gpus=1)
+    with pytest.raises(DloError, match=r"without OptimizerInBackward unless dp_shard is at least 2.* got 1 ranks"):
+        PlanSearch(search.profile, search.machine, early, alone).run()

@@ -133,3 +133,14 @@ def test_a_rotor_that_is_not_predicted_is_refused(options: dict[str, object]) ->
 def test_other_strategies_are_refused() -> None:
     with pytest.raises(DloError, match="must have a run of MeshStrategy"):
         read_layout(_config("deepspeed_3"), 2)
+
+
+def test_experts_on_other_ranks_are_refused() -> None:
+    with pytest.raises(DloError, match=r"ranks have all experts, got ep=2, .* check another run"):
+        read_layout(_config({"class_path": "MeshStrategy", "init_args": {"dp_shard": 2, "ep": 2}}), 2)
+
+
+def test_delayed_gradients_have_full_weights() -> None:
+    options = {"pp": 2, "dp_shard": 2, "schedule": "PipeDream2BW", "micro_batches": 4}
+    layout = read_layout(_config({"class_path": "MeshStrategy", "init_args": options}), 4)
+    assert (layout.zero, layout.delays, layout.uses_zero_strategy) == (1, True, False)

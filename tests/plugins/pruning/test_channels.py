@@ -19,6 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "coatnet": ("coatnet_0_rw_224", COATNET),
     "coatnet_late": ("coatnet_0_rw_224", {**COATNET, "conv_attn_early": False, "conv_expand_output": True}),
     "coatnet_bn": ("coatnet_bn_0_rw_224", COATNET),
+    "maxvit": ("maxvit_nano_rw_256", {**COATNET, "depths": [1, 1, 1, 1]}),
 }
 
 

@@ -19,6 +19,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32},
     "phi3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 3}
+    | {"num_attention_heads": 4, "max_position_embeddings": 32},
+    "gpt_neox": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
 }
 GROUPED = ("llama", "qwen2", "phi3")
 
@@ -64,17 +67,10 @@ def silenced(task: Any, kind: str, amount: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "amount"), [("heads", 0.5), ("hidden", 0.5), ("hidden", 0.27)])
-@pytest.mark.parametrize("family", ["vit", "llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["vit", "llama", "gpt2", "phi3", "opt", "gpt_neox"])
 def test_it_computes_what_is_left(family, kind, amount):
     task = vision() if family == "vit" else language(family)
     weights = {name: value.clone() for name, value in task.state_dict().items()}
-    if family == "gpt2" and kind == "heads":  # Its config has no width of a head.
-        sizes, _ = prune_weights(weights, task, {kind: amount})
-        with pytest.raises(DloError, match="head_dim for --heads"):
-            task.resized({}, **sizes)
-        with pytest.raises(DloError, match="config must describe the smaller model, got other shapes of"):
-            _check_weights(weights, task)
-        return
     sizes, lines = prune_weights(weights, task, {kind: amount})
     smaller: Any = type(task)(**{**dict(task.hparams), **task.resized({}, **sizes)})
     smaller.configure_model()
@@ -99,6 +95,37 @@ def test_phi3_without_heads_is_exact_and_loads_in_transformers(tmp_path: Any) ->
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float64).eval()
     ids = torch.randint(0, 96, (2, 12))
     torch.testing.assert_close(loaded(input_ids=ids).logits, smaller.model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
+def test_families_without_a_width_of_heads_generate_are_cut_and_are_read_again(tmp_path, family):
+    task = language(family)
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    sizes, _ = prune_weights(weights, task, {"heads": 0.5})
+    with pytest.raises(DloError, match="config must describe the smaller model, got other shapes of"):
+        _check_weights(weights, task)
+    arguments = task.resized({}, **sizes)
+    assert (arguments["config"]["head_dim"], sizes["heads"]) == (8, 2)
+    smaller: Any = CausalLM(**{**dict(task.hparams), **arguments})
+    smaller.configure_model()
+    smaller.load_state_dict(weights)
+    expected = outputs(smaller)
+    (group, *_) = find_units(smaller.model, smaller.parallel_plan(), "heads")
+    assert (group.count, group.width) == (2, 8)  # Its plan is that of two heads.
+    ids = torch.randint(2, 96, (2, 6))
+    written = smaller.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    for _ in range(3):  # With a cache, as without one.
+        ids = torch.cat([ids, smaller.model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(written, ids)
+    smaller.model.save_pretrained(tmp_path)
+    again = CausalLM(model=str(tmp_path), attention="eager")
+    again.configure_model()
+    assert torch.equal(outputs(again), expected)
+    wide = CausalLM(config={"model_type": family, "vocab_size": 96, **CONFIGS[family], "head_dim": 16})
+    with pytest.raises(
+        DloError, match=r"config\.head_dim must divide the width of .* into at least its 4 heads, got 16"
+    ):
+        wide.configure_model()
 
 
 @pytest.mark.parametrize("family", ["vit", "llama"])

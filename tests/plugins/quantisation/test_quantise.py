@@ -176,7 +176,10 @@ def test_validate_alone_rounds_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    ["int8", "int4_weights", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8_weights", "int8_static"))],
+    [
+        "int8",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("int4_weights", "int8_weights", "int8_static")),
+    ],
 )
 def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: str) -> None:
     runtime = pytest.importorskip("onnxruntime")

@@ -35,21 +35,29 @@ def adapted(family: str, **lora: Any) -> nn.Module:
     return model
 
 
-def _cut(rank: int, world_size: int, families: tuple[str, ...]) -> None:
+#: Whether adapters are DoRA's, and whether sequences are divided: what is tried each time, and the rest.
+SOME, OTHERS = ((False, True), (True, False)), ((False, False), (True, True))
+
+
+def _cut(rank: int, world_size: int, families: tuple[str, ...], ways: tuple[tuple[bool, bool], ...]) -> None:
     for family in families:
-        for dora in (False, True):
-            for sequence_parallel in (False, True):
-                make = functools.partial(adapted, family, dora=dora)
-                compare(make, text_loss, sequence_parallel, f"{family}, dora {dora}, sequence {sequence_parallel}")
+        for dora, sequence_parallel in ways:
+            make = functools.partial(adapted, family, dora=dora)
+            compare(make, text_loss, sequence_parallel, f"{family}, dora {dora}, sequence {sequence_parallel}")
     some = functools.partial(adapted, "llama", targets=["q_proj", "down_proj", "lm_head"])
     compare(some, text_loss, False, "some projections and the head")
 
 
 @pytest.mark.parametrize(
-    "families", [("llama", "gpt2"), pytest.param(("phi", "phi3", "gemma"), marks=pytest.mark.slow)]
+    ("families", "ways"),
+    [
+        (("llama", "gpt2"), SOME),
+        pytest.param(("llama", "gpt2"), OTHERS, marks=pytest.mark.slow),
+        pytest.param(("phi", "phi3", "gemma"), (*SOME, *OTHERS), marks=pytest.mark.slow),
+    ],
 )
-def test_adapters_of_cut_projections_are_those_of_the_whole_model(families: tuple[str, ...]) -> None:
-    run_distributed(_cut, 2, families)
+def test_adapters_of_cut_projections_are_those_of_the_whole_model(families: tuple[str, ...], ways: Any) -> None:
+    run_distributed(_cut, 2, families, ways)
 
 
 def test_other_adapters_are_refused() -> None:

@@ -188,7 +188,8 @@ class Distill(BatchTransform):
         if self.token:
             self._check_token(student)
         if self.every is not None:
-            self._copies = match_tensors(student, teacher, self.every)
+            undecided = student.class_count if module.class_count is None else None
+            self._copies = match_tensors(student, teacher, self.every, undecided)
             self._check_source(trainer)
         self._pairs = {}
         for option, what in (("hidden", self.hidden), ("attention", self.attention)):
@@ -218,17 +219,18 @@ class Distill(BatchTransform):
             )
 
     def _check_on_policy(self, trainer: Trainer, module: Task) -> None:
+        assert self.on_policy is not None
         strategy = trainer.strategy
         if type(module).complete_batch is Task.complete_batch:
             raise DloError(
                 f"Distill: on_policy must have a task that generates, such as CausalLM, got {type(module).__name__};"
                 " leave it out"
             )
-        divided = _divided(strategy)
-        if divided:
+        shards = strategy.sequence_multiple() if isinstance(strategy, MeshStrategy) else 1
+        if self.on_policy.multiple % shards:
             raise DloError(
-                "Distill: on_policy must have a strategy whose ranks have all blocks and full sequences, whose length"
-                f" changes with each step, got {' and '.join(divided)}; use tp or dp_shard instead"
+                f"Distill: on_policy.multiple must be a multiple of {shards} on a mesh that shards sequences, got"
+                f" {self.on_policy.multiple}; set multiple: {-(-self.on_policy.multiple // shards) * shards}"
             )
         if isinstance(strategy, DeepSpeedStrategy) and contract_of(strategy).zero_stage == 3:
             raise DloError(
@@ -432,9 +434,12 @@ class Distill(BatchTransform):
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             seed=options.seed_of(trainer.global_step),
+            multiple=options.multiple,
         )
-        contract_of(trainer.strategy).finish_step()  # The last step's parameters may still be on their way.
-        return self._own.run(complete, batch)
+        contract = contract_of(trainer.strategy)
+        contract.finish_step()  # The last step's parameters may still be on their way.
+        with contract.full_sequences():
+            return self._own.run(complete, batch)
 
     def _loss(self, task: Task, own_loss: Any, outputs: Any, plain: Any, theirs: TeacherOutputs, part: Any) -> Tensor:
         """Returns the student's loss for a batch or a micro-batch."""

@@ -27,6 +27,8 @@ class OnPolicy:
         max_new_tokens: Maximum number of tokens of a completion.
         temperature: Divisor of the student's logits in sampling; the paper uses 1.
         seed: Seed of the choice of steps and of the sampling.
+        multiple: Multiple to which rows are padded. A larger one makes fewer shapes, each of which a pipeline and
+            compiled code prepare once.
 
     Raises:
         DloError: A value is out of range.
@@ -37,6 +39,7 @@ class OnPolicy:
     max_new_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
+    multiple: int = 8
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -44,7 +47,11 @@ class OnPolicy:
                 f"Distill: on_policy.fraction must be in (0, 1], got {self.fraction}; leave on_policy out to switch it"
                 " off"
             )
-        for name, value in (("prompt_tokens", self.prompt_tokens), ("max_new_tokens", self.max_new_tokens)):
+        for name, value in (
+            ("prompt_tokens", self.prompt_tokens),
+            ("max_new_tokens", self.max_new_tokens),
+            ("multiple", self.multiple),
+        ):
             if value is not None and value < 1:
                 raise DloError(f"Distill: on_policy.{name} must be at least 1, got {value}")
         if not self.temperature > 0:

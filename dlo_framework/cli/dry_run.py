@@ -1,0 +1,143 @@
+"""``dlo fit --dry-run``: all checks of a run, and what it would do, without ranks, a run folder or a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import Strategy
+
+from dlo_framework import runs
+from dlo_framework.cli.lightning_cli import DloCLI
+from dlo_framework.cli.object_cli import ObjectCLI
+from dlo_framework.run_setup import check_data, check_parts, check_run
+from dlo_framework.strategy_contract import contract_of
+from dlo_framework.task import Task
+from dlo_framework.units import format_bytes, format_duration
+from dlo_framework.watch.state_bytes import paper_bytes
+
+
+class DryRun(ObjectCLI):
+    """``dlo fit`` that checks its objects and describes the run."""
+
+    prog = "dlo fit --dry-run"
+
+    def _parse_ckpt_path(self) -> None:
+        """Finds the checkpoint that the run would start from."""
+        DloCLI._parse_ckpt_path(self)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Prints the description.
+
+        Raises:
+            DloError: If a check refuses the run.
+        """
+        check_data(self.model, self.datamodule, subcommand)
+        check_parts(self.model, self.datamodule, predicts=subcommand == "predict")
+        path = self.config[self.command].ckpt_path
+        check_run(self.trainer, self.model, self.datamodule, command=subcommand, ckpt_path=path)
+        rows = dict(self._describe(path))
+        width = max(map(len, rows))
+        print("\n".join(f"{name:<{width}}  {text}" for name, text in rows.items()))
+
+    def _describe(self, path: str | None) -> Iterator[tuple[str, str]]:
+        trainer = self.trainer
+        ranks = trainer.num_devices * trainer.num_nodes
+        device = trainer.strategy.root_device.type
+        yield "strategy", f"{type(trainer.strategy).__name__} on {ranks} rank(s) of {device}, {trainer.precision}"
+        axes = mesh_axes(trainer.strategy)
+        if axes:
+            yield "mesh", ", ".join(f"{name} {size}" for name, size in axes.items())
+        trained, frozen = count_parameters(self.model)
+        yield "model", f"{type(self.model).__name__}, {trained:,} trained parameters, {frozen:,} frozen"
+        yield from self._describe_memory(trained, frozen, ranks, axes)
+        yield "data", describe_data(self.datamodule)
+        batches = count_batches(trainer, self.datamodule) if self.command == "fit" else None
+        steps = count_steps(trainer, batches) if self.command == "fit" else None
+        if self.command == "fit":
+            yield "steps", f"{steps:,}" if steps is not None else "unknown: neither max_steps nor the data's length is"
+        seconds = last_step_seconds(self._runs())
+        if steps is not None and seconds is not None:
+            yield (
+                "time",
+                f"{format_duration(steps * seconds)}, at the {seconds:.3g} s a step of the last run of this name",
+            )
+        yield "start", path or "the model's own weights"
+        if self.command == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            newest = runs.versions(self._runs())[:1]
+            number = int(newest[0].name.removeprefix("version_")) + 1 if newest else 0
+            yield "run folder", str(self._resumed_run() or self._runs() / f"version_{number}")
+
+    def _describe_memory(
+        self, trained: int, frozen: int, ranks: int, axes: dict[str, int]
+    ) -> Iterator[tuple[str, str]]:
+        """Yields the bytes of a rank by kind, by the ZeRO paper's formula; none for a mesh that splits the model."""
+        strategy = contract_of(self.trainer.strategy)
+        if strategy.zero_stage is None or any(axes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep")):
+            yield "memory", "of a model that is split by a mesh: see the options of its strategy"
+            return
+        shards = axes.get("dp_shard", ranks)
+        masters = strategy.has_master_weights
+        found = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
+        yield "  parameters", f"{format_bytes(found.parameters)} a rank"
+        yield "  gradients", f"{format_bytes(found.gradients)} a rank"
+        yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
+        yield "  activations", "measured on the second step, and logged as memory/state/activations"
+
+
+def mesh_axes(strategy: Strategy) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes above 1, and of `dp_shard`; none for a strategy without a mesh."""
+    spec = contract_of(strategy).mesh_spec()
+    sizes = vars(spec) if spec is not None else {}
+    return {name: size for name, size in sizes.items() if isinstance(size, int) and (size > 1 or name == "dp_shard")}
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Returns the numbers of trained and frozen parameters; a task's model is built on the meta device."""
+    built = model.on_meta() if isinstance(model, Task) else model
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, trained in sizes if not trained)
+
+
+def describe_data(datamodule: LightningDataModule | None) -> str:
+    """Returns the data's class and global batch."""
+    if datamodule is None:
+        return "loaders of the module"
+    batch = getattr(datamodule, "batch_size", None)
+    return type(datamodule).__name__ + (f", {batch} samples a batch over all ranks" if batch else "")
+
+
+def count_batches(trainer: Any, datamodule: LightningDataModule | None) -> int | None:
+    """Returns the number of training batches of an epoch, for which data are prepared as in a run; None if unknown."""
+    if datamodule is None or (trainer.max_steps > 0 and trainer.max_epochs is None):
+        return None
+    datamodule.trainer = trainer
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+    if not hasattr(loader, "__len__"):
+        return None
+    total, limit = len(loader), trainer.limit_train_batches
+    return min(total, limit) if isinstance(limit, int) else int(total * limit)
+
+
+def count_steps(trainer: Any, batches: int | None) -> int | None:
+    """Returns the number of optimizer steps; None if unknown."""
+    ends = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if batches is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
+        ends.append(trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches))
+    return min(ends, default=None)
+
+
+def last_step_seconds(folder: Any) -> float | None:
+    """Returns the seconds of a step of the newest finished run in a folder; None without one."""
+    for run in runs.versions(folder):
+        try:
+            seconds = json.loads((run / runs.SUMMARY).read_text()).get("step_seconds")
+        except (FileNotFoundError, json.JSONDecodeError):
+            continue
+        if seconds:
+            return float(seconds)
+    return None

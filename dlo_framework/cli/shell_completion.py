@@ -1,0 +1,98 @@
+"""Parser of all commands, from which the package shtab makes a shell's completion; nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
+from dlo_framework.cli.run_help import CKPT_PATH
+from dlo_framework.cli.shipped_configs import list_shipped_configs
+from dlo_framework.registry import KINDS, Registry
+from dlo_framework.registry.class_source import read_class
+
+_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+#: Shell functions that complete the name of a shipped config, or a file.
+_CONFIG = "_dlo_config"
+
+
+def make_parser(registry: Registry) -> argparse.ArgumentParser:
+    """Returns a parser with every command, and with the options and choices that can be completed.
+
+    Args:
+        registry: Registry of the plug-ins.
+    """
+    parser = argparse.ArgumentParser(prog="dlo")
+    commands = parser.add_subparsers(dest="command")
+    names = {kind: [plugin.name for plugin in registry.plugins(kind)] for kind in KINDS}
+    for name, summary in RUN_COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        _add_run_options(command, registry, names, CKPT_PATH[name])
+    for name in installed_commands():
+        command = commands.add_parser(name, help=name)
+        _add_run_options(command, registry, names, CKPT_PATH["fit"])
+    for name, summary in CORE_COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        _add_words(command, name, names)
+    return parser
+
+
+def _add_run_options(
+    command: argparse.ArgumentParser, registry: Registry, names: dict[str, list[str]], ckpt_path: str
+) -> None:
+    config: Any = command.add_argument("--config", metavar="FILE", help="path, or name of a shipped config")
+    config.complete = {"bash": _CONFIG, "zsh": _CONFIG}
+    command.add_argument("--ckpt_path", choices=["last", "best", "auto"], help=ckpt_path)
+    strategies = [name for plugin in registry.plugins("strategy") for name in plugin.aliases]
+    choices: dict[str, Iterable[str]] = {
+        "model": names["task"],
+        "data": names["data"],
+        "trainer.callbacks+": names["callback"],
+        "trainer.strategy": ["auto", "ddp", *strategies],
+    }
+    for key, values in choices.items():
+        command.add_argument(f"--{key}", choices=list(values))
+    parts = {"model": registry.plugins("task"), "data": registry.plugins("data")}
+    for part, plugins in parts.items():
+        for key in dict.fromkeys(p.name for plugin in plugins for p in read_class(plugin.target).parameters):
+            command.add_argument(f"--{part}.{key}")
+    for parameter in read_class(_TRAINER).parameters:
+        if f"trainer.{parameter.name}" not in choices:
+            command.add_argument(f"--trainer.{parameter.name}")
+    for key in ("run.name", "run.dir", "run.async_checkpoints", "run.checkpoint_format", "plugins", "seed_everything"):
+        command.add_argument(f"--{key}")
+    command.add_argument("--print_config", action="store_true")
+    command.add_argument("--help-all", action="store_true")
+    command.add_argument("--dry-run", action="store_true")
+
+
+def _add_words(command: argparse.ArgumentParser, name: str, names: dict[str, list[str]]) -> None:
+    """Adds the words that follow a command of the core; shtab leaves out those without a help text."""
+    if name == "configs":
+        command.add_argument("name", nargs="?", choices=list(list_shipped_configs()))
+    if name == "plugins":
+        words = command.add_subparsers(dest="word")
+        words.add_parser("show", help="show one plug-in").add_argument(
+            "name", choices=[each for kind in KINDS for each in names[kind]]
+        )
+        words.add_parser("new", help="write a plug-in").add_argument("kind", choices=KINDS)
+    if name == "checkpoint":
+        words = command.add_subparsers(dest="word")
+        for word in ("inspect", "verify", "convert", "export"):
+            path: Any = words.add_parser(word, help=word).add_argument("path")
+            path.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+    if name == "config":
+        diff = command.add_subparsers(dest="word").add_parser("diff", help="compare two configs")
+        for argument in ("first", "second"):
+            config: Any = diff.add_argument(argument)
+            config.complete = {"bash": _CONFIG, "zsh": _CONFIG}
+
+
+def make_preamble() -> dict[str, str]:
+    """Returns the shell functions that the completion calls, by shell."""
+    configs = " ".join(list_shipped_configs())
+    return {
+        "bash": f'{_CONFIG}() {{\n  compgen -W "{configs}" -- "$1"\n  compgen -f -- "$1"\n}}',
+        "zsh": f"{_CONFIG}() {{\n  compadd -- {configs}\n  _files\n}}",
+    }

@@ -1,0 +1,53 @@
+"""Settings of the process that a run needs: which warnings are shown, and how CUDA is looked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+#: File that the NVIDIA driver provides.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def disable_nvml_check() -> None:
+    """Resets a Lightning setting that costs a library lookup per step on machines without an NVIDIA driver.
+
+    ``import lightning`` sets ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` so that ``torch.cuda.is_available()`` does not
+    start CUDA before a fork. Optimizers call that function at each step, and without a driver each call is a
+    failed ``dlopen`` of NVML: a third of a small model's step. Without a driver CUDA cannot start anyway.
+    """
+    if sys.platform == "linux" and not DRIVER.exists():
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+
+
+#: Warnings of other libraries that a user of dlo cannot act on.
+_SILENCED = (
+    ".*pkg_resources is deprecated.*",
+    ".*does not have many workers.*",
+    "Using `DistributedSampler` with the dataloaders.*",  # dlo's strategies repeat no sample.
+    ".*LeafSpec.* is deprecated.*",
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from .*",
+    "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint.*",
+)
+
+
+def silence_warnings() -> None:
+    """Silences warnings and log lines that a user cannot act on."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for message in _SILENCED:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_is_relevant)
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates."""
+    text = record.getMessage()
+    return not (
+        text.startswith(("💡 Tip", "TPU available: False", "HPU available: False"))
+        or "register_constant() on Enum subclasses" in text
+    )

@@ -1,0 +1,253 @@
+"""Steps before a run starts, which ``dlo fit`` and ``dlo_framework.Trainer`` share: checks, checkpoint, run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from dlo_framework import run_lock, runs
+from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
+from dlo_framework.checkpoint.history import read_entry
+from dlo_framework.distributed.checkpointing import CanonicalStrategy
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.frozen_model import find_frozen_models
+from dlo_framework.registry import Registry
+from dlo_framework.run_checker import RunChecker
+from dlo_framework.strategy_contract import contract_of
+
+# --- the checkpoint and the folder ---------------------------------------------------------------------------
+
+
+def find_start_checkpoint(
+    ckpt_path: str | Path | None, folder: Callable[[], Path], *, trains: bool, run: Path | None = None
+) -> tuple[str | None, bool]:
+    """Finds the checkpoint that a run starts from, and refuses an unsafe one.
+
+    Args:
+        ckpt_path: Path, `last`, `best`, or, for training, `auto`; None for none.
+        folder: Function that returns the folder of the runs.
+        trains: Whether the run trains.
+        run: Run in which to look for `last` and `best`; None for the newest that has one.
+
+    Returns:
+        The path, or None; and whether `auto` was asked for.
+
+    Raises:
+        DloError: If the checkpoint does not exist, is unsafe or damaged, or training needs more than it holds.
+    """
+    is_auto = ckpt_path == "auto" and trains
+    if is_auto:
+        for newest in runs.versions(folder())[:1] if runs.is_first_process() else []:
+            run_lock.check_free(newest)  # Another job may train in it before its first checkpoint.
+        found = runs.unfinished(folder())
+        ckpt_path = None if found is None else str(found)
+    if not ckpt_path:
+        return None, is_auto
+    if ckpt_path in ("last", "best"):
+        own = runs.checkpoint_of(run, str(ckpt_path)) if run is not None else None
+        ckpt_path = own if own is not None else runs.find_checkpoint(folder(), str(ckpt_path))
+    path = str(ckpt_path)
+    try:
+        check(path)
+    except OSError as error:
+        raise DloError(f"cannot read the checkpoint {error.filename or path}: {error.strerror}") from error
+    entry = read_entry(Path(path)) if trains else None
+    if entry is not None and entry.weights_only:
+        raise DloError(
+            f"ckpt_path must have optimizer state and counters, got {path} with weights only;"
+            " take the run's last checkpoint"
+        )
+    return path, is_auto
+
+
+def resumed_run(ckpt_path: str | None, folder: Path) -> Path | None:
+    """Returns the run folder of a checkpoint if it is one of the runs in ``folder``, else None."""
+    if not ckpt_path or Path(ckpt_path).parent.name != runs.CHECKPOINTS:
+        return None
+    run = Path(ckpt_path).parent.parent
+    return run if run.parent.resolve() == folder.resolve() else None
+
+
+def lock_run_folder(run: Path, folder: Path, *, starts: bool) -> run_lock.RunLock | None:
+    """Acquires the lock of a run folder, and completes what a killed save has left; on rank 0.
+
+    Args:
+        run: Folder of the run.
+        folder: Folder of all runs of that name.
+        starts: Whether ``auto`` has started a new run, which only one job may do at a time.
+
+    Returns:
+        The lock, which is released when the process ends; None on other ranks.
+
+    Raises:
+        DloError: If another job trains in the folder, or started the same run at the same time.
+    """
+    if not runs.is_first_process():
+        return None
+    lock = run_lock.lock_run(run)
+    if starts:
+        try:
+            run_lock.check_only_starter(run, runs.versions(folder))
+        except DloError:
+            run_lock.release_all()
+            run.rmdir()
+            raise
+    recover(run / runs.CHECKPOINTS)
+    return lock
+
+
+# --- checks --------------------------------------------------------------------------------------------------
+
+
+def check_data(model: Any, datamodule: Any, command: str) -> None:
+    """Checks that a run has data: a datamodule, or a loader of the module's own.
+
+    Raises:
+        DloError: If it has none.
+    """
+    loader = {"fit": "train", "validate": "val"}.get(command, command) + "_dataloader"
+    if datamodule is None and not is_overridden(loader, model, LightningModule):
+        raise DloError(
+            f"data must be set for {command}, got none: {type(model).__name__} has no {loader} of its own; add data:"
+            " {class_path: ...} to the config, or --data ClassName (`dlo plugins` lists them)"
+        )
+
+
+def check_parts(model: Any, datamodule: Any, *, predicts: bool = False) -> None:
+    """Lets the data and the model check their options.
+
+    Raises:
+        DloError: If an option would fail later.
+    """
+    for part, arguments in ((datamodule, ()), (model, (datamodule,))):
+        check_part = getattr(part, "check", None)
+        if callable(check_part):
+            check_part(*arguments)
+    check_predict = getattr(datamodule, "check_predict", None)
+    if predicts and callable(check_predict):
+        check_predict()
+
+
+def check_accumulation(batches: int) -> None:
+    """Raises a DloError if no batch would be accumulated."""
+    if batches < 1:
+        raise DloError(f"accumulate_grad_batches must be at least 1, got {batches}; 1 switches it off")
+
+
+def check_run(trainer: Trainer, model: Any, datamodule: Any, *, command: str, ckpt_path: str | None) -> None:
+    """Lets strategy, module, callbacks and data check a run whose trainer is built, before ranks start.
+
+    Args:
+        trainer: Trainer of the run.
+        model: LightningModule of the run.
+        datamodule: LightningDataModule of the run; None without one.
+        command: Method of the trainer: `fit`, `validate`, `test` or `predict`.
+        ckpt_path: Checkpoint that the run starts from.
+
+    Raises:
+        DloError: If one of them refuses the run.
+    """
+    strategy, callbacks = contract_of(trainer.strategy), trainer.callbacks  # type: ignore[attr-defined]
+    trains = command == "fit"
+    strategy.checkpoint_to_load = ckpt_path
+    strategy.check_model(model, datamodule, trains=trains, callbacks=callbacks)
+    if trains:
+        owners = [model, *callbacks]
+        for owner in owners:
+            if isinstance(owner, RunChecker):
+                owner.check_run(trainer, model, datamodule)
+        for frozen in find_frozen_models(owners):
+            if not frozen.checked:  # by its owner's check_run
+                frozen.check(model, datamodule, contract_of(trainer.strategy))
+        check_shares = getattr(datamodule, "check_shares", None)
+        if check_shares is not None:
+            check_shares(trainer)
+    if command == "predict":
+        strategy.check_predict(model)
+
+
+def check_ranks(strategy: Strategy, options: Any) -> None:
+    """Raises a DloError for several ranks under a single-device strategy, which Lightning (2.6) accepts silently."""
+    devices = options.get("devices")
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    number = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    nodes = int(options.get("num_nodes") or 1)
+    if isinstance(strategy, SingleDeviceStrategy) and number * nodes > 1:
+        raise DloError(
+            f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
+            f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
+        )
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises a DloError, with the nearest match, for a strategy name that is not registered."""
+    if not isinstance(strategy, str):
+        return
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if strategy not in known:
+        registered = Registry().names("strategy")
+        if strategy in registered:
+            raise DloError(
+                f"strategy must be a class_path or a registered name, got the class name '{strategy}'; write strategy:"
+                f" {{class_path: {strategy}}}, or on the command line --trainer.strategy.class_path {strategy}"
+            )
+        names = ["auto", "ddp", *(name for plugin in Registry().plugins("strategy") for name in plugin.short_names)]
+        hint = did_you_mean(strategy, dict.fromkeys([*known, *registered])) or ";"
+        raise DloError(
+            f"unknown strategy '{strategy}'{hint} use one of {', '.join(names)};"
+            " `dlo plugins` lists their variants and options"
+        )
+
+
+# --- the trainer's parts -------------------------------------------------------------------------------------
+
+
+def strategy_arguments(given: Mapping[str, Any], datamodule: Any = None) -> dict[str, Any]:
+    """Returns the trainer's arguments that its strategy sets.
+
+    A strategy with a config file of its own, such as DeepSpeed's, may define them there.
+
+    Args:
+        given: Arguments of the trainer by name.
+        datamodule: Datamodule of the run, if it is known.
+    """
+    ask = getattr(given.get("strategy"), "trainer_arguments", None)
+    return ask(dict(given), datamodule) if callable(ask) else {}
+
+
+def with_checkpoint_io(plugins: Any) -> list[Any]:
+    """Returns Lightning's ``plugins`` with dlo's checkpoint reader and writer, unless the user sets one."""
+    given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
+    if any(isinstance(plugin, CheckpointIO) for plugin in given):
+        return given
+    return [*given, SafeCheckpointIO()]
+
+
+def set_checkpoints(trainer: Trainer, *, background: bool, form: str) -> None:
+    """Sets how the strategy writes checkpoints.
+
+    Args:
+        trainer: Trainer of the run.
+        background: Whether to write them in the background.
+        form: Format: `canonical` or `lightning`.
+
+    Raises:
+        DloError: If the strategy or a logger cannot do that.
+    """
+    if isinstance(trainer.strategy, CanonicalStrategy):
+        trainer.strategy.async_checkpoints = background
+        trainer.strategy.checkpoint_format = form
+        trainer.strategy.check_checkpoints()
+        trainer.strategy.check_loggers(trainer.loggers)
+    elif background:
+        raise DloError(
+            f"run.async_checkpoints must be false under {type(trainer.strategy).__name__}, which writes its own"
+            " checkpoints, got true; set it to false, or use auto, ddp, zero1 to zero3 or fsdp"
+        )

@@ -1,0 +1,354 @@
+"""`Trainer`: Lightning's Trainer with the run folder, callbacks, checks and checkpoints of ``dlo fit``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, Timer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from dlo_framework import run_lock, runs
+from dlo_framework.constructor_record import describe_object, is_plain
+from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
+from dlo_framework.distributed.grace import GRACE
+from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
+from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
+from dlo_framework.process_setup import disable_nvml_check, silence_warnings
+from dlo_framework.registry import Registry
+from dlo_framework.run_setup import (
+    check_accumulation,
+    check_data,
+    check_parts,
+    check_ranks,
+    check_run,
+    check_strategy,
+    find_start_checkpoint,
+    lock_run_folder,
+    resumed_run,
+    set_checkpoints,
+    strategy_arguments,
+    with_checkpoint_io,
+)
+from dlo_framework.stop import RunStopped
+from dlo_framework.watch.bar import RunBar
+from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.summary import RunRecord
+
+#: Lightning's arguments with their defaults.
+_DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(LightningTrainer.__init__).parameters.items()
+}
+
+
+class Trainer(LightningTrainer):
+    """Lightning's Trainer that runs what ``dlo fit`` runs, for scripts and notebooks.
+
+    A fit has a run folder, dlo's default callbacks, TensorBoard, canonical checkpoints, and the checks before ranks
+    start. A Trainer is one run: a second ``fit`` continues in its folder. ``validate``, ``test`` and ``predict`` write
+    nothing.
+
+    Args:
+        run_name: Name of the run; by default the script's file name, or `notebook`.
+        run_dir: Folder that holds all runs; by default `default_root_dir`, else `runs`.
+        async_checkpoints: Whether checkpoints are written in the background; costs memory for a copy of this rank's
+            shard.
+        checkpoint_format: Format of checkpoints; `lightning` is one file, under auto and ddp only.
+        stop_grace: Seconds without a batch or a save after which a run that was asked to stop is killed.
+        config: Config of the run as YAML, to be saved with it; by default a record of the objects' options.
+        options: Arguments of Lightning's Trainer. `strategy` also takes the names of plug-ins, such as `zero2`.
+
+    Attributes:
+        run_folder: Folder of the run; None before the first fit.
+
+    Raises:
+        DloError: If an argument is unknown, or the strategy refuses the options.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_name: str | None = None,
+        run_dir: str | Path | None = None,
+        async_checkpoints: bool = False,
+        checkpoint_format: Literal["canonical", "lightning"] = "canonical",
+        stop_grace: float = GRACE,
+        config: str | None = None,
+        **options: Any,
+    ) -> None:
+        silence_warnings()
+        disable_nvml_check()
+        register_data_parallel()
+        for name in options:
+            if name not in _DEFAULTS or name == "self":
+                known = [*_DEFAULTS, "run_name", "run_dir", "async_checkpoints", "checkpoint_format", "stop_grace"]
+                raise DloError(f"unknown argument '{name}' of Trainer{did_you_mean(name, known)}")
+        self.run_folder: Path | None = None
+        self._lock: run_lock.RunLock | None = None
+        self._run_options: dict[str, Any] = {"name": run_name or script_name()}
+        self._run_options["dir"] = str(run_dir) if run_dir is not None else None
+        self._run_options |= {"async_checkpoints": async_checkpoints, "checkpoint_format": checkpoint_format}
+        self._config, self._stop_grace = config, stop_grace
+        self._options = {**_DEFAULTS, **options}
+        self._options["strategy"] = _find_strategy(self._options["strategy"])
+        self._options |= self._open_options()
+        check_accumulation(self._options["accumulate_grad_batches"])
+        self._runs()
+        given = self._options["callbacks"] or []
+        self._given = list(given) if isinstance(given, list) else [given]
+        check_checkpoint_folders(self._given)
+        try:
+            super().__init__(**self._lightning_options())
+            use_canonical_checkpoints(self)
+            check_ranks(self.strategy, self._options)
+            set_checkpoints(self, background=async_checkpoints, form=checkpoint_format)
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
+                raise
+            raise DloError(f"trainer: {error}") from error
+        own = [callback for callback in self._callbacks() if callback not in self._given]
+        self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
+
+    # --- Lightning's methods -------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Trains, as ``dlo fit`` does.
+
+        Args:
+            model: Module to train.
+            train_dataloaders: Loaders, or a datamodule.
+            val_dataloaders: Loaders for validation.
+            datamodule: Datamodule.
+            ckpt_path: Checkpoint to resume from: a path, `last` or `best` of this Trainer's run or of the newest run
+                of its name, or `auto`, which starts a run if none is unfinished.
+            weights_only: Setting of Lightning for checkpoints that torch reads.
+
+        Raises:
+            DloError: If a check refuses the run.
+        """
+        data = datamodule if datamodule is not None else _as_datamodule(train_dataloaders)
+        if train_dataloaders is None:
+            check_data(model, data, "fit")
+        path = self._prepare("fit", model, data, ckpt_path)
+        with self._ending():
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Evaluates on the validation data; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
+        model, path = self._prepare_evaluation("validate", model, dataloaders, datamodule, ckpt_path)
+        with self._ending():
+            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
+        return []
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Mapping[str, float]]:
+        """Evaluates on the test data; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
+        model, path = self._prepare_evaluation("test", model, dataloaders, datamodule, ckpt_path)
+        with self._ending():
+            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
+        return []
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | list[list[Any]] | None:
+        """Returns predictions; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
+        model, path = self._prepare_evaluation("predict", model, dataloaders, datamodule, ckpt_path)
+        with self._ending():
+            return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
+        return None
+
+    # --- preparing -----------------------------------------------------------------------------------------
+
+    def _callbacks(self) -> list[Callback]:
+        return self.callbacks
+
+    def _open_options(self) -> dict[str, Any]:
+        """Returns the arguments that the strategy sets where they have their defaults."""
+        found = strategy_arguments(self._options)
+        return {key: value for key, value in found.items() if self._options[key] == _DEFAULTS[key]}
+
+    def _lightning_options(self) -> dict[str, Any]:
+        """Returns the arguments of Lightning's Trainer, before a run: without loggers and checkpoints of its own."""
+        options = {key: value for key, value in self._options.items() if key != "self"}
+        if options["barebones"]:
+            return options
+        bar = options["enable_progress_bar"] is not False
+        own = [RunBar()] if bar and not any(isinstance(each, ProgressBar) for each in self._given) else []
+        options |= {"callbacks": [*self._given, *own], "plugins": with_checkpoint_io(options["plugins"])}
+        if options["logger"] in (None, True):
+            options["logger"] = False
+        saves = any(isinstance(callback, Checkpoint) for callback in self._given)
+        options["enable_checkpointing"] = saves and options["enable_checkpointing"] is not False
+        if options["profiler"] is None:
+            options["profiler"] = StepClock()
+        return options
+
+    def _runs(self) -> Path:
+        """Returns the folder of this Trainer's runs: ``runs/train`` for ``train.py``."""
+        root = self._run_options["dir"] or self._options["default_root_dir"] or "runs"
+        folder = Path(str(root)) / str(self._run_options["name"])
+        check_on_file_system("run_dir" if self._run_options["dir"] else "default_root_dir", folder)
+        return folder
+
+    def _prepare(self, command: str, model: LightningModule, data: Any, ckpt_path: str | Path | None) -> str | None:
+        """Checks a run before ranks start, and gives a training its folder; returns its checkpoint."""
+        trains = command == "fit"
+        path, is_auto = find_start_checkpoint(ckpt_path, self._runs, trains=trains, run=self.run_folder)
+        check_parts(model, data, predicts=command == "predict")
+        before = (self.run_folder, self._callbacks(), self.loggers)
+        try:
+            if trains and not (self._options["fast_dev_run"] or self._options["barebones"]):
+                if self.run_folder is None:
+                    self._start_run(model, data, path, is_auto)
+                else:
+                    self._lock = lock_run_folder(self.run_folder, self._runs(), starts=False)
+            check_run(self, model, data, command=command, ckpt_path=path)
+        except (MisconfigurationException, ValueError, TypeError):
+            made, (self.run_folder, callbacks, self.loggers) = self.run_folder, before
+            self.callbacks = callbacks
+            if made is not None and before[0] is None:
+                self._release()
+                if made.is_dir() and not any(made.iterdir()):
+                    made.rmdir()
+            raise
+        return path
+
+    def _prepare_evaluation(
+        self, command: str, model: LightningModule | None, dataloaders: Any, datamodule: Any, ckpt_path: Any
+    ) -> tuple[LightningModule, str | None]:
+        """Checks an evaluation; returns its module, which may be that of the last fit, and its checkpoint."""
+        model = model if model is not None else self.lightning_module
+        if model is None:
+            raise DloError(f"model must be set for {command}, got none; pass the module, or fit it first")
+        data = datamodule if datamodule is not None else _as_datamodule(dataloaders)
+        if data is None and dataloaders is None:  # As Lightning does after a fit.
+            data = getattr(self, "datamodule", None)
+        return model, self._prepare(command, model, data, ckpt_path)
+
+    def _start_run(self, model: LightningModule, data: Any, path: str | None, is_auto: bool) -> None:
+        """Gives the run its folder, its lock, its logger and dlo's callbacks."""
+        resumed = resumed_run(path, self._runs())
+        self.run_folder = resumed or runs.new_run(self._runs())
+        self._lock = lock_run_folder(self.run_folder, self._runs(), starts=is_auto and resumed is None)
+        if self._options["logger"] in (None, True):
+            self.loggers = [TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)]
+        lightnings = [callback for callback in self._callbacks() if callback in self._lightnings]
+        users = [callback for callback in self._callbacks() if callback not in lightnings]
+        callbacks = add_default_callbacks(
+            users,
+            run_folder=self.run_folder,
+            model=model,
+            config=self._config if self._config is not None else self._record(model, data),
+            progress_bar=self._options["enable_progress_bar"] is not False,
+            checkpoints=self._options["enable_checkpointing"] is not False,
+            stop_grace=self._stop_grace,
+            cudnn_benchmark=self._options["benchmark"] is not False,
+        )
+        # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.
+        self.callbacks = _CallbackConnector._reorder_callbacks([*callbacks, *lightnings])
+        self._default_root_dir = str(self.run_folder)
+
+    def _record(self, model: LightningModule, data: Any) -> str:
+        """Returns the options of a run from Python as YAML."""
+        changed = {key: value for key, value in self._options.items() if key != "self" and value != _DEFAULTS[key]}
+        trainer = {key: value for key, value in changed.items() if is_plain(value)}
+        if isinstance(changed.get("strategy"), Strategy):
+            trainer["strategy"] = describe_object(changed["strategy"])
+        trainer["callbacks"] = [describe_object(callback) for callback in self._given]
+        record: dict[str, Any] = {"trainer": trainer, "model": describe_object(model), "run": self._run_options}
+        if data is not None:
+            record["data"] = describe_object(data)
+        if "PL_GLOBAL_SEED" in os.environ:
+            record["seed_everything"] = int(os.environ["PL_GLOBAL_SEED"])
+        head = f"# Record of a run from Python; {Path(sys.argv[0]).name or 'the program'} repeats it.\n"
+        return head + yaml.safe_dump(record, sort_keys=False)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Ends the process with the exit code of ``dlo fit`` after a signal; a notebook goes on."""
+        try:
+            yield
+        except RunStopped as stopped:
+            if runs.is_first_process():
+                print(stopped, file=sys.stderr)
+            if not _IS_INTERACTIVE:
+                raise SystemExit(stopped.exit_code) from stopped
+        except OrderlyEnd:
+            pass
+        finally:
+            record = next((each for each in self._callbacks() if isinstance(each, RunRecord)), None)
+            if record is not None:
+                self.run_folder = record.folder  # Rank 0 has told the ranks that others have started.
+            self._release()
+
+    def _release(self) -> None:
+        """Releases the run's folder: a notebook lives on after a run."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+
+def script_name() -> str:
+    """Returns the name of runs of this program: its file's without suffix, or ``notebook``."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None or _IS_INTERACTIVE:
+        return "notebook"
+    path = Path(file)
+    return path.parent.name if path.stem == "__main__" else path.stem
+
+
+def _find_strategy(strategy: Any) -> Any:
+    """Imports the plug-in that a strategy's name means; returns what Lightning takes for it."""
+    if not isinstance(strategy, str):
+        return strategy
+    registry = Registry()
+    if strategy in registry.names("strategy"):
+        cls = registry.load(strategy, "strategy")  # It registers its aliases, of which Lightning has some too.
+        return cls() if strategy == registry.get(strategy).name else strategy
+    check_strategy(strategy)
+    return strategy
+
+
+def _as_datamodule(loaders: Any) -> LightningDataModule | None:
+    return loaders if isinstance(loaders, LightningDataModule) else None

@@ -1,0 +1,221 @@
+"""Trains with low-precision products of the blocks' linear layers: int8, float8 and MX float8.
+
+SwitchBack: Stable and low-precision training for large-scale vision-language models. Wortsman et al., 2023,
+arXiv 2304.13013 (int8). FP8 Formats for Deep Learning. Micikevicius et al., 2022, arXiv 2209.05433. Microscaling Data
+Formats for Deep Learning. Rouhani et al., 2023, arXiv 2310.10537. Departures: see
+:mod:`dlo_plugins.quantisation.int8_products` and :mod:`dlo_plugins.quantisation.float8_products`.
+
+It is a callback, because every strategy has finished its work on the model when training starts: layers are cut and
+sharded, and blocks are compiled at their first call. So one mechanism serves the strategies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.task import Task
+from dlo_plugins.quantisation.low_precision_schemes import check_device, check_emulation, check_torchao, find_scheme
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
+
+
+class LowPrecision(Callback):
+    """Computes the products of linear layers in 8 bits, forward and backward; weights and gradients keep their dtypes.
+
+    Only layers inside the plan's blocks are changed, so head and stem stay as they are. So do layers with fewer than
+    `min_features`, layers whose sizes the scheme's kernels do not take, layers that share their weight, adapters of
+    LoRA and frozen 4-bit weights.
+
+    Args:
+        scheme: Scheme of the products: `int8` (a scale per row), `fp8` (float8, a scale per tensor), `fp8_rowwise`, or
+            `mxfp8` (a scale per 32 elements of a row).
+        weight_gradient: Whether the product of the weights' gradients is in 8 bits too, whose sums are over tokens;
+            false computes it in the Trainer's precision.
+        skip: Patterns of modules that stay as they are, such as `model.layers.0` or `*.*.*.down_proj`.
+        min_features: Least number of input and of output features of a layer, in this rank's slice of it.
+        emulate: Whether float8 is emulated on any device: the factors are rounded, and multiplied in single precision.
+            It is slower than training without the callback, and shows the numerics.
+
+    Raises:
+        DloError: An option is invalid, or the device has no kernels for the scheme.
+    """
+
+    def __init__(
+        self,
+        scheme: str = "int8",
+        weight_gradient: bool = True,
+        skip: list[str] | None = None,
+        min_features: int = 64,
+        emulate: bool = False,
+    ) -> None:
+        self.scheme, self.emulate = find_scheme(scheme), emulate
+        if emulate:
+            check_emulation(self.scheme)
+        check_torchao(self.scheme)
+        if min_features < 1:
+            raise DloError(f"LowPrecision: min_features must be at least 1, got {min_features}; 64 is usual")
+        self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
+        self._installed: LowPrecisionForward | None = None
+
+    # --- the layers ----------------------------------------------------------------------------------------
+
+    def choose_layers(self, module: nn.Module, plan: ParallelPlan) -> list[str]:
+        """Returns the names of the layers to change.
+
+        Raises:
+            DloError: A pattern of `skip` matches no layer, or none is left.
+        """
+        linear = self._linear_layers(module, plan)
+        for pattern in self.skip:
+            if not any(_covered(name, (pattern,)) for name in linear):
+                parents = {name.rsplit(".", cut)[0] for name in linear for cut in range(name.count(".") + 1)}
+                raise DloError(
+                    f"LowPrecision: skip must match linear layers in blocks, got '{pattern}', which matches none"
+                    f"{did_you_mean(pattern, sorted(parents)) or '; remove it'}"
+                )
+        found = {name: module.get_submodule(name) for name in linear if not _covered(name, self.skip)}
+        chosen = [name for name, layer in found.items() if self._takes(layer)]
+        if not chosen:
+            multiple = self.scheme.multiple
+            sizes = f"of at least {self.min_features} features" + (
+                f" in multiples of {multiple}" if multiple > 1 else ""
+            )
+            raise DloError(
+                f"LowPrecision: {type(module).__name__} must have linear layers {sizes} in its blocks, outside skip,"
+                " got none; lower min_features, or leave LowPrecision out"
+            )
+        return chosen
+
+    def _linear_layers(self, module: nn.Module, plan: ParallelPlan) -> list[str]:
+        from torch import nn
+        from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+        uses = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+        blocks = tuple(f"{block}." for block in plan.block_names(module))
+        return [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, nn.Linear)
+            and not isinstance(part, NonDynamicallyQuantizableLinear)
+            and name.startswith(blocks)
+            and uses[id(part.weight)] == 1
+            and ".lora_" not in name
+        ]
+
+    def _takes(self, layer: Any) -> bool:
+        """Returns whether a layer has sizes for the scheme; those of its weight are no longer there in DeepSpeed."""
+        sizes = layer.in_features, layer.out_features
+        return min(sizes) >= self.min_features and not any(size % self.scheme.multiple for size in sizes)
+
+    def _install(self, module: nn.Module, plan: ParallelPlan) -> None:
+        from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
+
+        names = self.choose_layers(module, plan)
+        self._installed = LowPrecisionForward(self.scheme.name, self.weight_gradient, self.emulate)
+        for name in names:
+            self._installed.install(module.get_submodule(name))
+        count = len(self._linear_layers(module, plan))
+        rank_zero_info(f"LowPrecision: {len(names)} of the blocks' {count} linear layers compute in {self.scheme.text}")
+
+    # --- hooks ---------------------------------------------------------------------------------------------
+
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
+        """Checks the run's device and model, before processes start.
+
+        Raises:
+            DloError: The device has no kernels, a pattern matches no layer, or no layer is left.
+        """
+        check_device(self.scheme, trainer.strategy.root_device, self.emulate)
+        self._check_callbacks(trainer)
+        if isinstance(module, Task):
+            twin = module.on_meta()
+            self.choose_layers(twin.model, twin.parallel_plan())
+        elif next(module.parameters(), None) is not None:  # Else it builds its model later.
+            self.choose_layers(module, ParallelPlan.infer(module))
+
+    def _check_callbacks(self, trainer: Trainer) -> None:
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            is_second = isinstance(other, LowPrecision) and other is not self
+            # By its name: its module imports torchao, which int8 does not need.
+            if is_second or (type(other).__name__ == "Quantise" and getattr(other, "when", "") == "aware"):
+                raise DloError(
+                    f"LowPrecision must be the only callback that replaces the layers' products, got"
+                    f" {type(other).__name__} too; leave one of the two out"
+                )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the run."""
+        self._remove()
+        if stage != "fit":
+            check_device(self.scheme, trainer.strategy.root_device, self.emulate)
+        else:
+            try:
+                if isinstance(pl_module, Task):
+                    pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes from the data.
+                self.check_run(trainer, pl_module)
+            except DloError as error:
+                raise mark_agreed(error) from None
+
+    def _begin(self, module: LightningModule) -> None:
+        if self._installed is not None:
+            return
+        if isinstance(module, Task):
+            self._install(module.model, module.parallel_plan())
+        else:
+            self._install(module, ParallelPlan.infer(module))
+
+    def _remove(self) -> None:
+        if self._installed is not None:
+            self._installed.remove()
+            self._installed = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the products, after the strategy has cut and sharded the model."""
+        self._begin(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the products for a validation of its own."""
+        self._begin(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the products, as in validation."""
+        self._begin(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the products, as in validation."""
+        self._begin(pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the layers compute as they did before."""
+        self._remove()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what a validation of its own began."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._remove()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the layers compute as they did before."""
+        self._remove()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the layers compute as they did before."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Makes the layers compute as they did before."""
+        self._remove()
+
+
+def _covered(name: str, patterns: tuple[str, ...]) -> bool:
+    return bool(patterns) and bool(ParallelPlan(head=patterns).owners(name))

@@ -1,0 +1,166 @@
+"""Gives each rank of `ep` its own experts of a mixture, whose forward then exchanges tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_framework.experts import Mixture, find_mixtures
+from dlo_framework.experts.expert_mixtures import COUNTS
+from dlo_framework.mesh import nearest_divisor
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.tensor_slice import get_layout, make_equal_slice
+from dlo_plugins.experts.token_exchange import TokenExchange, has_no_values
+
+
+def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mixture]:
+    """Returns the mixtures of a model whose experts `ep` ranks can share.
+
+    Args:
+        model: Full model, on any device; the meta device will do.
+        plan: Plan of the model.
+        ep: Number of ranks.
+
+    Raises:
+        DloError: The model has no mixtures, or one that these ranks cannot share.
+    """
+    found = find_mixtures(model, plan)
+    if not found:
+        raise DloError(
+            f"ep must have mixtures of experts to divide, got {ep} for {type(model).__name__}, in which none was found"
+            " (modules with a router, and with experts called with tokens, indices and weights); set ep to 1"
+        )
+    for mixture in found:
+        _check_mixture(model, mixture, ep)
+    return found
+
+
+def _check_mixture(model: nn.Module, mixture: Mixture, ep: int) -> None:
+    if not mixture.is_stacked:
+        raise DloError(
+            f"experts under ep must be stacked in parameters [experts, ...], got a list of modules '{mixture.experts}';"
+            " stack them, or set ep to 1"
+        )
+    if mixture.count % ep:
+        raise DloError(
+            f"ep must divide the {mixture.count} experts of '{mixture.name}', got {ep}; set"
+            f" ep={nearest_divisor(ep, mixture.count)}"
+        )
+    names = [name for name, _ in model.get_submodule(mixture.experts).named_parameters(mixture.experts)]
+    other = next((name for name in names if name not in mixture.stacked), None)
+    if other is not None:
+        raise DloError(
+            f"experts under ep must have parameters of one entry an expert, got '{other}', which they share; set ep"
+            " to 1"
+        )
+    own = {id(model.get_parameter(name)) for name in mixture.stacked}
+    outside = (name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in own and name not in names)
+    tied = next(outside, None)
+    if tied is not None:
+        raise DloError(f"experts under ep must not be tied to other parameters, got '{tied}'; untie it, or set ep to 1")
+
+
+@torch.no_grad()
+def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup) -> TokenExchange:
+    """Keeps this rank's experts of a mixture, and makes their module exchange tokens with the other ranks.
+
+    Args:
+        model: Full model, on any device; the meta device will do. Its layout records the slices.
+        mixture: Mixture with stacked experts.
+        group: Process group of `ep`.
+    """
+    layout, ranks = get_layout(model), TokenExchange(group, mixture.count)
+    for name, dim in mixture.stacked.items():
+        full = model.get_parameter(name)
+        cut = make_equal_slice(dim, full.shape[dim], ranks.size, ranks.rank)
+        part = nn.Parameter(cut.slice_tensor(full), requires_grad=full.requires_grad)
+        part.__dict__.update(full.__dict__)  # Attributes by which optimizers group parameters.
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, part)
+        layout.slices[name] = cut
+        layout.experts.add(name)
+    layout.expert_modules.append(mixture.experts)
+    experts = model.get_submodule(mixture.experts)
+    for module in experts.modules():
+        for attribute in COUNTS:
+            if getattr(module, attribute, None) == mixture.count:
+                setattr(module, attribute, ranks.local)
+    # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
+    forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
+    experts.forward = forward
+    return ranks
+
+
+class DividedExperts:
+    """Forward of a module of experts that other ranks share.
+
+    Args:
+        module: Module with this rank's experts.
+        compute: Forward of the module.
+        ranks: Exchange of tokens.
+        mixture: Mixture of the experts.
+    """
+
+    def __init__(
+        self, module: nn.Module, compute: Callable[..., Tensor], ranks: TokenExchange, mixture: Mixture
+    ) -> None:
+        self.module, self.compute, self.ranks, self.mixture = module, compute, ranks, mixture
+
+    def __call__(self, tokens: Tensor, *routing: Any, **named: Any) -> Tensor:
+        """Returns the outputs of the experts of all ranks, in the shape of the tokens."""
+        if self.mixture.form == "dense":
+            return self._dense(tokens)
+        index, weights = self._routing(routing, named)
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        out = self.ranks(flat, index.reshape(len(flat), -1), self._routed)  # [T, k, D]
+        weighted = out * weights.reshape(len(flat), -1, 1)
+        # Not a view: FSDP2 warns of views among a unit's outputs.
+        return weighted.view(*tokens.shape[:-1], -1, tokens.shape[-1]).sum(-2).to(tokens.dtype)
+
+    @staticmethod
+    def _routing(routing: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns indices and weights `[T, k]`: the integers and the numbers among the arguments after the tokens."""
+        given = [value for value in [*routing, *named.values()] if isinstance(value, Tensor)]
+        index = next(value for value in given if not value.is_floating_point())
+        return index, next(value for value in given if value.is_floating_point())
+
+    def _routed(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        if not len(rows):
+            return rows + self._no_gradient()
+        ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
+        return self.compute(rows, numbers[:, None], ones).view(rows.shape)
+
+    def _dense(self, tokens: Tensor) -> Tensor:
+        """Computes copies of all tokens for each expert `[E * T, D]`, of which all but the chosen ones are zero.
+
+        Experts without biases map zeros to zeros, also in backward, so that only the others are sent.
+        """
+        rows, experts = len(tokens), self.ranks.experts
+        numbers = torch.arange(experts, device=tokens.device).repeat_interleave(rows // experts)
+        chosen = (tokens != 0).any(-1)
+        index = torch.where(chosen, numbers, experts)
+        return self.ranks(tokens, index[:, None], self._padded).sum(1)
+
+    def _padded(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Computes rows by a forward that takes the same number of rows for each expert."""
+        if not len(rows):
+            return rows + self._no_gradient()
+        counts = torch.bincount(numbers, minlength=self.ranks.local)
+        longest = -(-len(rows) // self.ranks.local) if has_no_values(counts) else int(counts.max())
+        order = torch.sort(numbers, stable=True).indices
+        starts = counts.cumsum(0) - counts
+        within = torch.arange(len(rows), device=rows.device) - starts[numbers[order]]
+        places = numbers[order] * longest + within
+        padded = rows.new_zeros(self.ranks.local * longest, rows.shape[-1]).index_copy(0, places, rows[order])
+        out = self.compute(padded)[places]
+        return torch.empty_like(out).index_copy(0, order, out)
+
+    def _no_gradient(self) -> Tensor:
+        """Returns a zero whose backward gives the experts zero gradients, where no token came to this rank."""
+        parts = [parameter.reshape(-1)[:0].sum() for parameter in self.module.parameters() if parameter.requires_grad]
+        return torch.stack(parts).sum() if parts else torch.zeros(())

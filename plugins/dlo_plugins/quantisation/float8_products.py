@@ -1,0 +1,120 @@
+"""Matrix products of rows that torchao rounds to float8: one scale per tensor, per row, or per 32 elements (MX).
+
+FP8 Formats for Deep Learning. Micikevicius et al., 2022, arXiv 2209.05433. Microscaling Data Formats for Deep Learning.
+Rouhani et al., 2023, arXiv 2310.10537.
+
+The casts and kernels are those of torchao's `Float8Linear` and `MXFP8Linear` (0.18), of the recipes `tensorwise` and
+`rowwise`. These modules save the weight's transpose, or make the weight a tensor subclass; here a layer keeps its
+parameter, and backward reads it from the layer, as strategies expect. Gradients are rounded to E5M2 by `fp8`, and to
+E4M3, with 4 bits of exponent, by the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Role of a factor in the products of a linear layer.
+Role = Literal["input", "weight", "gradient"]
+#: Multiple of the dims that float8 kernels take, and the elements of an MX block.
+_MULTIPLE, _BLOCK = 16, 32
+
+
+def multiply_float8(a: Tensor, b: Tensor, roles: tuple[Role, Role], rowwise: bool, emulate: bool) -> Tensor:
+    """Returns `a @ b.T` with both rounded to float8.
+
+    Args:
+        a: Left factor, `[M, K]`.
+        b: Right factor, `[N, K]`.
+        roles: Roles of the factors.
+        rowwise: Whether each row has a scale, a power of two, in place of one for the full factor.
+        emulate: Whether the rounded factors are multiplied in single precision.
+    """
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    cast = _float8_cast(rowwise, emulate)
+    factors = [_as_float(one, halves=rowwise and not emulate) for one in (a, b)]
+    rows, columns = len(a), len(b)
+    if not emulate:
+        factors = [_pad(one, _MULTIPLE) for one in factors]
+    left, right = (
+        hp_tensor_to_float8_dynamic(
+            one,
+            cast.dtypes[role],
+            cast.config,
+            gemm_input_role=cast.roles[role],
+            scaling_granularity=cast.granularity,
+            axiswise_dim=dim if rowwise else None,
+            round_scales_to_power_of_2=rowwise,
+        )
+        for one, role, dim in ((factors[0], roles[0], -1), (factors[1].t(), roles[1], 0))
+    )
+    return torch.mm(left, right)[:rows, :columns]
+
+
+def multiply_mx(a: Tensor, b: Tensor, emulate: bool) -> Tensor:
+    """Returns `a @ b.T` with both rounded to MX float8: blocks of 32 elements of a row share a power of two.
+
+    Args:
+        a: Left factor, `[M, K]`.
+        b: Right factor, `[N, K]`.
+        emulate: Whether the rounded factors are multiplied in single precision.
+    """
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    preference = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    left, right = (
+        MXTensor.to_mx(
+            _pad(_as_float(one, halves=not emulate), _BLOCK, rows=not emulate).contiguous(),
+            torch.float8_e4m3fn,
+            _BLOCK,
+            ScaleCalculationMode.RCEIL,
+            preference,
+        )
+        for one in (a, b)
+    )
+    return torch.mm(left, right.t())[: len(a), : len(b)]
+
+
+class _Float8Cast:
+    """torchao's settings of the casts and products of one recipe."""
+
+    def __init__(self, rowwise: bool, emulate: bool) -> None:
+        from torchao.float8.config import ScalingGranularity, e4m3_dtype, e5m2_dtype
+        from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+
+        self.granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+        of_gradient = e4m3_dtype if rowwise else e5m2_dtype
+        self.dtypes: dict[str, torch.dtype] = {"input": e4m3_dtype, "weight": e4m3_dtype, "gradient": of_gradient}
+        self.roles: dict[str, Any] = {
+            "input": GemmInputRole.INPUT,
+            "weight": GemmInputRole.WEIGHT,
+            "gradient": GemmInputRole.GRAD_OUTPUT,
+        }
+        # Fast accumulation in the output alone, as in the recipes.
+        of_output, of_gradients = (ScaledMMConfig(emulate, fast, False, False) for fast in (True, False))
+        self.config = LinearMMConfig(of_output, of_gradients, of_gradients)
+
+
+@functools.lru_cache(maxsize=4)
+def _float8_cast(rowwise: bool, emulate: bool) -> _Float8Cast:
+    return _Float8Cast(rowwise, emulate)
+
+
+def _as_float(x: Tensor, halves: bool) -> Tensor:
+    """Returns a factor in a dtype that the casts take; in bf16 where the kernels write no other."""
+    if x.dtype == torch.bfloat16:
+        return x
+    return x.bfloat16() if halves else x.float()
+
+
+def _pad(x: Tensor, multiple: int, rows: bool = True) -> Tensor:
+    """Returns a matrix with zeros to multiples; they change neither scales nor products."""
+    more = [-size % multiple for size in x.shape]
+    return F.pad(x, (0, more[1], 0, more[0] if rows else 0)) if any(more) else x

@@ -1,0 +1,277 @@
+"""bf16 weights with master weights, or with stochastic rounding, are one option of ZeRO, FSDP and the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.errors import DloError
+from dlo_framework.testing import RankFailed, run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
+from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.fsdp_nets import Module, mine, trainer
+from support.token_batches import FAMILIES, Tokens
+
+HALF, RATE, MOMENTUM = torch.bfloat16, 2.0**-9, 0.5
+STRATEGIES: dict[str, Any] = {
+    "zero1": lambda **o: ZeroStrategy(1, **o),
+    "zero2": lambda **o: ZeroStrategy(2, bucket_mb=2e-4, **o),
+    "zero3": lambda **o: ZeroStrategy(3, **o),
+    "fsdp": lambda **o: FSDPStrategy(**o),
+    "mesh": lambda **o: MeshStrategy(dp_shard=2, **o),
+}
+OTHERS: dict[str, Any] = {
+    "zero3_offload": lambda **o: ZeroStrategy(3, offload="both", **o),
+    "hsdp": lambda **o: FSDPStrategy(replicate=2, shard=1, **o),
+    "fsdp_offload": lambda **o: FSDPStrategy(offload=True, **o),
+}
+
+
+#: Strategies that train on data, and the kind of their weights.
+TRAINED = [(name, "stochastic") for name in ("zero2", "zero3", "fsdp")] + [("zero2", "masters"), ("fsdp", "masters")]
+
+
+class Sums(nn.Module):
+    """Sums of its parameters and of its blocks, whose gradients are numbers that bf16 has."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(5))
+        self.blocks = nn.ModuleList([Sums(depth - 1) for _ in range(2 * depth)])
+
+    def forward(self) -> Tensor:
+        own = 2 * self.weight.float().sum() + self.bias.float().sum()
+        return torch.stack([own, *(block() for block in self.blocks)]).sum()
+
+
+class Exact(Module):
+    """Ranks have the same gradients, so that only rounding can differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net: Any = Sums(1)
+
+    def loss(self, batch: Any) -> Tensor:
+        found: Tensor = self.net()
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+class WithAdafactor(Module):
+    """Its optimizer needs full tensors."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.net.parameters(), lr=0.02)
+
+
+def fit(rank: int, world: int, module: Any, strategy: Any, resume: Path | None = None, **options: Any) -> Any:
+    seed_everything(5, verbose=False)
+    run = trainer(world, strategy, **({"precision": "bf16-mixed"} | options))
+    use_canonical_checkpoints(run)
+    run.fit(module, mine(rank, world), ckpt_path=resume)
+    return run
+
+
+def expected(steps: int) -> dict[str, Tensor]:
+    """Returns the weights of SGD in single precision whose result is rounded, in plain torch."""
+    seed_everything(5, verbose=False)
+    module = Exact()
+    named = {name: p.detach().to(HALF) for name, p in module.named_parameters()}
+    momentum = {name: torch.zeros(p.shape) for name, p in named.items()}
+    taken = 0
+    rounding = StochasticSteps(lambda: taken)
+    for taken in range(steps):  # noqa: B007
+        for name, p in named.items():
+            momentum[name] = momentum[name] * MOMENTUM + (2 if "weight" in name else 1)
+            p.requires_grad_()
+            optimizer = torch.optim.SGD([p], lr=0.0)
+            rounding.attach(optimizer, {name: p}, lambda _, value: value)
+            p.grad = momentum[name].to(HALF)
+            rounding.widen([p])
+            p.data.sub_(RATE * momentum[name])
+            rounding.narrow([p])
+    return {name: p.detach() for name, p in named.items()}
+
+
+def _equal(found: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return found.keys() == other.keys() and all(torch.equal(found[name], other[name]) for name in other)
+
+
+def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    silence_lightning()
+    found: dict[str, Any] = {}
+    for name, make in (STRATEGIES | OTHERS).items():
+        run = fit(rank, world, Exact(), make(bf16_weights="stochastic"), max_epochs=2)
+        found[name] = gather_full_weights(run)
+        found[f"{name}, state"] = {
+            value.dtype
+            for one in run.optimizers
+            for state in one.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        }
+    window: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    for name, kind in TRAINED:
+        make, module = STRATEGIES[name], Module()
+        run = fit(rank, world, module, make(bf16_weights=kind), max_epochs=3, **window)
+        weights = gather_full_weights(run)
+        found[name, kind] = {v.dtype for v in weights.values()}, module.losses
+        run = fit(rank, world, Module(), make(bf16_weights=kind), max_epochs=2, **window)
+        run.save_checkpoint(folder / f"{name} {kind}")
+        if kind == "stochastic":
+            options = {"max_epochs": 3, "resume": folder / f"{name} {kind}", **window}
+            resumed = gather_full_weights(fit(rank, world, Module(), make(bf16_weights=kind), **options))
+            found[name, "resumed"] = _equal(resumed, weights)
+    for name in ("fsdp", "zero3"):
+        make, ordinary = STRATEGIES[name], Module()
+        fit(rank, world, ordinary, make(bf16_weights="stochastic"))
+        early = Module()
+        fit(rank, world, early, make(bf16_weights="stochastic"), callbacks=[OptimizerInBackward()])
+        found[name, "in backward"] = early.losses == ordinary.losses, len(set(early.losses)) > 1
+        moved = Module()
+        fit(
+            rank, world, moved, make(bf16_weights="stochastic"), max_epochs=3, resume=folder / "zero2 masters", **window
+        )
+        found[name, "moved"] = moved.losses
+        full = WithAdafactor()
+        fit(rank, world, full, make(bf16_weights="stochastic"), max_epochs=2)
+        found[name, "full tensors"] = full.losses
+    leave_group()
+    return found
+
+
+def test_every_strategy_rounds_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    found = run_distributed(_train, 2, tmp_path, timeout=280)[0]
+    alone = run_distributed(_alone, 1, backend=None)[0]
+    wanted = expected(8)
+    assert any(
+        not torch.equal(value, other) for value, other in zip(wanted.values(), expected(7).values(), strict=True)
+    )
+    for name in STRATEGIES | OTHERS:
+        assert _equal(found[name], wanted), name
+        assert found[f"{name}, state"] == {torch.float32}, name
+    assert all(_equal(one, wanted) for one in alone)
+    reference = found["zero2", "masters"][1]
+    for name, kind in TRAINED:
+        dtypes, losses = found[name, kind]
+        assert dtypes == {torch.float32 if kind == "masters" else HALF}, (name, kind)
+        assert losses == pytest.approx(reference, rel=0.03), (name, kind)
+        assert sum(losses[-4:]) < sum(losses[:4]), (name, kind)  # The last epoch, and the first.
+        assert found.get((name, "resumed"), True), name
+    for name in ("fsdp", "zero3"):
+        assert found[name, "in backward"] == (True, True)
+        assert found[name, "moved"] == pytest.approx(reference[-4:], rel=0.05)
+        assert sum(found[name, "full tensors"][-4:]) < sum(found[name, "full tensors"][:4])
+
+
+def _alone(rank: int, world: int) -> list[dict[str, Tensor]]:
+    silence_lightning()
+    made = (ZeroStrategy(2, bf16_weights="stochastic"), FSDPStrategy(bf16_weights="stochastic"))
+    found = [gather_full_weights(fit(0, 1, Exact(), strategy, max_epochs=2)) for strategy in made]
+    true = fit(0, 1, Exact(), FSDPStrategy(bf16_weights="stochastic"), max_epochs=2, precision="bf16-true")
+    leave_group()
+    return [*found, gather_full_weights(true)]
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "dp": {"dp_shard": 2},
+    "tp": {"tp": 2, "dp_shard": 1},
+    "pp": {"pp": 2, "dp_shard": 1, "micro_batches": 2},
+    "pp, delayed": {"pp": 2, "dp_shard": 1, "micro_batches": 2, "schedule": "PipeDream2BW"},
+    "cp": {"cp": 2, "dp_shard": 1},
+}
+
+
+def _cut(rank: int, world: int) -> dict[str, Any]:
+    silence_lightning()
+    found: dict[str, Any] = {}
+    for name, mesh in MESHES.items():
+        for kind in ("masters", "stochastic"):
+            if kind == "masters" and name not in ("dp", "tp"):
+                continue
+            seed_everything(1, verbose=False)
+            task: Any = CausalLM(config={"model_type": "qwen3", **FAMILIES["qwen3"]}, lr=3e-3)
+            losses: list[float] = []
+            strategy = MeshStrategy(bf16_weights=kind, **mesh)  # type: ignore[arg-type]
+            run = trainer(world, strategy, precision="bf16-mixed", max_steps=8, max_epochs=-1)
+            task.on_train_batch_end = lambda out, *_, losses=losses: losses.append(float(out["loss"]))
+            run.fit(task, datamodule=Tokens(1))
+            local = {n: p.detach() for n, p in task.named_parameters() if not p.is_meta}
+            copies = {
+                n: float(p.to_local().double().sum() if hasattr(p, "to_local") else p.double().sum())
+                for n, p in local.items()
+                if "norm" in n or "embed" in n
+            }
+            found[name, kind] = losses, copies, {p.dtype for p in local.values()}
+    leave_group()
+    return found
+
+
+def test_axes_of_the_mesh_learn_as_with_master_weights_and_copies_stay_equal() -> None:
+    ranks = run_distributed(_cut, 2, timeout=280)
+    mean = {key: [sum(pair) / 2 for pair in zip(*(rank[key][0] for rank in ranks), strict=True)] for key in ranks[0]}
+    for (name, kind), losses in mean.items():
+        (_, held, dtypes), (_, other, _) = (rank[name, kind] for rank in ranks)
+        assert dtypes == {HALF if kind == "stochastic" else torch.float32}
+        assert losses == pytest.approx(mean["dp", "masters"], rel=0.01), (name, kind)
+        assert (losses == mean["dp", "masters"]) == (name == "dp" and kind == "masters")
+        shared = {one for one in held.keys() & other.keys() if name != "tp" or "norm" in one}
+        if name in ("tp", "pp", "pp, delayed"):
+            assert shared
+            assert all(held[one] == other[one] for one in shared), (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "message"),
+    [
+        (lambda: ZeroStrategy(2, bf16_weights="master"), "bf16-mixed", "got 'master'; did you mean 'masters'"),  # type: ignore[arg-type]
+        (lambda: FSDPStrategy(bf16_weights="masters"), "32-true", "precision must be bf16-mixed with bf16_weights"),
+        (lambda: ZeroStrategy(3, bf16_weights="masters"), "bf16-true", "rounds the weights before masters are made"),
+        (lambda: MeshStrategy(bf16_weights="stochastic"), "32-true", "must be bf16-mixed or bf16-true"),
+        (lambda: FSDPStrategy(bf16_weights="masters", param_dtype="float32"), "bf16-mixed", "param_dtype must be bf"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_processes_start(make: Any, precision: Any, message: str) -> None:
+    with pytest.raises(DloError, match=message):
+        trainer(2, make(), precision=precision)
+
+
+def test_an_optimizer_that_mixes_tensors_is_refused() -> None:
+    with pytest.raises(RankFailed, match=r"stochastic must update each tensor without the others, got Mixing"):
+        run_distributed(_mixing, 1, backend=None)
+
+
+class Mixing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        found = closure() if closure is not None else None
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = sum(float(g.sum()) for g in grads)
+        for g in grads:
+            g.mul_(scale)
+        super().step()
+        return found
+
+
+class WithMixing(Module):
+    def configure_optimizers(self) -> Any:
+        return Mixing(self.net.parameters(), lr=1e-3)
+
+
+def _mixing(rank: int, world: int) -> None:
+    silence_lightning()
+    fit(0, 1, WithMixing(), FSDPStrategy(bf16_weights="stochastic"))

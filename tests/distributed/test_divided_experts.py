@@ -1,0 +1,108 @@
+"""Experts divided over ranks against one process: losses, norms and weights, for families, axes and strategies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from dlo_framework.experts import MixtureOptions
+from dlo_framework.testing import Case, assert_parity
+from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
+from dlo_plugins.appliers.compile_blocks import CompileBlocks
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import tiny
+from support.token_batches import FAMILIES, VOCABULARY, Tokens
+
+#: The routers' logits are in single precision in any precision of the model.
+DOUBLE = {"precision": "64-true"}
+RTOL = 1e-6
+
+
+class Rows(Tokens):
+    """Rows of one document each, for families that ignore restarting positions."""
+
+    def train_dataloader(self) -> DataLoader:
+        loader = super().train_dataloader()
+        for batch in loader.dataset.batches:  # type: ignore[attr-defined]
+            del batch["position_ids"]
+        return loader
+
+
+def moe(
+    family: str = "mixtral",
+    layers: int | None = None,
+    micro_batches: int = 1,
+    experts: int | None = None,
+    steps: int = 8,
+    packed: bool = True,
+    own: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    more = {} if layers is None else {"num_hidden_layers": layers}
+    more |= {} if experts is None else {"num_local_experts": experts}
+    config = tiny(family, dropout=False, vocab_size=VOCABULARY, **more)
+    if own is not None:  # dlo's own mixtures in a dense model.
+        config, options = {"model_type": "llama", **FAMILIES["llama"]}, {**options, "experts": MixtureOptions(**own)}
+    task = CausalLM(config=config, **{"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options})
+    return task, (Tokens if packed else Rows)(micro_batches, rows=8, steps=steps)
+
+
+def cases(*axes: dict[str, Any], trainer: dict[str, Any] | None = None, **arguments: Any) -> list[Case]:
+    trainer = {**DOUBLE, **(trainer or {})}
+    return [
+        Case(partial(MeshStrategy, **{"dp_shard": 1, **of}), arguments, trainer, f"{of} {arguments} {trainer}")
+        for of in axes
+    ]
+
+
+def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
+    ep: dict[str, Any] = {"dp_shard": 2, "ep": 2}
+    found = [
+        *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2),
+        *cases({"cp": 2, "ep": 2}, layers=2),
+        *cases({**ep, "appliers": [ActivationCheckpoint()]}, family="qwen3_moe", layers=3),
+        *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
+        *cases(ep, family="gpt_oss", packed=False),
+        *cases(ep, family="llama4_text", packed=False),
+        *cases(ep, own={"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}),
+    ]
+    assert_parity(moe, found, steps=2, rtol=RTOL)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_process_with_each_pair_of_axes() -> None:
+    axes: list[dict[str, Any]] = [
+        {"dp_shard": 4, "ep": 4},
+        {"dp_shard": 4, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_shard": 2, "cp": 2, "ep": 4},
+        {"dp_shard": 2, "cp": 2, "ep": 2, "cp_method": "ulysses"},
+        {"dp_shard": 2, "tp": 2, "ep": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 2, "sequence_parallel": True},
+        {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2},
+        {"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2, "schedule": "ZBH1"},
+    ]
+    clipped: dict[str, Any] = {"gradient_clip_val": 0.5}
+    found = [*cases(*axes, trainer=clipped, family="qwen3_moe")]
+    found += cases({"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2, "schedule": "DualPipeV"}, family="mixtral")
+    found += cases({"dp_shard": 4, "ep": 2, "appliers": [CompileBlocks()]}, layers=2)
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "phimoe", "qwen2_moe"])
+def test_a_family_trains_for_fifty_steps_as_one_process(family: str) -> None:
+    assert_parity(moe, cases({"dp_shard": 2, "ep": 2}, family=family, steps=50), steps=50, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_without_tokens_train_under_other_strategies_as_in_one_process() -> None:
+    few: dict[str, Any] = {"experts": 32, "layers": 2}
+    names = ["ddp", "zero1", "zero2", "zero3", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
+    found = [Case(name, few, {"gradient_clip_val": 0.5}) for name in names]
+    found += cases({"dp_shard": 2, "ep": 2}, **few)
+    assert_parity(moe, found, steps=3, timeout=1200)

@@ -1,0 +1,95 @@
+"""Checkpoints of divided experts: full tensors by name, which one process and any other division take up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import tiny
+from support.checkpoints import Again, check_same, tensors
+from support.token_batches import VOCABULARY, Tokens
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one": lambda: "auto",
+    "ep": partial(MeshStrategy, dp_shard=2, ep=2),
+    "ep over cp": partial(MeshStrategy, dp_shard=1, cp=2, ep=2),
+    "fsdp": partial(MeshStrategy, dp_shard=2),
+    "zero3": partial(ZeroStrategy, 3),
+}
+SAVED, STEPS = 2, 4
+
+
+class Losses(Callback):
+    """Keeps the losses, and saves at a step."""
+
+    def __init__(self, save: Path | None) -> None:
+        self.save, self.losses = save, list[float]()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
+        if trainer.global_step == SAVED and self.save is not None:
+            trainer.save_checkpoint(self.save)
+
+
+def train(world_size: int, name: str, save: Path, resume: Path | None) -> list[float]:
+    seed_everything(7, workers=True, verbose=False)
+    losses = Losses(save if resume is None else None)
+    config = tiny("qwen3_moe", dropout=False, vocab_size=VOCABULARY, num_hidden_layers=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=STRATEGIES[name](),
+        max_steps=STEPS,
+        max_epochs=-1,
+        limit_val_batches=0,
+        precision="64-true",
+        callbacks=[losses, *([Again(save)] if resume is not None else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    use_canonical_checkpoints(trainer)
+    model = CausalLM(config=config, lr=1e-3, optimizer_args={"eps": 1e-4})
+    trainer.fit(model, datamodule=Tokens(1, rows=8, steps=STEPS), ckpt_path=resume)
+    return losses.losses
+
+
+def runs(rank: int, world_size: int, jobs: list[tuple[str, Path, Path | None]]) -> list[list[float]]:
+    silence_lightning()
+    found = [train(world_size, *job) for job in jobs]
+    leave_group()
+    return found
+
+
+def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: Path) -> None:
+    (alone,) = run_distributed(runs, 1, [("one", tmp_path / "one", None)], backend=None)
+    jobs = [(name, tmp_path / name, None) for name in ("ep", "ep over cp")]
+    jobs += [("ep", tmp_path / "ep from one", tmp_path / "one"), ("fsdp", tmp_path / "fsdp from ep", tmp_path / "ep")]
+    jobs += [("ep over cp", tmp_path / "cp from ep", tmp_path / "ep"), ("zero3", tmp_path / "zero", tmp_path / "ep")]
+    found = run_distributed(runs, 2, jobs, backend=None)[0]
+    for (name, save, resume), losses in zip(jobs, found, strict=True):
+        assert losses[-2:] == pytest.approx(alone[0][SAVED:], rel=1e-6), (name, resume)
+        if resume is not None:
+            check_same(resume, save)
+    back = [("one", tmp_path / "back", tmp_path / "ep over cp")]
+    ((losses,),) = run_distributed(runs, 1, back, backend=None)
+    assert losses[-2:] == pytest.approx(alone[0][SAVED:], rel=1e-6)
+    check_same(tmp_path / "ep over cp", tmp_path / "back")
+    saved = tensors(tmp_path / "ep")
+    names = [name for name in saved if name.startswith("model/") and name.endswith("mlp.experts.down_proj")]
+    assert len(names) == 2
+    assert all(saved[name].shape == torch.Size([4, 32, 48]) for name in names)

@@ -1,0 +1,82 @@
+"""``dlo fit --dry-run``: it says what the run then does, and leaves nothing behind."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
+import pytest
+
+from dlo_framework import runs
+from dlo_framework.cli.main import main
+
+CONFIG = """
+trainer: {max_epochs: 2, accelerator: cpu, limit_val_batches: 1, limit_train_batches: 3, accumulate_grad_batches: 2}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}
+data: {class_path: DigitsData, init_args: {image_size: 16}}
+"""
+
+
+@pytest.fixture
+def dry(tmp_path, monkeypatch, capsys):
+    """Returns a function that makes a dry run, and returns its rows."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(CONFIG)
+
+    def run(*words: str) -> dict[str, str]:
+        assert main(["fit", "--config", "x.yaml", "--dry-run", *words]) == 0
+        lines = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        return {line[0]: line[1] for line in lines if len(line) == 2}
+
+    return run
+
+
+def test_it_says_what_the_run_does(dry, capsys):
+    rows = dry()
+    assert not Path("runs").exists()
+    assert "time" not in rows
+    assert rows["run folder"] == "runs/x/version_0"
+    assert main(["fit", "--config", "x.yaml"]) == 0
+    os.environ.pop(runs.ENVIRONMENT, None)
+    capsys.readouterr()
+    summary = json.loads(Path("runs/x/version_0/summary.json").read_text())
+    assert int(rows["steps"]) == summary["steps"] == 4
+    assert rows["strategy"] == f"{summary['strategy']} on {summary['world_size']} rank(s) of cpu, 32-true"
+    formula = summary["state_bytes"]["formula"]
+    trained = int(re.search(r"([\d,]+) trained", rows["model"])[1].replace(",", ""))
+    assert formula["parameters"] == 4 * trained
+    again = dry("--ckpt_path", "last")
+    os.environ.pop(runs.FOUND, None)
+    assert "of the last run of this name" in again["time"]
+    assert again["start"] == "runs/x/version_0/checkpoints/last.ckpt"
+    assert again["run folder"] == "runs/x/version_0"
+    assert dry()["run folder"] == "runs/x/version_1"
+    assert [path.name for path in Path("runs/x").iterdir()] == ["version_0"]
+
+
+def test_several_ranks_and_a_mesh(dry):
+    rows = dry("--trainer.strategy", "zero2", "--trainer.devices", "2", "--trainer.max_steps", "3")
+    one = dry()
+    assert rows["strategy"].startswith("ZeroStrategy on 2 rank(s)")
+    assert rows["steps"] == "3"
+    assert rows["parameters"] == one["parameters"]
+    assert [float(each["gradients"].split()[0]) for each in (one, rows)] == pytest.approx(
+        [float(one["parameters"].split()[0]), float(one["parameters"].split()[0]) / 2], rel=0.05
+    )
+    mesh = ["--trainer.strategy.class_path", "MeshStrategy", "--trainer.strategy.init_args.tp", "2"]
+    rows = dry(*mesh, "--trainer.devices", "2")
+    assert "tp 2" in rows["mesh"]
+    assert "gradients" not in rows
+
+
+def test_what_a_run_refuses_is_refused(dry, capsys):
+    assert main(["fit", "--config", "x.yaml", "--dry-run", "--data.init_args.batch_size", "9999"]) == 2
+    assert "batch_size" in capsys.readouterr().err
+    assert main(["fit", "--config", "x.yaml", "--dry-run", "--ckpt_path", "none.ckpt"]) == 2
+    assert "no checkpoint none.ckpt" in capsys.readouterr().err
+    assert not Path("runs").exists()

@@ -1,0 +1,171 @@
+"""Messages for what a new user types on the first day: one line, with the key or command that is meant."""
+
+import importlib.util
+import json
+import os
+import socket
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
+import pytest
+
+from dlo_framework import runs
+from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+from dlo_framework.watch.monitored_names import find_misspelt
+from dlo_tasks.llm.records import read_records
+
+DATA = "data: {class_path: DigitsData, init_args: {image_size: 16}}\n"
+CONFIG = f"""
+trainer: {{max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1}}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {{patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}}
+{DATA}"""
+GPT2 = "{model_type: gpt2, n_embd: 8, n_layer: 1, n_head: 2, n_positions: 64, vocab_size: 300}"
+LANGUAGE = f"model: {{class_path: CausalLM, init_args: {{config: {GPT2}}}}}\n"
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """Returns a function that runs ``dlo fit``, checks that it refuses, and returns its message."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(CONFIG)
+    Path("text.yaml").write_text(f"{LANGUAGE}data: {{class_path: TextData, init_args: {{seq_len: 32}}}}\n")
+
+    def run(*words: str, config: str = "train.yaml") -> str:
+        code = main(["fit", "--config", config, *words])
+        os.environ.pop(runs.ENVIRONMENT, None)
+        err = capfd.readouterr().err
+        assert code == 2, err
+        assert "Traceback" not in err
+        return err.strip().splitlines()[-1]
+
+    return run
+
+
+def test_a_callback_without_what_it_requires(refused):
+    message = refused("--trainer.callbacks+", "EarlyStopping")
+    assert "monitor of EarlyStopping under trainer.callbacks must be set, got none; set init_args: {monitor:" in message
+    assert "or add --trainer.callbacks.monitor VALUE after the class" in message
+    words = ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val_loss"]
+    assert main(["fit", "--config", "train.yaml", *words]) == 0, "the fix works"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_logger_whose_package_is_missing(refused):
+    message = refused("--trainer.logger", "WandbLogger")
+    assert message.endswith(
+        "WandbLogger needs the package wandb>=0.12.10, which is not installed; pip install 'wandb>=0.12.10'"
+    )
+    assert not Path("runs").exists()
+
+
+def test_an_option_without_the_part_that_it_belongs_to(refused):
+    assert refused("--lr", "1e-3").endswith("unknown option '--lr'; did you mean --model.lr?")
+    assert "did you mean --data.batch_size?" in refused("--batch_size=8")
+    assert "did you mean --trainer.max_epochs?" in refused("--max_epochs", "3")
+    assert "did you mean '--trainer.max_epochs'?" in refused("--max_epoch", "3")
+    assert "did you mean '--model.weight_decay'?" in refused("--weight_deca", "3")
+    assert refused("--nothing_like_it", "3").endswith("unknown option '--nothing_like_it'")
+
+
+def test_a_field_of_an_options_own_class(refused):
+    fault = "of Lora; did you mean 'rank'? it takes: rank, "
+    assert f"unknown key 'model.lora.rnk' {fault}" in refused("--model.init_args.lora.rnk", "4", config="text.yaml")
+    model = LANGUAGE.replace("init_args: {", "init_args: {lora: {rnk: 4}, ")
+    Path("lora.yaml").write_text(f"{model}data: {{class_path: TextData, init_args: {{seq_len: 32}}}}\n")
+    assert f"lora.yaml: unknown key 'model.init_args.lora.rnk' {fault}" in refused(config="lora.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("fp16", "16-mixed"), ("bfloat16", "bf16-mixed"), ("16-mixd", "16-mixed")]
+)
+def test_a_precision_by_another_tools_name(refused, given, meant):
+    message = refused("--trainer.precision", given)
+    assert "trainer.precision must be one of 16-mixed, bf16-mixed, 16-true, bf16-true, 32-true, 64-true" in message
+    assert message.endswith(f"got '{given}'; did you mean '{meant}'?")
+
+
+def test_strategies_are_listed_without_their_variants(refused):
+    message = refused("--trainer.strategy", "fully_sharded")
+    names = "auto, ddp, deepspeed, fsdp, hsdp, mesh, zero1, zero2, zero3"
+    assert message.endswith(
+        f"unknown strategy 'fully_sharded'; use one of {names}; `dlo plugins` lists their variants and options"
+    )
+
+
+@pytest.mark.parametrize("callback", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_misspelt_metric_is_found_before_the_first_step(refused, callback):
+    callbacks = f"[{{class_path: {callback}, init_args: {{monitor: val_los}}}}]"
+    message = refused("--trainer.callbacks", callbacks)
+    assert f"monitor of {callback} must be a logged metric, got 'val_los'; did you mean 'val_loss'?" in message
+    assert "validation logs: val_acc1, val_acc5, val_loss" in message
+    (summary,) = Path("runs/train").glob("version_*/summary.json")
+    assert json.loads(summary.read_text())["steps"] == 0
+
+
+def test_other_metrics_may_be_logged_by_training():
+    logged = ["val_acc1", "val_loss"]
+    assert [find_misspelt(name, logged) for name in ("val_los", "val/loss", "val_acc")] == ["val_loss"] * 2 + [
+        "val_acc1"
+    ]
+    assert [find_misspelt(name, logged) for name in ("train_loss", "loss", "step", "val_loss")] == [None] * 4
+
+
+def test_a_config_without_data(refused):
+    Path("none.yaml").write_text(CONFIG.removesuffix(DATA))
+    message = refused(config="none.yaml")
+    assert "data must be set for fit, got none: ImageClassifier has no train_dataloader of its own; add" in message
+    Path("none.yaml").write_text(LANGUAGE)
+    assert "data must be set for fit, got none: CausalLM has no train_dataloader" in refused(config="none.yaml")
+
+
+def test_a_config_is_printed_without_defaults(refused, capfd):
+    for flag in ("--print_config=skip_default", "--print_config"):
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--config", "train.yaml", flag])
+        assert not ended.value.code
+        out = capfd.readouterr().out
+        assert "class_path: dlo_tasks.imagenet.classifier.ImageClassifier" in out
+        assert ("num_sanity_val_steps" in out) == (flag == "--print_config")
+
+
+def test_a_model_that_is_neither_a_folder_nor_on_a_hub_that_answers(refused, monkeypatch):
+    def unreachable(*args, **options):
+        raise OSError(-2, "Name or service not known")
+
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    Path("my-modle").mkdir()
+    text = Path("text.yaml").read_text().replace(f"config: {GPT2}", "model: my-model")
+    Path("named.yaml").write_text(text)
+    message = refused(config="named.yaml")
+    assert "model must be a folder, or a model of the Hugging Face hub, got my-model: no such folder in " in message
+    assert "cannot be reached (Name or service not known); did you mean 'my-modle'?" in message
+
+
+def read(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    list(read_records([folder / name]))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_where_lines_are_wanted(tmp_path, indent):
+    text = json.dumps([{"text": "a"}, {"text": "b"}], indent=indent)
+    with pytest.raises(DloError) as raised:
+        read(tmp_path, "texts.json", text)
+    path = tmp_path / "texts.json"
+    assert f"{path} must have one JSON object on each line, got one JSON value over the file" in str(raised.value)
+    assert f"`jq -c '.[]' {path} > {path}l`" in str(raised.value)
+
+
+def test_a_prompt_without_an_answer_among_chats(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    lines = "\n".join(map(json.dumps, [chat, {"prompt": "a"}]))
+    with pytest.raises(DloError, match=r"x\.jsonl:2: a record with 'prompt' must have 'completion' too, got 'prompt';"):
+        read(tmp_path, "x.jsonl", lines)

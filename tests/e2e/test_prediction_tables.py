@@ -1,0 +1,85 @@
+"""``dlo predict`` of a flat folder of images, as a table of files and classes."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
+import pytest
+import torch
+
+from dlo_framework import runs
+from dlo_framework.cli.main import main
+from dlo_framework.errors import DloError
+from dlo_framework.watch.prediction_table import make_table, write_table
+
+CONFIG = """
+trainer: {{max_epochs: 1, accelerator: cpu, limit_train_batches: 1, limit_val_batches: 1, enable_progress_bar: false}}
+model:
+  class_path: ImageClassifier
+  init_args:
+    model: vit_tiny_patch16_224
+    model_args: {{patch_size: 16, embed_dim: 12, depth: 1, num_heads: 2}}
+data: {{class_path: ImageFolderData, init_args: {{root: {root}, image_size: 32, batch_size: 4, num_workers: 0}}}}
+"""
+
+
+def test_a_flat_folder_is_predicted(photos, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(CONFIG.format(root=photos))
+    assert main(["fit", "--config", "x.yaml"]) == 0
+    os.environ.pop(runs.ENVIRONMENT, None)
+    Path("flat/deep").mkdir(parents=True)
+    images = sorted((photos / "train" / "flower").iterdir())[:5]
+    for number, image in enumerate(images):
+        shutil.copy(image, Path("flat", "deep" if number == 0 else "", f"image{number}{image.suffix}"))
+    Path("bare").mkdir()
+    Path("bare/classes.txt").write_text("china\nflower\n")
+    words = ["predict", "--config", "x.yaml", "--ckpt_path", "last", "--data.predict_folder", "flat"]
+    found = {}
+    for form, more in (("pt", []), ("csv", []), ("jsonl", ["--data.root", "bare"]), ("parquet", [])):
+        assert main([*words, "--run.predictions", form, *more]) == 0, capfd.readouterr().err
+        os.environ.pop(runs.FOUND, None)
+        found[form] = Path(f"runs/x/version_0/predictions-last.{form}")
+        assert found[form].is_file()
+    names = [f"deep/image0{images[0].suffix}", *(f"image{n}{images[n].suffix}" for n in range(1, 5))]
+    probabilities = torch.load(found["pt"], weights_only=True)
+    rows = list(csv.DictReader(found["csv"].open()))
+    assert [row["name"] for row in rows] == names
+    best = probabilities.argmax(dim=1).tolist()
+    assert [row["class"] for row in rows] == [["china", "flower"][number] for number in best]
+    assert [float(row["probability"]) for row in rows] == pytest.approx(probabilities.amax(dim=1).tolist(), abs=1e-5)
+    lines = [json.loads(line) for line in found["jsonl"].read_text().splitlines()]
+    assert [{key: str(value) for key, value in line.items()} for line in lines] == rows
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(found["parquet"]).to_pylist()
+    assert parquet == lines
+    Path("empty").mkdir()
+    for folder, message in (("empty", "must have images"), ("none", "no such folder; set it to one")):
+        assert main([*words[:-1], folder]) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_a_table_needs_names_before_ranks_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    text = CONFIG.format(root="x").partition("data:")[0]
+    Path("x.yaml").write_text(f"{text}data: {{class_path: DigitsData, init_args: {{image_size: 16}}}}\n")
+    assert main(["predict", "--config", "x.yaml", "--run.predictions", "csv"]) == 2
+    assert "run.predictions must be pt for DigitsData, which has no prediction_names" in capfd.readouterr().err
+
+
+def test_rows_have_the_most_probable_classes(tmp_path):
+    probabilities = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]])
+    rows = make_table(probabilities, ["a.jpg", "b, c.jpg"], ["x", "y", "z"])
+    assert rows[0] == {"name": "a.jpg", "class": "y", "probability": 0.7, "class_2": "z", "probability_2": 0.2} | {
+        "class_3": "x",
+        "probability_3": 0.1,
+    }
+    write_table(rows, tmp_path / "x.csv", "csv")
+    assert (tmp_path / "x.csv").read_text().splitlines()[2] == '"b, c.jpg",x,0.5,z,0.3,y,0.2'
+    assert len(make_table(torch.rand(1, 9), ["a"], [str(n) for n in range(9)])[0]) == 1 + 2 * 5
+    with pytest.raises(DloError, match="a row for each of the 1 samples, got 2; set on_corrupt"):
+        make_table(probabilities, ["a"], ["x", "y", "z"])
+    with pytest.raises(DloError, match="a column for each of the 2 classes of the data, got 3"):
+        make_table(probabilities, ["a", "b"], ["x", "y"])

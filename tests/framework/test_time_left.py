@@ -1,0 +1,50 @@
+"""The time that is left of a run, in the bar and in log lines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dlo_framework.units import format_duration
+from dlo_framework.watch import bar
+from dlo_framework.watch.bar import RunBar
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (45.4, "45 s"), (89, "89 s"), (720, "12 min"), (12000, "3 h 20 min"), (187_200, "2 d 4 h")],
+)
+def test_a_time_is_written_to_its_precision(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def trainer(done: int, **options: Any) -> Any:
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(completed=done)))
+    given = {"num_training_batches": 10, "max_epochs": 4, "max_steps": -1, "global_step": done, "optimizers": []}
+    return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), **{**given, **options})
+
+
+def left(done: int, **options: Any) -> float | None:
+    """Returns the seconds left where 8 batches since the first have taken 16 seconds."""
+    shown = RunBar()
+    shown._first = (-16.0, done - 8)
+    return shown._seconds_left(trainer(done, **options))
+
+
+def test_the_end_is_that_of_epochs_or_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bar.time, "perf_counter", lambda: 0.0)
+    assert left(10) == 60, "30 of 40 batches, at 2 s each"
+    assert left(10, max_steps=15) == 10
+    assert left(10, max_steps=15, global_step=5) == 40, "two batches a step"
+    assert left(10, max_epochs=None, max_steps=12) == 4
+    assert left(40) == 0
+    assert left(10, max_epochs=-1) is None
+    assert left(10, num_training_batches=float("inf")) is None
+
+
+def test_it_is_shown_once_the_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bar.time, "perf_counter", lambda: 0.0)
+    shown = RunBar()
+    assert "left" not in shown._text(trainer(1))
+    shown._first = (-16.0, 2)
+    assert shown._text(trainer(10)).endswith("60 s left")

@@ -1,0 +1,91 @@
+"""Adapters, frozen and 4-bit weights: only what trains has gradients and optimizer state, and backward is shorter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.model_profile import ModelProfile, profile_model
+from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
+from dlo_plugins.planner.step_time import TimeModel
+from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.causal_lm import CausalLM
+
+CONFIG = {
+    **{"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64},
+}
+MIXED = StateFormat("bfloat16", 4, 2, 4, 4, 8.0, autocasts=True)
+
+
+class _Windows:
+    seq_len = 64
+
+
+def _profile(**options: Any) -> tuple[ModelProfile, Any]:
+    task = CausalLM(config=dict(CONFIG), **options).on_meta()
+    return profile_model(task, task.example_batch(_Windows()), task.parallel_plan(), dtype=torch.bfloat16), task  # type: ignore[arg-type]
+
+
+def _memory(profile: ModelProfile, layout: Layout) -> RankMemory:
+    return MemoryModel(TimeModel(profile, load_machine("h100"), MIXED)).largest(layout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": Lora(rank=4), "dtype": "bfloat16"},
+        {"lora": Lora(rank=4, base="nf4"), "dtype": "bfloat16"},
+        {"freeze": ["model.embed_tokens", "model.layers.0", "model.layers.1"]},
+    ],
+    ids=["lora", "qlora", "freeze"],
+)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_is_that_of_the_parameters_that_a_run_has(options: dict[str, Any], ranks: int) -> None:
+    profile, task = _profile(**options)
+    parameters = list(task.model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    found = _memory(profile, Layout(MeshSpec(dp_shard=ranks), zero=3 if ranks > 1 else 0))
+    assert profile.parameters == sum(p.numel() for p in parameters)
+    assert found.parameters == pytest.approx(sum(p.nbytes for p in parameters) / ranks)
+    assert found.optimizer == 8 * trained / ranks
+    if ranks == 1:
+        assert found.gradients == 4 * trained
+
+
+def test_backward_computes_no_gradients_of_frozen_weights() -> None:
+    full, _ = _profile()
+    adapted, _ = _profile(lora=Lora(rank=4))
+    first, last = (sum(one.backward.flops for one in (p.blocks[0], p.blocks[-1])) for p in (full, adapted))
+    assert 0.5 < last / first < 0.75  # Gradients of inputs and of adapters; attention has both.
+
+
+def test_backward_ends_at_the_first_trained_block() -> None:
+    profile, _ = _profile(freeze=["model.embed_tokens", "model.layers.0", "model.layers.1"])
+    assert [block.backward.flops > 0 for block in profile.blocks] == [False, False, True, True]
+    assert [block.modes["none"].saved.total > 0 for block in profile.blocks] == [False, False, True, True]
+    full, _ = _profile()
+    assert profile.blocks[3].backward.flops == full.blocks[3].backward.flops
+    # Norms come first in a block, so that products need the gradients of their inputs, and the block does not.
+    assert profile.blocks[2].backward.flops == profile.blocks[3].backward.flops
+    assert profile.blocks[2].backward.moved.total < profile.blocks[3].backward.moved.total
+    assert len({block.gathered for block in profile.blocks}) == 1
+
+
+def test_autocast_keeps_casts_where_nothing_gathers_half_precision() -> None:
+    profile, _ = _profile()
+    alone, gathered = (_memory(profile, Layout(MeshSpec(dp_shard=n), zero=3 if n > 1 else 0)) for n in (1, 4))
+    assert alone.gathered == 2 * profile.parameters
+    assert gathered.gathered < alone.gathered
+
+
+def test_steps_in_backward_keep_no_gradients() -> None:
+    profile, _ = _profile()
+    layout = Layout(MeshSpec(dp_shard=4))
+    machine = load_machine("h100")
+    early = StateFormat("bfloat16", 4, 2, 4, 4, 8.0, autocasts=True, steps_in_backward=True)
+    memory = MemoryModel(TimeModel(profile, machine, early)).largest(layout)
+    assert _memory(profile, layout).gradients - memory.gradients == profile.parameters  # 4 bytes on 4 ranks.
