@@ -6,6 +6,10 @@ Forward and backward from hidden states [tokens, width] and a head's weight [voc
 * ``plain again``: the same once more, the A/A control: how far its ratio is from 1 is the noise.
 * ``torch``: ``torch.nn.functional.linear_cross_entropy`` with ``LinearCrossEntropyOptions()`` (torch 2.15).
 * ``dlo``: :func:`dlo_tasks.llm.vocabulary_loss.summed_loss`; on a GPU also with its kernel ``compiled``.
+* ``products alone``: the three products of an exact loss and of its gradients, in `dlo`'s chunks and in its memory,
+  with nothing between them. ``products alone, all tokens``: the same at once, in memory that is kept. No exact loss
+  that computes them by torch's products is faster than the faster one.
+* ``products and exponentials``: the first of these, and one exponential a logit, which an exact loss needs too.
 * ``liger``: ``liger_kernel``'s fused linear cross-entropy, where it is installed and there is a GPU: it is Triton.
 
 Memory is the peak that a call adds: on a CPU to the resident set, with one process per contestant; on a GPU to torch's
@@ -31,7 +35,7 @@ from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor, nn
 
-from dlo_tasks.llm.vocabulary_loss import VocabularyHead, summed_loss
+from dlo_tasks.llm.vocabulary_loss import VocabularyHead, chunk_tokens, summed_loss
 
 #: What is to be reached on a CPU: memory over plain's, and time over plain's.
 MEMORY_BAR, TIME_BAR = 1 / 7, 0.75
@@ -73,6 +77,37 @@ def contestants(device: str) -> dict[str, Loss]:
     if device != "cpu" and importlib.util.find_spec("liger_kernel"):
         found["liger"] = by_liger
     return found
+
+
+def floors(head: nn.Linear, hidden: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
+    """Returns parts of the work of any exact loss, by name: lower bounds of its time."""
+    weight, x = head.weight.detach(), hidden.detach()
+    of_weight, of_hidden = torch.zeros_like(weight), torch.empty_like(x)
+    rows = chunk_tokens(len(weight), len(targets), "columns")
+    chunk = torch.empty(len(weight), rows, dtype=x.dtype, device=x.device)
+    logits = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+
+    def chunked(exponentials: bool) -> None:
+        of_weight.zero_()
+        for start in range(0, len(x), rows):
+            h = x[start : start + rows]
+            out = chunk[:, : len(h)]
+            torch.mm(weight, h.t(), out=out)
+            if exponentials:
+                out.exp_()
+            torch.mm(out.t(), weight, out=of_hidden[start : start + rows])
+            of_weight.addmm_(out, h)
+
+    def at_once() -> None:
+        torch.mm(x, weight.t(), out=logits)
+        torch.mm(logits, weight, out=of_hidden)
+        torch.mm(logits.t(), x, out=of_weight)
+
+    return {
+        "products alone": lambda: chunked(False),
+        "products alone, all tokens": at_once,
+        "products and exponentials": lambda: chunked(True),
+    }
 
 
 def absent(device: str) -> dict[str, str]:
@@ -140,18 +175,22 @@ def tables(options: argparse.Namespace, vocabulary: int) -> list[Table]:
     assert max(values.values()) - min(values.values()) < 1e-2, values
     clock = clock_of(torch.device(options.device))
     runs = {name: (lambda loss=loss: clock.seconds(lambda: call(loss, *tensors))) for name, loss in losses.items()}
+    parts = floors(*tensors) if options.device == "cpu" else {}
+    runs |= {name: (lambda part=part: clock.seconds(part)) for name, part in parts.items()}
     seconds = take_turns(runs, options.rounds)
     what = f"{options.tokens} tokens, width {options.width}, vocabulary {vocabulary:,}, {options.dtype}"
     time, memory = Table(f"time: {what}", "plain", clock), Table(f"memory: {what}", "plain", "bytes that a call adds")
-    megabytes = {name: memory_of(name, vocabulary) / 1e6 for name in losses}
+    megabytes = {} if options.times else {name: memory_of(name, vocabulary) / 1e6 for name in losses}
     on_cpu = options.device == "cpu"
     for name, over_plain in all_ratios(seconds, "plain").items():
         ours, control = name.startswith("dlo"), name == "plain again"
         bars = (TIME_BAR, MEMORY_BAR) if ours and on_cpu else (None, None)
         time.add(name, over_plain, bar=bars[0], ours=ours, control=control, ms=statistics.median(seconds[name]) * 1e3)
+        if name not in megabytes:
+            continue
         share = megabytes[name] / megabytes["plain"]
         memory.add(name, [share], bar=bars[1], ours=ours, control=control, MB=megabytes[name], times_less=1 / share)
-    return [time, memory]
+    return [time] if options.times else [time, memory]
 
 
 def main() -> None:
@@ -162,6 +201,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_768, 131_072])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--times", action="store_true", help="leave memory out")
     parser.add_argument("--only", nargs=2, metavar=("NAME", "VOCABULARY"), help=argparse.SUPPRESS)
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)

@@ -60,6 +60,7 @@ ENTRIES = (
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),
     _entry("quantisation", 25, "--compiled", "--seeds 1 --epochs 1 --rounds 1 --models narrow"),
     _entry("preference", 1),
+    _entry("quickstart_speed", 4, "", "--random --rounds 1 --only plain fused bf16"),
     _entry("cpu_adam", 2, "", "--rounds 1 --elements 4096"),
     _entry("backward_step", 2, "", "--blocks 2 --width 16"),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),

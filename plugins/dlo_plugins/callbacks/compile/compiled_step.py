@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
 from dlo_framework.errors import DloError
@@ -47,6 +48,7 @@ class CompiledOptimizer:
         self._compiled = torch.compile(self._step_without_hooks, **options)
         self._rates = [torch.tensor(0.0) for _ in optimizer.param_groups]
         self._values: list[dict[str, Any]] | None = None
+        self._moved = False
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             return self.step(closure)
@@ -76,8 +78,13 @@ class CompiledOptimizer:
             with torch.enable_grad():
                 loss = closure()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether a step was taken.
-        with torch.no_grad(), self._compilable():
-            self._compiled()
+        with torch.no_grad():
+            if is_in_torch_dispatch_mode():  # Such as a count of FLOPs, under which torch.compile compiles nothing.
+                self._step_without_hooks()
+            else:
+                self._move_steps()
+                with self._compilable():
+                    self._compiled()
         for hook in itertools.chain(
             optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
         ):
@@ -86,6 +93,15 @@ class CompiledOptimizer:
 
     def _step_without_hooks(self) -> None:
         _bare_step(type(self.optimizer))(self.optimizer)
+
+    def _move_steps(self) -> None:
+        """Moves step counts to the parameters' device, where compiled code needs them; once."""
+        if self._moved:
+            return
+        self._moved = True
+        for parameter, state in self.optimizer.state.items():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device)
 
     @contextlib.contextmanager
     def _compilable(self) -> Iterator[None]:
