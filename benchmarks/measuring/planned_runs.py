@@ -46,11 +46,11 @@ from dlo_tasks.llm.causal_lm import CausalLM
 _TIMED_STEPS = 8
 _SINGLE = StateFormat("float32", 4, 4, 4, 4, 8.0)
 LENGTH, VOCABULARY, PIXELS, CLASSES = 128, 2048, 64, 100
-LLAMA = {
+LLAMA: dict[str, Any] = {
     **{"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768},
     **{"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": LENGTH},
 }
-GPT = {
+GPT: dict[str, Any] = {
     **{"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 256, "n_layer": 6, "n_head": 8},
     **{"n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0},
 }
