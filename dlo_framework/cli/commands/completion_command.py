@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing import Any
+
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.shell_completion import make_parser, make_preamble
 from dlo_framework.errors import DloError
@@ -30,5 +32,6 @@ def main(argv: list[str]) -> int:
             "dlo completion needs the package shtab, which is not installed; pip install 'dlo_framework[completion]'"
         ) from error
     parser_of_all: Any = make_parser(Registry())
-    print(shtab.complete(parser_of_all, shell, preamble=make_preamble()))
+    preamble: Any = make_preamble()  # By shell; shtab's (1.13) annotation has one for all.
+    print(shtab.complete(make_parser(Registry()), shell, preamble=preamble))
     return 0
