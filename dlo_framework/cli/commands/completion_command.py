@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing import Any
-
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.shell_completion import make_parser, make_preamble
 from dlo_framework.errors import DloError
@@ -31,7 +29,6 @@ def main(argv: list[str]) -> int:
         raise DloError(
             "dlo completion needs the package shtab, which is not installed; pip install 'dlo_framework[completion]'"
         ) from error
-    parser_of_all: Any = make_parser(Registry())
     preamble: Any = make_preamble()  # By shell; shtab's (1.13) annotation has one for all.
     print(shtab.complete(make_parser(Registry()), shell, preamble=preamble))
     return 0
