@@ -29,6 +29,6 @@ def main(argv: list[str]) -> int:
         raise DloError(
             "dlo completion needs the package shtab, which is not installed; pip install 'dlo_framework[completion]'"
         ) from error
-    parser_of_all: Any = make_parser(Registry())
-    print(shtab.complete(parser_of_all, shell, preamble=make_preamble()))
+    preamble: Any = make_preamble()  # By shell; shtab's (1.13) annotation has one for all.
+    print(shtab.complete(make_parser(Registry()), shell, preamble=preamble))
     return 0
