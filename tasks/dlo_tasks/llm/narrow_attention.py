@@ -41,7 +41,7 @@ def narrow_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Returns transformers' class of a model, which builds it with the heads of a config that has `head_dim`.
 
     Raises:
-        DloError: The width is no multiple of the head's, or has less than the heads.
+        DloError: The width is not a multiple of the head's, or has less than the heads.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -60,7 +60,7 @@ def full_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns the config of the model with all heads that fit into its width.
 
     Raises:
-        DloError: The width is no multiple of the head's, or has less than the heads.
+        DloError: The width is not a multiple of the head's, or has less than the heads.
     """
     full = copy.deepcopy(config)
     width, head = int(config.hidden_size), int(config.head_dim)
