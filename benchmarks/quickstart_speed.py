@@ -7,7 +7,7 @@ forward, loss, backward, clipping and the optimizer's step.
 * ``fused``: ``optimizer_args: {fused: true}``.
 * ``varlen``: ``attention: dlo_varlen``, which computes no dense mask.
 * ``blocks``: the callback Compile with ``scope: blocks``. ``step``: with ``optimizer: true`` too.
-* ``bf16``: ``precision: bf16-mixed``; ``int8``: the applier LowPrecision.
+* ``bf16``: ``precision: bf16-mixed``; ``int8``: the callback LowPrecision.
 * ``fastest``: those that help, together.
 
 Packing is in all of them: without it, padding takes more. Time is the CPU time of the process with one thread.
@@ -25,7 +25,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,11 +34,11 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 
-from dlo_plugins.appliers.low_precision import LowPrecision
 from dlo_plugins.appliers.module_compilation import compile_in_place
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.compile.compiled_step import CompiledOptimizer
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.callbacks.low_precision import LowPrecision
+from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.text_data import TextData
 
@@ -120,7 +119,9 @@ def make_step(contestant: Contestant, vocabulary: int, batches: list[Any]) -> Ca
     task.configure_model()
     task.train()
     if contestant.int8:
-        LowPrecision().apply(task.model, SimpleNamespace(device_type="cpu"), task.parallel_plan())  # type: ignore[arg-type]
+        products, plan = LowPrecisionForward("int8"), task.parallel_plan()
+        for name in LowPrecision().choose_layers(task.model, plan):
+            products.install(task.model.get_submodule(name))
     if contestant.blocks:
         for name in task.parallel_plan().block_names(task.model):
             compile_in_place(task.model.get_submodule(name), dynamic=False)
@@ -150,13 +151,12 @@ def train(contestant: Contestant) -> float:
     recipe = yaml.safe_load(RECIPE.read_text())
     seed_everything(recipe["seed_everything"], workers=True, verbose=False)
     limits = {key: value for key, value in recipe["trainer"].items() if key not in ("accelerator", "log_every_n_steps")}
-    callbacks = [Compile(scope="blocks", optimizer=contestant.step)] if contestant.blocks else []
-    strategy: Any = MeshStrategy(appliers=[LowPrecision()]) if contestant.int8 else "auto"
+    callbacks: list[Any] = [Compile(scope="blocks", optimizer=contestant.step)] if contestant.blocks else []
+    callbacks += [LowPrecision()] if contestant.int8 else []
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=strategy,
         precision="bf16-mixed" if contestant.half else "32-true",
         num_sanity_val_steps=0,
         callbacks=callbacks,
