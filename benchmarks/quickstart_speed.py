@@ -119,9 +119,9 @@ def make_step(contestant: Contestant, vocabulary: int, batches: list[Any]) -> Ca
     task.configure_model()
     task.train()
     if contestant.int8:
-        forward = LowPrecisionForward("int8")
-        for name in LowPrecision().choose_layers(task.model, task.parallel_plan()):
-            forward.install(task.model.get_submodule(name))
+        products, plan = LowPrecisionForward("int8"), task.parallel_plan()
+        for name in LowPrecision().choose_layers(task.model, plan):
+            products.install(task.model.get_submodule(name))
     if contestant.blocks:
         for name in task.parallel_plan().block_names(task.model):
             compile_in_place(task.model.get_submodule(name), dynamic=False)

@@ -20,7 +20,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.quantisation.int8_products import Int8Products
+from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor import async_products
 from dlo_plugins.tensor.regions import is_asynchronous
@@ -96,7 +96,7 @@ def _with_adapters(family: str) -> nn.Module:
 
 def _quantise(model: nn.Module) -> None:
     """Replaces products of some columns and rows, as LowPrecision does after the cut."""
-    products = Int8Products(True)
+    products = LowPrecisionForward("int8")
     for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
         for part in model.modules():
             if hasattr(part, name):
