@@ -159,7 +159,7 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
         cases += [(kind, {"model": str(tmp_path / "qwen3"), "lora": lora}) for kind in (kinds if some else ways)]
     if not some:
         cases.append(("zero2", {"model": str(tmp_path / "qwen3")}))
-    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_local_experts=4)
+    moe = AutoConfig.for_model("mixtral", vocab_size=280, **SIZES, num_key_value_heads=2, num_local_experts=4)
     AutoModelForCausalLM.from_config(moe).save_pretrained(tmp_path / "mixtral")
     cases += [(kind, {"model": str(tmp_path / "mixtral")}) for kind in (("ep",) if some else ("ep", "fsdp", "zero3"))]
     scaled = str(save_with_scales(tmp_path / "scales"))
