@@ -3,7 +3,7 @@
 Each contestant is ``configs/llm/quickstart.yaml`` with one setting changed, on the same packed batches, in one process:
 forward, loss, backward, clipping and the optimizer's step.
 
-* ``plain``: unchanged; the unit. ``plain again`` is the A/A control.
+* ``plain``: no setting changed; the unit. ``plain again`` is the A/A control.
 * ``fused``: ``optimizer_args: {fused: true}``.
 * ``varlen``: ``attention: dlo_varlen``, which computes no dense mask.
 * ``blocks``: the callback Compile with ``scope: blocks``. ``step``: with ``optimizer: true`` too.
