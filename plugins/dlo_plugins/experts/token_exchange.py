@@ -60,7 +60,8 @@ class TokenExchange:
         count, choices = tokens.shape[0], index.shape[-1]
         flat = index.reshape(-1)
         order, counts = self._sort(flat)
-        sent, received, per_expert = self._agree(counts, len(order))
+        sent, received, per_expert = self._agree(counts, len(flat))
+        order = order[: sum(sent)]
         rows = _TakeRows.apply(tokens, order, choices)  # [S, D], by expert
         rows = _AllToAll.apply(rows, self, sent, received, float(self.size))  # [R, D], by source and expert
         owned = self._expert_numbers(per_expert, sum(received), flat)
@@ -69,14 +70,13 @@ class TokenExchange:
         return placed.view(count, choices, -1)
 
     def _sort(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the places of the routed choices, sorted by expert `[S]`, and the number of each expert's `[E]`."""
+        """Returns the places of all choices by expert, skipped ones last `[T * k]`, and the experts' counts."""
         if has_no_values(flat):  # Balanced: each expert gets the same number.
             return flat.new_empty(len(flat), dtype=torch.long), flat.new_empty(self.experts, dtype=torch.long)
         routed = (flat >= 0) & (flat < self.experts)
         keys = torch.where(routed, flat, self.experts)
         counts = torch.bincount(keys, minlength=self.experts + 1)
-        order = torch.sort(keys, stable=True).indices
-        return order[: len(flat) - int(counts[self.experts])], counts[: self.experts]
+        return torch.sort(keys, stable=True).indices, counts[: self.experts]
 
     def _agree(self, counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor]:
         """Returns the rows to each rank, those from each rank, and those from each rank for each expert `[ep, e]`."""
