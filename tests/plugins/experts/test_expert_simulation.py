@@ -18,8 +18,8 @@ SPEC = MeshSpec(dp_replicate=2, dp_shard=3, cp=2, ep=2)
 #: Settings of the models in their config.json.
 QWEN3_235B = {
     **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "moe_intermediate_size": 1536},
-    **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "num_experts": 128},
-    **{"num_experts_per_tok": 8, "tie_word_embeddings": False},
+    **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False},
 }
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}  # transformers' defaults
 
@@ -82,11 +82,14 @@ def test_ranks_that_cannot_share_experts_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "ranks", "ep", "billions"), [(QWEN3_235B, 256, 16, 235.1), (DEEPSEEK_V3, 2048, 64, 671.0)]
+    ("config", "copies", "ranks", "ep", "billions"),
+    [(QWEN3_235B, 2, 128, 16, 235.1), (DEEPSEEK_V3, 8, 256, 64, 671.0)],
 )
-def test_large_models_are_simulated_on_many_ranks(config: dict[str, Any], ranks: int, ep: int, billions: float) -> None:
+def test_large_models_are_simulated_on_many_ranks(
+    config: dict[str, Any], copies: int, ranks: int, ep: int, billions: float
+) -> None:
     model = task(config)
-    spec = MeshSpec(dp_shard=ranks, ep=ep)
+    spec = MeshSpec(dp_replicate=copies, dp_shard=ranks, ep=ep)
     drawn = described(model, spec)
     assert drawn.parameters / 1e9 == pytest.approx(billions, rel=0.01)
     (found,) = simulate_ranks(model, MeshStrategy(), spec, [0], batch(4096, 1))
