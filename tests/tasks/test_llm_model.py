@@ -1,5 +1,6 @@
 """The task CausalLM: what it builds, trains, measures and writes, and what it refuses."""
 
+import contextlib
 import json
 import math
 import sys
@@ -414,6 +415,12 @@ def test_prompts_without_a_tokenizer_are_refused() -> None:
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DloError, match=message.replace("?", r"\?")):
         CausalLM(**arguments)
+
+
+@pytest.mark.parametrize(("family", "reads"), [("qwen3_moe", True), ("phi3", True), ("bert", False)])
+def test_a_head_dim_is_a_setting_of_families_that_read_it(family: str, reads: bool) -> None:
+    with contextlib.nullcontext() if reads else pytest.raises(DloError, match="settings of bert, got 'head_dim'"):
+        CausalLM(config={"model_type": family, "head_dim": 16})
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft"])

@@ -10,7 +10,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from inspect import signature
+from inspect import getfile, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
-    if kind in (*READS_HEAD_DIM, *narrow_attention.FAMILIES):
+    if _reads_head_dim(probe) or kind in narrow_attention.FAMILIES:
         known.add("head_dim")
     for name in settings:
         if name not in known:
@@ -142,6 +142,12 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         if type(error).__module__.startswith("huggingface_hub"):
             raise DloError(f"config: {kind} takes no such settings: {error}") from error
         raise
+
+
+def _reads_head_dim(config: PretrainedConfig) -> bool:
+    """Returns whether a family's model reads a `head_dim` that its config class need not declare (Qwen3-MoE, Phi-3)."""
+    folder = Path(getfile(type(config))).parent
+    return any('config, "head_dim"' in path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
 
 
 def text_config(config: PretrainedConfig) -> Any:
