@@ -140,7 +140,15 @@ def check_accumulation(batches: int) -> None:
         raise DloError(f"accumulate_grad_batches must be at least 1, got {batches}; 1 switches it off")
 
 
-def check_run(trainer: Trainer, model: Any, datamodule: Any, *, command: str, ckpt_path: str | None) -> None:
+def check_run(
+    trainer: Trainer,
+    model: Any,
+    datamodule: Any,
+    *,
+    command: str,
+    ckpt_path: str | None,
+    has_batch_size: bool = True,
+) -> None:
     """Lets strategy, module, callbacks and data check a run whose trainer is built, before ranks start.
 
     Args:
@@ -149,6 +157,7 @@ def check_run(trainer: Trainer, model: Any, datamodule: Any, *, command: str, ck
         datamodule: LightningDataModule of the run; None without one.
         command: Method of the trainer: `fit`, `validate`, `test` or `predict`.
         ckpt_path: Checkpoint that the run starts from.
+        has_batch_size: Whether the batch size is that of the run; that of simulated ranks has not been chosen yet.
 
     Raises:
         DloError: If one of them refuses the run.
@@ -166,7 +175,7 @@ def check_run(trainer: Trainer, model: Any, datamodule: Any, *, command: str, ck
             if not frozen.checked:  # by its owner's check_run
                 frozen.check(model, datamodule, contract_of(trainer.strategy))
         check_shares = getattr(datamodule, "check_shares", None)
-        if check_shares is not None:
+        if check_shares is not None and has_batch_size:
             check_shares(trainer)
     if command == "predict":
         strategy.check_predict(model)

@@ -99,6 +99,8 @@ class DloCLI(LightningCLI):
     description: str | None = None
     #: Words that call the command, for usage lines; None for ``dlo`` and the trainer's method.
     prog: str | None = None
+    #: Whether no rank starts, so that batch sizes need not be those of the run.
+    simulates_ranks = False
 
     def __init__(self, found: ConfigScan) -> None:
         self.command = found.argv[0]
@@ -328,7 +330,8 @@ class DloCLI(LightningCLI):
             run = self.config[self.command].run
             set_checkpoints(trainer, background=run.async_checkpoints, form=run.checkpoint_format)
             path = self.config[self.command].ckpt_path
-            check_run(trainer, self.model, self.datamodule, command=self.command, ckpt_path=path)
+            parts = trainer, self.model, self.datamodule
+            check_run(*parts, command=self.command, ckpt_path=path, has_batch_size=not self.simulates_ranks)
             return trainer
         except (MisconfigurationException, ValueError, TypeError) as error:
             if runs.is_first_process():

@@ -19,7 +19,7 @@ from dlo_tasks.imagenet.digits import DigitsData
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "concepts" / "architecture.md"
 #: The first step also checks skip connections and sends layouts.
-TRACED_STEP, MOST_FILES = 3, 9
+TRACED_STEP, MOST_FILES = 3, 10
 
 
 def data_in(value: Any) -> bool:

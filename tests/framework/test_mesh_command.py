@@ -48,7 +48,7 @@ def test_a_second_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path:
     teacher = {"task": {"class_path": "CausalLM", "init_args": {"config": model}}, "dtype": "bfloat16"}
     for name, place in (("device", {}), ("host", {"offload": True})):
         distill = {"class_path": "Distill", "init_args": {"teacher": teacher | place}}
-        config = {"trainer": {"strategy": "mesh", "callbacks": [distill]}}
+        config = {"trainer": {"strategy": {"class_path": "MeshStrategy"}, "callbacks": [distill]}}
         config |= {"model": teacher["task"], "data": {"class_path": "TextData", "init_args": {"batch_size": 8}}}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
     words = ["--ranks", "4", *options(pp=2, tp=2)]

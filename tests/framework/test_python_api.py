@@ -46,7 +46,7 @@ class Net(LightningModule):
         return DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
 """
 CONFIG = """
-plugins: [./own_net.py]
+plugins: [./python_net.py]
 model: {class_path: Net}
 trainer: {max_epochs: 2, accelerator: cpu, enable_progress_bar: false, enable_model_summary: false}
 """
@@ -57,10 +57,10 @@ QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summa
 def net(tmp_path, monkeypatch):
     """The class of a small module, in a file of a folder of its own, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    Path("own_net.py").write_text(MODULE)
+    Path("python_net.py").write_text(MODULE)
     Path("x.yaml").write_text(CONFIG)
-    Registry().load_user_module("./own_net.py")
-    yield sys.modules["own_net"].Net
+    Registry().load_user_module("./python_net.py")
+    yield sys.modules["python_net"].Net
     run_lock.release_all()
     os.environ.pop(runs.ENVIRONMENT, None)
     os.environ.pop(runs.FOUND, None)
@@ -120,7 +120,7 @@ def test_a_run_from_python_is_the_run_of_the_command(net):
     saved = [yaml.safe_load((Path(run) / "config.yaml").read_text()) for run in (command, config, own)]
     assert saved[0] == {**saved[1], "run": saved[0]["run"]}, "the config of a loaded config is that of the command"
     assert saved[1]["run"]["name"] == "loaded"
-    assert saved[2]["model"] == {"class_path": "own_net.Net", "init_args": {"width": 3}}
+    assert saved[2]["model"] == {"class_path": "python_net.Net", "init_args": {"width": 3}}
     assert saved[2]["trainer"]["max_epochs"] == 2
     kinds = [[type(callback).__name__ for callback in each.callbacks] for each in (loaded.trainer, trainer)]
     assert kinds[0] == kinds[1]
@@ -235,7 +235,7 @@ def test_a_notebook_starts_ranks_and_gets_their_weights(net, monkeypatch, strate
 SCRIPT = """
 import dlo_framework as dlo
 from lightning.pytorch import seed_everything
-from own_net import Net
+from python_net import Net
 
 seed_everything(42, workers=True, verbose=False)
 trainer = dlo.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="zero2", enable_progress_bar=False)

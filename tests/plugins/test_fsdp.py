@@ -360,7 +360,7 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
             layout=Layout(),
             device=torch.device("cuda"),
             any_rank=lambda flags: flags,
-            mean=lambda gradient: gradient,
+            mean=lambda gradient, of_experts: gradient,
         )
         engine = MeshEngine(LightningModule(), ParallelState(sharding), FullyShard(), "")
         engine._state = SimpleNamespace(usage=SimpleNamespace(gathered={"weight": whole}), is_summed=True)

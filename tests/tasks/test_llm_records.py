@@ -159,9 +159,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         ('{"test": "a"}', r"a\.jsonl:3: record must have 'messages', .* got 'test'; did you mean 'text'\?"),
         (
             '{"prompt": "a", "completon": "b"}',
-            r"a\.jsonl:3: record must have .* got 'prompt', 'completon'; did you mean 'completion'\?",
+            r"a\.jsonl:3: a record with 'prompt' must have 'completion' too, got 'prompt', 'completon'; add it",
         ),
-        ('{"prompt": "a"}', r"a\.jsonl:3: record must have 'messages', 'prompt' and 'completion', or 'text', got"),
+        ('{"prompt": "a"}', r"a\.jsonl:3: a record with 'prompt' must have 'completion' too, got 'prompt'; add it"),
         ('{"text": 3}', r"a\.jsonl:3: text must be a string, got int: '3'"),
         ('{"messages": []}', r"a\.jsonl:3: messages must be a list with at least one message"),
         ('{"messages": [{"content": "a"}]}', r"a\.jsonl:3: message must be an object with role and content"),

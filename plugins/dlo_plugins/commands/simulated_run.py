@@ -32,6 +32,8 @@ class SimulatedRun(DloCLI):
         DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
+    simulates_ranks = True
+
     def __init__(self, found: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False) -> None:
         self._ranks, self.prog, self._infers_ranks = ranks, prog, infers_ranks
         #: Arguments of the trainer as the config has them.
@@ -64,9 +66,6 @@ class SimulatedRun(DloCLI):
         """Returns the second models of the config's task and callbacks, such as a teacher."""
         callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
         return find_frozen_models([self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])])
-
-    def _check_shares(self, trainer: Trainer) -> None:
-        """Does nothing: the batch size of the simulated ranks has not been chosen yet."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""

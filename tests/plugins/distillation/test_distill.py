@@ -448,10 +448,10 @@ def test_micro_batches_weigh_as_much_as_their_tokens() -> None:
 
 def test_on_policy_needs_a_model_that_generates_and_lengths_that_the_ranks_can_share() -> None:
     refuse("on_policy must have a task that generates", vit(), Distill(FrozenModel(task=vit()), on_policy=OnPolicy()))
-    distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy(multiple=6))
-    for axes, shards in (({"cp": 2}, 4), ({"tp": 4, "sequence_parallel": True}, 4)):
+    distill = Distill(FrozenModel(task=lm()), on_policy=OnPolicy(multiple=5))
+    for axes, shards, fix in (({"cp": 2}, 4, 8), ({"tp": 2, "sequence_parallel": True}, 2, 6)):
         mesh = MeshStrategy(**axes)
-        message = f"on_policy.multiple must be a multiple of {shards} .* got 6; set multiple: 8"
+        message = f"on_policy.multiple must be a multiple of {shards} .* got 5; set multiple: {fix}"
         refuse(message, lm(), distill, tokens(), strategy=mesh, devices=mesh.spec.tp * mesh.spec.cp)
     for options in ({"fraction": 0.0}, {"max_new_tokens": 0}, {"temperature": 0.0}, {"multiple": 0}):
         with pytest.raises(DloError, match=f"on_policy.{next(iter(options))} must be"):
