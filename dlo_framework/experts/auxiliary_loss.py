@@ -3,7 +3,7 @@
 :func:`attach_loss` leaves a tensor unchanged, and adds the gradient of a second loss in backward, as in Megatron. So
 the loss needs no way out of the model: it works inside pipeline stages, recomputed blocks and sharded units. It is
 scaled like the step's loss, by accumulation, by loss scaling and by a pipeline's micro-batches:
-:func:`follow_gradient` tells the scale.
+:func:`follow_gradient` sets the scale.
 """
 
 from __future__ import annotations

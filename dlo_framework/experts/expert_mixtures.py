@@ -40,7 +40,7 @@ class Mixture:
         experts: Name of the module with the experts.
         router: Name of the router; None for one without a module of its own.
         count: Number of experts, `E`.
-        top_k: Number of experts of a token; None if no attribute tells.
+        top_k: Number of experts of a token; None if no attribute has it.
         form: Form of the experts: `routed`, `dense` or `list`.
         stacked: Dimension of the experts of each stacked parameter, by its full name; empty for a `list`. Where a
             dimension joins experts and features, as in DBRX, its size is a multiple of `E`.

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
+from dlo_framework.experts.routers import Router
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
 from dlo_plugins.context.shared_sequence import Method, SharedSequence
@@ -72,6 +73,13 @@ class ContextParallel(Applier):
             heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
             if self.method == "ulysses" and heads is not None and (heads // tp) % cp:
                 raise DloError(heads_error(heads // tp, cp))
+        for router in (part for part in module.modules() if isinstance(part, Router)):
+            if router.capacity_factor is not None or router.kind == "expert_choice":
+                given = "router: expert_choice" if router.kind == "expert_choice" else "capacity_factor"
+                raise DloError(
+                    f"cp must be 1 with experts.{given}, which selects among the tokens of a full sequence, got {cp};"
+                    " set cp: 1, or choose experts by top k without a capacity"
+                )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.

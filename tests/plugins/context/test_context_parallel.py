@@ -1,5 +1,6 @@
 """The applier: what it refuses, what it sends, what it holds, and what else may be done with the model."""
 
+import contextlib
 import copy
 import itertools
 from typing import Any
@@ -12,11 +13,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.errors import DloError
+from dlo_framework.experts import MixtureOptions
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.language_plans import plan_for
 
 LAYERS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 3, 32, 4, 2, 50
@@ -82,6 +85,16 @@ def test_vision_models_and_models_without_attention_are_refused() -> None:
         ContextParallel().check(timm.create_model("vit_tiny_patch16_224"), ParallelPlan(), 2)
     with pytest.raises(DloError, match="got none from LlamaForCausalLM"):
         ContextParallel().check(on_meta("llama"), ParallelPlan(), 2)
+
+
+def test_a_capacity_of_experts_is_refused() -> None:
+    config = {"model_type": "llama", **LLAMA}
+    for options in (MixtureOptions(count=4), MixtureOptions(count=4, capacity_factor=1.5)):
+        task = CausalLM(config=config, experts=options).on_meta()
+        ContextParallel().check(task.model, task.parallel_plan(), 1)
+        refused = pytest.raises(DloError, match=r"cp must be 1 with experts\.capacity_factor, .* got 2; set cp: 1")
+        with refused if options.capacity_factor else contextlib.nullcontext():
+            ContextParallel().check(task.model, task.parallel_plan(), 2)
 
 
 def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
