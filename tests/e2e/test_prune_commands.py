@@ -92,6 +92,7 @@ def test_a_model_of_fewer_channels_is_written_trained_and_exported(tmp_path):
     loaded = timm.create_model("resnet50", num_classes=10, **args)
     loaded.load_state_dict(load_file(tmp_path / "small.safetensors"))
     assert loaded.layer4[0].conv2.in_channels == 256
+    assert f"-> {sum(parameter.numel() for parameter in loaded.parameters()):,}" in out
 
 
 @pytest.mark.timeout(600)

@@ -80,7 +80,7 @@ class PrunedRun(SimulatedRun):
         content = load(self.checkpoint, level="size")
         twin = task.on_meta()
         weights = self._read_weights(content, twin)
-        before = sum(value.numel() for value in weights.values())
+        before = _parameters(twin)
         groups = twin.channel_groups() if "channels" in amounts else []
         sizes, lines = prune_weights(weights, twin, amounts)
         arguments = task.resized(content, **sizes)
@@ -104,8 +104,7 @@ class PrunedRun(SimulatedRun):
         output.mkdir(parents=True, exist_ok=True)
         save(smaller_content, output / "pruned.ckpt", about={"kind": "pruned", "source": self.checkpoint})
         (output / "config.yaml").write_text(yaml.safe_dump(self._smaller_config(arguments, output), sort_keys=False))
-        after = sum(value.numel() for value in weights.values())
-        lines.append(f"parameters: {before:,} -> {after:,}")
+        lines.append(f"parameters: {before:,} -> {_parameters(smaller):,}")
         lines.append(f"train it:   dlo fit --config {output / 'config.yaml'}")
         lines.append(f"export it:  dlo checkpoint export {output / 'pruned.ckpt'} model.safetensors")
         return "\n".join(lines)
@@ -220,6 +219,11 @@ def _kept_blocks(amount: float | list[int], blocks: list[str], scores: Tensor | 
             f" {keep}; set {1 / len(blocks):.0%} or more"
         )
     return [int(number) for number in kept_units(scores, keep)]
+
+
+def _parameters(task: Task) -> int:
+    """Returns the number of parameters of a task's model: without its buffers, and a tied one once."""
+    return sum(parameter.numel() for parameter in task.model.parameters())
 
 
 def _check_weights(weights: dict[str, Tensor], smaller: Task) -> None:

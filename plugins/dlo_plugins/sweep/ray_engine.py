@@ -102,6 +102,7 @@ def run_on_ray(folder: Path, settings: SweepSettings, options: argparse.Namespac
             search_alg=search,
             num_samples=samples,
             max_concurrent_trials=None if settings.pruner == "pbt" else options.jobs,
+            trial_name_creator=name_trial,
         )
         run = tune.RunConfig(
             name=f"ray-{os.getpid()}",
@@ -123,6 +124,19 @@ class _InitialValues:
 
     def __call__(self, spec: Any) -> dict[str, Any]:
         return self._values[spec["config"]["number"] if isinstance(spec, dict) else spec.config.number]
+
+
+def name_trial(trial: Any) -> str:
+    """Returns the name of Tune's trial when it is made: its number in the sweep.
+
+    PBT later gives the trial the full config of the one that it copies, with that one's number.
+    """
+    return f"{trial.config['number']:04d}"
+
+
+def trial_number(trial: Any) -> int:
+    """Returns the number of Tune's trial in the sweep; see :func:`name_trial`."""
+    return int(str(trial))
 
 
 class QueueResults:
@@ -201,13 +215,13 @@ def make_callback(results: QueueResults) -> Any:
         """Callback that records the results of trials."""
 
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
-            results.report(trial.config["number"], result)
+            results.report(trial_number(trial), result)
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            results.end(trial.config["number"], failed=False)
+            results.end(trial_number(trial), failed=False)
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            results.end(trial.config["number"], failed=True)
+            results.end(trial_number(trial), failed=True)
 
     return QueueCallback()
 
@@ -290,7 +304,9 @@ def _make_trainable(folder: Path, settings: SweepSettings) -> Callable[[dict[str
     """Returns the function that an actor of Ray runs: one trial, or its continuation after PBT has changed it."""
 
     def run_trial(config: dict[str, Any]) -> None:
-        run_in_actor(folder, settings, int(config["number"]), dict(config["values"]))
+        from ray import tune
+
+        run_in_actor(folder, settings, int(tune.get_context().get_trial_name()), dict(config["values"]))
 
     return run_trial
 

@@ -115,7 +115,12 @@ class VocabularyHead:
     def fuses(self) -> bool:
         """Whether the projection is a plain matrix product with its weight available, without a LoRA adapter."""
         plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
-        return plain and self.scale == 1.0 and not self.is_gathered
+        return plain and self.scale == 1.0 and not self.is_gathered and not _is_quantised(self.module)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
+    return hasattr(module.weight, "__tensor_flatten__")
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
