@@ -1,7 +1,9 @@
 """Frozen linear layer with a weight of 4-bit codes and one scale for each block of input features: NF4 and INT4.
 
-QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers et al., 2023, arXiv 2305.14314. Departures: scales are bf16
-(4.25 bits a weight with blocks of 64) in place of double quantisation (4.13 bits); blocks do not cross rows.
+QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers et al., 2023, arXiv 2305.14314. Scales are bf16 (4.25 bits a
+weight with blocks of 64) or, by double quantisation, 8-bit (4.13 bits). Departures: neither blocks nor groups of scales
+cross rows, and an 8-bit scale is one of 256 even steps between the least and the largest scale of its row, where the
+paper has a float of 8 bits and a mean for each 256 scales.
 
 Codes and scales are plain parameters, `[out, in / 2]` and `[out, in / block]`: sharding, slices of tensor parallelism
 and checkpoints treat them as any other tensor. torchao's `NF4Tensor` (0.18) and bitsandbytes' `Params4bit` (0.49) hold
@@ -38,6 +40,8 @@ LEVELS: dict[str, tuple[float, ...]] = {
 }
 #: Number of weights that are quantised at once, so that a copy in single precision takes at most 256 MB.
 _CHUNK = 1 << 26
+#: Number of steps between the least and the largest scale of a row, by double quantisation.
+_STEPS = 255
 
 
 class FourBitLinear(nn.Module):
@@ -51,11 +55,16 @@ class FourBitLinear(nn.Module):
         block: Number of input features that share a scale; even.
         dtype: Dtype of the weight before quantisation, and after :meth:`to_linear`.
         device: Device of codes and scales.
+        double: Whether the scales are quantised too (double quantisation).
 
     Attributes:
         codes: Two codes a byte, the first in the high bits, `[out_features, in_features / 2]`.
-        scales: Largest absolute weight of each block, `[out_features, in_features / block]`.
+        scales: Largest absolute weight of each block, `[out_features, in_features / block]`; its 8-bit code by double
+            quantisation.
+        scale_ranges: Least and largest scale of each row, `[out_features, 2]`; None without double quantisation.
     """
+
+    scale_ranges: nn.Parameter | None
 
     def __init__(
         self,
@@ -66,17 +75,21 @@ class FourBitLinear(nn.Module):
         block: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        double: bool = False,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.kind, self.block, self.source_dtype = kind, block, dtype
+        self.kind, self.block, self.source_dtype, self.quantises_scales = kind, block, dtype, double
         codes = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
-        scales = torch.zeros(out_features, in_features // block, dtype=torch.bfloat16, device=device)
+        of_scales = torch.uint8 if double else torch.bfloat16
+        scales = torch.zeros(out_features, in_features // block, dtype=of_scales, device=device)
         self.codes, self.scales = nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        ranges = torch.zeros(out_features, 2, dtype=torch.bfloat16, device=device) if double else None
+        self.scale_ranges = None if ranges is None else nn.Parameter(ranges, requires_grad=False)
         self.bias = bias
 
     @classmethod
-    def from_linear(cls, name: str, linear: nn.Linear, kind: Kind, block: int) -> FourBitLinear:
+    def from_linear(cls, name: str, linear: nn.Linear, kind: Kind, block: int, double: bool = False) -> FourBitLinear:
         """Returns a layer with the quantised weight of a linear layer, also on the meta device.
 
         Raises:
@@ -90,11 +103,19 @@ class FourBitLinear(nn.Module):
                 f"base_block must be even and divide the {inputs} input features of '{name}', got {block};"
                 f" {f'set base_block: {fits[0]}' if fits else 'leave lora.base out'}"
             )
-        made = cls(inputs, linear.out_features, linear.bias, kind, block, weight.dtype, weight.device)
+        made = cls(inputs, linear.out_features, linear.bias, kind, block, weight.dtype, weight.device, double)
         if not weight.is_meta:
-            codes, scales = quantise(weight, kind, block)
-            made.codes.data, made.scales.data = codes, scales
+            for key, value in made.quantise(weight).items():
+                made.get_parameter(key).data = value
         return made
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """Returns the parameters, by name, of some full rows of a weight."""
+        codes, scales = quantise(weight, self.kind, self.block)
+        if not self.quantises_scales:
+            return {"codes": codes, "scales": scales}
+        rounded, ranges = quantise_scales(scales)
+        return {"codes": codes, "scales": rounded, "scale_ranges": ranges}
 
     def to_linear(self) -> nn.Linear:
         """Returns a linear layer with the dequantised weight, in the dtype before quantisation."""
@@ -107,11 +128,15 @@ class FourBitLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Dequantised weight, `[out_features, in_features]`, computed at each access."""
-        return self.dequantise(torch.promote_types(self.scales.dtype, torch.float32))
+        held = self.scales if self.scale_ranges is None else self.scale_ranges
+        return self.dequantise(torch.promote_types(held.dtype, torch.float32))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype."""
-        return dequantise(self.codes.detach(), self.scales.detach(), self.kind, dtype)
+        scales = self.scales.detach()
+        if self.scale_ranges is not None:
+            scales = dequantise_scales(scales, self.scale_ranges.detach())
+        return dequantise(self.codes.detach(), scales, self.kind, dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Returns the product without the bias, in autocast's dtype if that is on."""
@@ -138,7 +163,9 @@ class FourBitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes and the kind."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}, block={self.block}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}, block={self.block}" + (
+            ", double quantisation" if self.quantises_scales else ""
+        )
 
 
 class _Product(torch.autograd.Function):
@@ -173,6 +200,31 @@ def quantise(weight: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
         codes.append(found[:, 0::2] << 4 | found[:, 1::2])
         scales.append(largest)
     return torch.cat(codes), torch.cat(scales)
+
+
+def quantise_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales as codes of 8 bits, and the least and the largest scale of each row, in bf16.
+
+    Args:
+        scales: Scales of full rows, `[out, in / block]`.
+    """
+    wide = scales.float()
+    ranges = torch.stack([wide.amin(1), wide.amax(1)], dim=1).to(torch.bfloat16)  # [out, 2]
+    least, largest = ranges.float().split(1, dim=1)
+    step = (largest - least) / _STEPS
+    codes = ((wide - least) / step.masked_fill(step == 0, 1)).round().clamp(0, _STEPS)
+    return codes.to(torch.uint8), ranges
+
+
+def dequantise_scales(codes: Tensor, ranges: Tensor) -> Tensor:
+    """Returns the scales of codes, in single precision or in that of the ranges if it is higher.
+
+    Args:
+        codes: Codes of 8 bits, `[out, in / block]`.
+        ranges: Least and largest scale of each row, `[out, 2]`.
+    """
+    least, largest = ranges.to(torch.promote_types(ranges.dtype, torch.float32)).split(1, dim=1)
+    return least + (largest - least) * (codes.to(least.dtype) / _STEPS)
 
 
 def dequantise(codes: Tensor, scales: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:

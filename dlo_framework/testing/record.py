@@ -226,7 +226,9 @@ def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str
     for optimizer in trainer.optimizers:
         for name, values in strategy.optimizer_state(optimizer)["state"].items():
             state |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, Shard)}
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    grouped = dist.is_available() and dist.is_initialized()
+    is_cut = any(not isinstance(value, Tensor) for value in state.values())  # Also on one rank of FSDP.
+    if grouped and (dist.get_world_size() > 1 or is_cut):
         return gather_full_tensors(state)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 

@@ -7,6 +7,7 @@ it is *refused* if every rank says so, in a DloError, before the first step. Any
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class With:
         model_args: further arguments of the images' model.
         task_args: further arguments of the task.
         joint: whether ranks have the gradients of all when the optimizer steps; else no norms are compared.
+        options: of the strategy.
+        absent: why a class of strategy, by its name, has no such options; the empty name is for all others.
+        single: makes the strategy of one process, which has the options too.
     """
 
     callbacks: Callable[[], list[Any]] = list
@@ -110,6 +114,9 @@ class With:
     model_args: tuple[tuple[str, Any], ...] = ()
     task_args: tuple[tuple[str, Any], ...] = ()
     joint: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+    absent: tuple[tuple[str, str], ...] = ()
+    single: Callable[[], Any] | None = None
 
 
 def pictures(folder: Path, what: With) -> tuple[Any, Any]:
@@ -156,14 +163,40 @@ def text_teacher() -> CausalLM:
     return CausalLM(config=LLAMA | {"num_hidden_layers": 2, "vocab_size": 320}, **_OPTIMIZER)
 
 
+def bf16_weights(kind: str) -> With:
+    """Returns the option of strategies with one of its values; random bits do not depend on the strategy."""
+    absent = {
+        "ddp": "each rank steps full weights in single precision, the masters of bf16-mixed; zero1 shards them",
+        "DeepSpeedBridge": "its engine always has bf16 weights with sharded masters under bf16-mixed, and steps them"
+        " itself; see the row bf16-mixed",
+    }
+    return With(
+        trainer=(("precision", "bf16-mixed"),),
+        tasks=TEXTS,
+        rtol=2**-7,
+        options=(("bf16_weights", kind),),
+        absent=tuple(absent.items()),
+        single=lambda: FSDPStrategy(bf16_weights=kind),
+    )
+
+
 BESIDE: dict[str, With] = {
     "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
     "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
     "adamw_schedulefree": With(task_args=(("optimizer", "adamw_schedulefree"),)),
     "attention, a sparse mask": With(task_args=(("attention", Attention("blocks", SlidingWindow(8, block=4))),)),
+    "async_tp": With(
+        tasks=TEXTS,
+        options=(("async_tp", 2),),
+        absent=(("", "it has no tensor parallelism, whose collectives would overlap; use MeshStrategy with tp"),),
+    ),
+    "bf16_weights, masters": bf16_weights("masters"),
+    "bf16_weights, stochastic": bf16_weights("stochastic"),
     "AdaptiveGradientClipping": With(lambda: [AdaptiveGradientClipping()]),
     "BatchMix": With(lambda: [BatchMix(mode="pair", group_size=2)], tasks=IMAGES),
     "Compile": With(lambda: [Compile(scope="blocks", backend="aot_eager")]),
+    "Compile, the loss": With(lambda: [Compile(scope="blocks", backend="aot_eager", loss=True)], tasks=TEXTS),
+    "Compile, the optimizer": With(lambda: [Compile(scope="blocks", backend="aot_eager", optimizer=True)], tasks=TEXTS),
     "DifficultyOrder": With(lambda: [DifficultyOrder("scores.txt", until=1)], tasks=IMAGES),
     "DifficultyOrder, a metric": With(lambda: [DifficultyOrder(metric="rarity", until=1)], tasks=TEXTS),
     # The ranks' mean after each step: plain SGD on all samples. Another period has no like in one process.
@@ -184,6 +217,13 @@ BESIDE: dict[str, With] = {
     "LayerDrop": With(lambda: [LayerDrop(theta=0.4, rate=10)]),
     # Scales of slices and of a rank's tokens round differently.
     "LowPrecision": With(lambda: [LowPrecision(min_features=8)], rtol=2**-5),
+    # One process has nothing to gather.
+    "LowPrecision, float8 gathers": With(
+        lambda: [LowPrecision("fp8", min_features=8, emulate=True, float8_all_gather=True)],
+        tasks=TEXTS,
+        alone=False,
+        rtol=2**-5,
+    ),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
@@ -214,28 +254,40 @@ BESIDE: dict[str, With] = {
 }
 
 
-def _mesh(**options: Any) -> Callable[[], MeshStrategy]:
-    if options.get("pp", 1) > 1:
-        options["micro_batches"] = 2
-    return lambda: MeshStrategy(**options)
-
-
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ddp": lambda: "ddp",
-    "zero1": lambda: ZeroStrategy(1),
-    "zero2": lambda: ZeroStrategy(2),
-    "zero3": lambda: ZeroStrategy(3),
-    "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
-    "fsdp": FSDPStrategy,
-    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
-    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
-    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
-    "mesh tp": _mesh(tp=2),
-    "mesh pp": _mesh(pp=2),
-    "mesh cp": _mesh(cp=2),
-    "mesh, recomputed": lambda: MeshStrategy(dp_shard=2, appliers=[ActivationCheckpoint()]),
-    "mesh, compiled": lambda: MeshStrategy(dp_shard=2, appliers=[CompileBlocks(backend="aot_eager")]),
+#: Class of each strategy, and its options, made anew for each run.
+STRATEGIES: dict[str, tuple[type[Any] | str, Callable[[], dict[str, Any]]]] = {
+    "ddp": ("ddp", dict),
+    "zero1": (ZeroStrategy, lambda: {"stage": 1}),
+    "zero2": (ZeroStrategy, lambda: {"stage": 2}),
+    "zero3": (ZeroStrategy, lambda: {"stage": 3}),
+    "zero3_offload": (ZeroStrategy, lambda: {"stage": 3, "offload": "both"}),
+    "fsdp": (FSDPStrategy, dict),
+    "deepspeed_1": (DeepSpeedBridge, lambda: {"stage": 1}),
+    "deepspeed_2": (DeepSpeedBridge, lambda: {"stage": 2}),
+    "deepspeed_3": (DeepSpeedBridge, lambda: {"stage": 3}),
+    "mesh tp": (MeshStrategy, lambda: {"tp": 2}),
+    "mesh pp": (MeshStrategy, lambda: {"pp": 2, "micro_batches": 2}),
+    "mesh cp": (MeshStrategy, lambda: {"cp": 2}),
+    "mesh, recomputed": (MeshStrategy, lambda: {"dp_shard": 2, "appliers": [ActivationCheckpoint()]}),
+    "mesh, compiled": (MeshStrategy, lambda: {"dp_shard": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
 }
+
+
+def make_strategy(name: str, what: With) -> Any:
+    """Returns a strategy with the row's options; the empty name is one process.
+
+    Raises:
+        DloError: The class has no such options; the message says why.
+    """
+    if not name:
+        return "auto" if what.single is None else what.single()
+    kind, options = STRATEGIES[name]
+    text = kind if isinstance(kind, str) else kind.__name__
+    for option, _ in what.options:
+        if isinstance(kind, str) or option not in inspect.signature(kind).parameters:
+            why = dict(what.absent)
+            raise DloError(f"{option} is no option of {text}: {why.get(text) or why['']}")
+    return kind if isinstance(kind, str) else kind(**options(), **dict(what.options))
 
 
 @dataclass
@@ -255,8 +307,8 @@ class Found:
     error: str = ""
 
 
-def run_cell(folder: Path, task: str, beside: str, make: Callable[[], Any] | None, world_size: int) -> Found:
-    """Trains a task for two epochs of three batches, validating, under a strategy; None for one process."""
+def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: int) -> Found:
+    """Trains a task for two epochs of three batches, validating, under a strategy; the empty name is one process."""
     seed_everything(3, workers=True, verbose=False)
     recorder, measures = Recorder(), {}
     try:
@@ -265,8 +317,8 @@ def run_cell(folder: Path, task: str, beside: str, make: Callable[[], Any] | Non
         callbacks = [recorder, *what.callbacks()]
         options = {
             "accelerator": "cpu",
-            "devices": 1 if make is None else world_size,
-            "strategy": "auto" if make is None else make(),
+            "devices": world_size if strategy else 1,
+            "strategy": make_strategy(strategy, what),
             "max_epochs": EPOCHS,
             "limit_train_batches": STEPS,
             "limit_val_batches": 2,
@@ -306,8 +358,7 @@ def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str
     """Runs a strategy's cells one after the other; on one rank those of one process."""
     silence_lightning()
     register_data_parallel()
-    make = STRATEGIES[strategy] if strategy else None
-    found = [run_cell(folder, task, name, make, world_size) for name in names]
+    found = [run_cell(folder, task, name, strategy, world_size) for name in names]
     if rank != 0:
         for cell in found:
             cell.record.weights = {}
@@ -349,6 +400,8 @@ def judge(name: str, ranks: list[Found], alone: Found) -> str:
     refusals = {cell.refusal for cell in ranks}
     if refusals != {""}:
         return f"refused: {refusals.pop()}" if len(refusals) == 1 else f"broken: some ranks say {sorted(refusals)}"
+    if alone.error:
+        return f"broken: in one process: {alone.error}"
     rtol = BESIDE[name].rtol if name else 1e-5
     both, one = merge_records([cell.record for cell in ranks]), alone.record
     if not one.steps or len(both.steps) != len(one.steps):

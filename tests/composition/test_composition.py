@@ -1,7 +1,7 @@
 """Every callback with every strategy and both tasks: it works as in one process, or is refused before the first step.
 
 What is found has to be what docs/concepts/composition.md says; `DLO_UPDATE_COMPOSITION=1 pytest -n0 -m ""` of this file
-writes it there.
+writes it there. `DLO_UPDATE_COMPOSITION=missing` runs the cells of new rows alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlo_framework.testing import run_distributed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "concepts"
 KNOWN, PAGE = DOCS / "composition.json", DOCS / "composition.md"
-UPDATE = os.environ.get("DLO_UPDATE_COMPOSITION") == "1"
+UPDATE = os.environ.get("DLO_UPDATE_COMPOSITION", "")
 BEGIN, END = "<!-- the tables: written by tests/composition -->\n", "<!-- end of the tables -->\n"
 #: Of one column in the ordinary tests: the machinery, and one that is refused. All columns take a quarter of an hour.
 ORDINARY = ["", "accumulation, clipping", "GradientNoise", "WeightEMA"]
@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, list[matrix.Found]]:
-    """What one process does, by task; filled as tasks are asked for."""
+def alone(folder: Path) -> dict[str, dict[str, matrix.Found]]:
+    """What one process does, by task and row; filled as they are asked for."""
     return {}
 
 
@@ -41,15 +41,16 @@ def known() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def outcomes(
-    task: str, strategy: str, names: list[str], folder: Path, alone: dict[str, list[matrix.Found]]
+    task: str, strategy: str, names: list[str], folder: Path, alone: dict[str, dict[str, matrix.Found]]
 ) -> dict[str, str]:
     """Runs cells of a column, and returns what came of each; what one process does is kept in ``alone``."""
-    if task not in alone:
-        (found,) = run_distributed(matrix.run_cells, 1, folder, task, "", names, backend=None, timeout=600)
-        own = zip(names, found, strict=True)
-        alone[task] = [cell if not name or matrix.BESIDE[name].alone else found[0] for name, cell in own]
+    own = alone.setdefault(task, {})
+    wanted = ["" if name and not matrix.BESIDE[name].alone else name for name in names]
+    if new := [name for name in dict.fromkeys(wanted) if name not in own]:
+        (found,) = run_distributed(matrix.run_cells, 1, folder, task, "", new, backend=None, timeout=600)
+        own.update(zip(new, found, strict=True))
     answers = run_distributed(matrix.run_cells, 2, folder, task, strategy, names, backend=None, timeout=600)
-    cells = zip(names, zip(*answers, strict=True), alone[task], strict=True)
+    cells = zip(names, zip(*answers, strict=True), (own[name] for name in wanted), strict=True)
     found = {name: matrix.judge(name, list(ranks), one) for name, ranks, one in cells}
     broken = {name: text for name, text in found.items() if text.startswith("broken")}
     assert not broken
@@ -67,9 +68,14 @@ def test_it_is_as_the_table_says(folder: Path) -> None:
 @pytest.mark.parametrize("strategy", matrix.STRATEGIES)
 @pytest.mark.parametrize("task", matrix.TASKS)
 def test_a_strategy_with_everything(
-    task: str, strategy: str, folder: Path, alone: dict[str, list[matrix.Found]]
+    task: str, strategy: str, folder: Path, alone: dict[str, dict[str, matrix.Found]]
 ) -> None:
-    found = outcomes(task, strategy, matrix.beside(task), folder, alone)
+    rows, before = matrix.beside(task), known().get(task, {}).get(strategy, {})
+    if UPDATE == "missing" and not (rows := [name for name in rows if name not in before]):
+        return
+    found = outcomes(task, strategy, rows, folder, alone)
+    if UPDATE == "missing":
+        found = {name: (before | found)[name] for name in matrix.beside(task)}
     if UPDATE:
         content = known()
         content.setdefault(task, {})[strategy] = found
@@ -100,6 +106,8 @@ def _table(task: str, columns: dict[str, dict[str, str]]) -> str:
     notes: list[str] = []
 
     def cell(outcome: str) -> str:
+        if not outcome:
+            return ""  # A row that has not run yet.
         if outcome == "works":
             return "✓"
         message = outcome.removeprefix("refused: ")
@@ -108,7 +116,9 @@ def _table(task: str, columns: dict[str, dict[str, str]]) -> str:
         return f"{notes.index(message) + 1}"
 
     rows = [
-        f"| {name or 'nothing else'} | " + " | ".join(cell(columns[strategy][name]) for strategy in strategies) + " |"
+        f"| {name or 'nothing else'} | "
+        + " | ".join(cell(columns[strategy].get(name, "")) for strategy in strategies)
+        + " |"
         for name in matrix.beside(task)
     ]
     head = [f"### {task}", "", "| | " + " | ".join(strategies) + " |", "|---|" + ":-:|" * len(strategies)]

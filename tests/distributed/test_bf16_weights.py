@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
+from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
@@ -131,6 +132,8 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
         run = fit(rank, world, module, make(bf16_weights=kind), max_epochs=3, **window)
         weights = gather_full_weights(run)
         found[name, kind] = {v.dtype for v in weights.values()}, module.losses
+        if name == "fsdp":
+            found[name, kind, "bytes"] = _held(run, module), _described(run, rank)
         run = fit(rank, world, Module(), make(bf16_weights=kind), max_epochs=2, **window)
         run.save_checkpoint(folder / f"{name} {kind}")
         if kind == "stochastic":
@@ -155,6 +158,18 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def _held(run: Any, module: Any) -> tuple[int, int]:
+    """Returns the bytes of parameters and of Adam's moments that this rank has."""
+    counters = 4 * sum(len(one.state) for one in run.optimizers)
+    return memory_of(local_tensor(p) for p in module.parameters()), optimizer_bytes(run.optimizers) - counters
+
+
+def _described(run: Any, rank: int) -> tuple[int, int]:
+    """Returns the bytes that `dlo mesh` prints."""
+    bytes_of = run.strategy.describe(Module()).ranks[rank].state_bytes
+    return bytes_of.parameters, bytes_of.optimizer
+
+
 def test_every_strategy_rounds_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
     found = run_distributed(_train, 2, tmp_path, timeout=280)[0]
     alone = run_distributed(_alone, 1, backend=None)[0]
@@ -173,6 +188,11 @@ def test_every_strategy_rounds_alike_and_resumes_to_the_bit(tmp_path: Path) -> N
         assert losses == pytest.approx(reference, rel=0.03), (name, kind)
         assert sum(losses[-4:]) < sum(losses[:4]), (name, kind)  # The last epoch, and the first.
         assert found.get((name, "resumed"), True), name
+        held, described = found.get((name, kind, "bytes"), (0, 0))
+        assert held == described, (name, kind)
+    stored = {kind: found["fsdp", kind, "bytes"][0] for kind in ("masters", "stochastic")}
+    assert stored["masters"][0] == 2 * stored["stochastic"][0]
+    assert stored["masters"][1] == stored["stochastic"][1]
     for name in ("fsdp", "zero3"):
         assert found[name, "in backward"] == (True, True)
         assert found[name, "moved"] == pytest.approx(reference[-4:], rel=0.05)

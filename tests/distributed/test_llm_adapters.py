@@ -46,13 +46,13 @@ def cases(names: Any, **arguments: Any) -> list[Case]:
 def test_adapters_are_one_process() -> None:
     found = cases(("pp",))
     found += cases(("tp", "zero3"), dora=True)
-    found += cases(("tp", "fsdp"), **NF4)
+    found += cases(("tp", "fsdp"), **NF4, double_quantisation=True)
     assert_parity(build, found, steps=3, rtol=1e-7)
 
 
 @pytest.mark.slow
 def test_each_kind_of_adapter_is_one_process_under_other_strategies() -> None:
-    found = cases(("tp",)) + cases(("fsdp",), dora=True) + cases(("pp", "zero3"), **NF4)
+    found = cases(("tp",)) + cases(("fsdp",), dora=True) + cases(("tp", "pp", "zero3"), **NF4)
     assert_parity(build, found, steps=4, rtol=1e-7)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import quantise
+from dlo_framework.four_bit_linear import quantise, quantise_scales
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
@@ -189,31 +189,45 @@ def test_each_rank_reads_its_part_of_the_weights(tmp_path: Path, some: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "kinds", [("fsdp", "tp"), pytest.param(("zero3", "pp"), marks=pytest.mark.slow)], ids=" and ".join
+    ("plain", "double"),
+    [(("fsdp",), ("tp",)), pytest.param(("tp", "pp"), ("fsdp", "zero3", "pp"), marks=pytest.mark.slow)],
 )
-def test_each_rank_quantises_its_part_of_the_weights(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_each_rank_quantises_its_part_of_the_weights(
+    tmp_path: Path, plain: tuple[str, ...], double: tuple[str, ...]
+) -> None:
     torch.manual_seed(5)
     config = AutoConfig.for_model("qwen3", vocab_size=280, **SIZES, **FAMILIES["qwen3"])
     source = AutoModelForCausalLM.from_config(config)
     source.save_pretrained(tmp_path / "qwen3", max_shard_size="20KB")
-    case: dict[str, Any] = {"model": str(tmp_path / "qwen3"), "lora": Lora(rank=2, base="nf4", base_block=8)}
-    cases = [(kind, case) for kind in kinds]
+
+    def case(is_double: bool) -> dict[str, Any]:
+        lora = Lora(rank=2, base="nf4", base_block=8, double_quantisation=is_double)
+        return {"model": str(tmp_path / "qwen3"), "lora": lora}
+
+    cases = [(kind, case(False)) for kind in plain] + [(kind, case(True)) for kind in double]
     (tmp_path / "run").mkdir()
     embedded_tokenizer([Path(__file__)], 280, tmp_path / "run")
     answers = run_distributed(_start, 2, tmp_path / "run", cases, backend=None)
-    (measures,) = trainer_of("auto", 1, tmp_path).validate(
-        CausalLM(**case), datamodule=Words(tmp_path / "run", 0, 1), verbose=False
-    )
-    for (kind, _), (loss, weights, _, built_on) in zip(cases, answers[0], strict=True):
+    alone = {
+        is_double: trainer_of("auto", 1, tmp_path).validate(
+            CausalLM(**case(is_double)), datamodule=Words(tmp_path / "run", 0, 1), verbose=False
+        )[0]["val_loss"]
+        for is_double in (False, True)
+    }
+    for (kind, given), (loss, weights, _, built_on) in zip(cases, answers[0], strict=True):
         assert built_on == "meta"
+        is_double = given["lora"].double_quantisation
         quantised = [name for name in weights if name.endswith(".codes")]
         assert len(quantised) == 14
         for name in quantised:
             weight = source.get_parameter(name.removeprefix("model.").replace(".base_layer.codes", ".weight")).detach()
             codes, scales = quantise(weight, "nf4", 8)
             assert torch.equal(weights[name], codes), (kind, name)
+            if is_double:
+                scales, ranges = quantise_scales(scales)
+                assert torch.equal(weights[name.replace(".codes", ".scale_ranges")], ranges), (kind, name)
             assert torch.equal(weights[name.replace(".codes", ".scales")], scales), (kind, name)
-        assert loss == pytest.approx(measures["val_loss"], rel=1e-5)
+        assert loss == pytest.approx(alone[is_double], rel=1e-5)
 
 
 def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import LEVELS, FourBitLinear, dequantise, quantise
+from dlo_framework.four_bit_linear import (
+    LEVELS,
+    FourBitLinear,
+    dequantise,
+    dequantise_scales,
+    quantise,
+    quantise_scales,
+)
 
 
 @pytest.mark.parametrize("kind", list(LEVELS))
@@ -41,10 +48,35 @@ def test_the_error_is_that_of_bitsandbytes() -> None:
     assert float(ours) == pytest.approx(float(theirs), rel=5e-3)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_outputs_and_input_gradients_are_those_of_the_dequantised_layer(autocast: bool) -> None:
+def test_the_error_of_double_quantisation_is_that_of_bitsandbytes() -> None:
     torch.manual_seed(0)
-    layer = FourBitLinear.from_linear("layer", nn.Linear(32, 12), "nf4", 16)
+    weight = torch.randn(64, 1024) * torch.rand(64, 1).add(0.2)  # Rows of different sizes.
+    weight[3, :64], weight[4] = 0, 0
+    options: dict[str, Any] = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": True}
+    packed, state = bitsandbytes.functional.quantize_4bit(weight, **options)
+    theirs = (bitsandbytes.functional.dequantize_4bit(packed, state) - weight).square().mean()
+    linear = nn.Linear(1024, 64, bias=False)
+    linear.weight.data = weight
+    layer = FourBitLinear.from_linear("layer", linear, "nf4", 64, double=True)
+    ours = (layer.weight - weight).square().mean()
+    assert float(ours) <= 1.005 * float(theirs)
+    assert not layer.weight[3, :64].any()
+    assert not layer.weight[4].any()
+    once = (FourBitLinear.from_linear("layer", linear, "nf4", 64).weight - weight).square().mean()
+    assert float(ours) == pytest.approx(float(once), rel=5e-3)
+    scales = quantise(weight, "nf4", 64)[1]
+    codes, ranges = quantise_scales(scales)
+    step = (ranges[:, 1:] - ranges[:, :1]).float() / 255
+    error = (dequantise_scales(codes, ranges) - scales.float()).abs()
+    assert bool((error <= 0.501 * step + 2**-8 * scales.float()).all())  # The range itself is rounded to bf16.
+    assert sum(p.nbytes for p in layer.parameters()) / weight.numel() * 8 == 4 + 8 / 64 + 32 / 1024
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_outputs_and_input_gradients_are_those_of_the_dequantised_layer(autocast: bool, double: bool) -> None:
+    torch.manual_seed(0)
+    layer = FourBitLinear.from_linear("layer", nn.Linear(32, 12), "nf4", 16, double)
     plain = layer.to_linear()
     assert torch.equal(plain.weight, layer.weight)
     results = []

@@ -206,6 +206,7 @@ ONE: dict[str, Run] = {
 TWO: dict[str, Run] = {
     "tp": (lambda: MeshStrategy(tp=2, dp_shard=1), "int8", []),
     "tp, fp8": (lambda: MeshStrategy(tp=2, dp_shard=1), "fp8", []),
+    "tp, fp8_rowwise": (lambda: MeshStrategy(tp=2, dp_shard=1), "fp8_rowwise", []),
     "tp, sequence": (lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True), "int8", []),
     "pp": (lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=2), "int8", []),
     "dp, compiled": (

@@ -155,7 +155,14 @@ def parameters(model: Any) -> int:
 def test_the_recipes_are_there() -> None:
     assert list(CONFIGS) == sorted(
         [
-            *(*SMALL, "llama3.1_70b_qlora", "llama3.1_8b_dpo", "llama3.1_8b_lora", "llama3.1_8b_qlora"),
+            *(
+                *SMALL,
+                "llama3.1_70b_qlora",
+                "llama3.1_8b_bf16",
+                "llama3.1_8b_dpo",
+                "llama3.1_8b_lora",
+                "llama3.1_8b_qlora",
+            ),
             *("llama3.2_1b_distill", "llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
         ]
     )
@@ -192,19 +199,28 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         assert word in header, word
 
 
-DIVIDED = {"llama3.2_3b_fsdp": 8, "qwen3_8b_zero3": 8, "mixtral_8x7b": 16, "qwen3_30b_a3b": 16}
+#: Ranks, and the bytes of a parameter with gradient and Adam's state.
+DIVIDED = {
+    "llama3.1_8b_bf16": (8, 12),
+    "llama3.2_3b_fsdp": (8, 16),
+    "qwen3_8b_zero3": (8, 16),
+    "mixtral_8x7b": (16, 16),
+    "qwen3_30b_a3b": (16, 16),
+}
 
 
-@pytest.mark.parametrize(("name", "devices"), DIVIDED.items())
-def test_state_that_is_divided_takes_what_the_header_says(name: str, devices: int) -> None:
+@pytest.mark.parametrize("name", DIVIDED)
+def test_state_that_is_divided_takes_what_the_header_says(name: str) -> None:
     config, header = read(name)
+    devices, size = DIVIDED[name]
     psi = parameters(big_model(config["model"]["init_args"]["model"]))
-    state, billions = re.findall(
-        r"computed: ([\d.]+) for an? (?:eighth|sixteenth) .* of each of ([\d.]+) billion", header
+    state, bytes_of, billions = re.findall(
+        r"computed: ([\d.]+) for an? (?:eighth|sixteenth) .*?(\d+) bytes of each of ([\d.]+) billion", header
     )[0]
+    assert int(bytes_of) == size
     assert config["trainer"]["devices"] * config["trainer"].get("num_nodes", 1) == devices
     assert float(billions) == pytest.approx(psi / 1e9, abs=0.0005)
-    assert float(state) == pytest.approx(16 * psi / devices / 1e9, abs=0.05)
+    assert float(state) == pytest.approx(size * psi / devices / 1e9, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["llama3.1_8b_lora", "llama3.1_8b_dpo"])

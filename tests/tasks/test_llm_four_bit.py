@@ -34,7 +34,12 @@ def make(**lora: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "lora", [{"base": "nf4"}, {"base": "int4", "dora": True}, {"base": "nf4", "targets": ["q_proj"]}]
+    "lora",
+    [
+        {"base": "nf4"},
+        {"base": "int4", "dora": True},
+        {"base": "nf4", "targets": ["q_proj"], "double_quantisation": True},
+    ],
 )
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(lora: dict[str, Any]) -> None:
     model = make(**lora)
@@ -56,6 +61,11 @@ def test_the_weights_take_a_little_more_than_half_a_byte() -> None:
     held = sum(p.nbytes for m in model.modules() if isinstance(m, FourBitLinear) for p in m.parameters())
     count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, FourBitLinear))
     assert held / count == 0.5 + 2 / 32
+    model = make(base="nf4", double_quantisation=True)
+    layers = [m for m in model.modules() if isinstance(m, FourBitLinear)]
+    assert sum(p.nbytes for m in layers for p in m.parameters()) == sum(
+        m.in_features * m.out_features * (0.5 + 1 / 32) + 4 * m.out_features for m in layers
+    )
 
 
 def test_models_with_transposed_weights_are_refused() -> None:
@@ -64,7 +74,7 @@ def test_models_with_transposed_weights_are_refused() -> None:
         adapters.add_adapters(model, model.lm_head, Lora(base="nf4"), torch.float32)
 
 
-@pytest.mark.parametrize("values", [{"base": "nf5"}, {"base_block": 7}])
+@pytest.mark.parametrize("values", [{"base": "nf5"}, {"base_block": 7}, {"double_quantisation": True}])
 def test_bases_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(DloError, match=f"lora.{next(iter(values))} must be"):
         Lora(**values)

@@ -12,8 +12,10 @@ sharded, and blocks are compiled at their first call. So one mechanism serves th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,11 +23,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
+from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.quantisation.low_precision_schemes import check_device, check_emulation, check_torchao, find_scheme
+from dlo_plugins.strategies.mesh import MeshStrategy
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from dlo_framework.distributed.collectives import Communicator
+    from dlo_plugins.quantisation.float8_gather import Float8Gather
     from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
 
@@ -45,6 +51,8 @@ class LowPrecision(Callback):
         min_features: Least number of input and of output features of a layer, in this rank's slice of it.
         emulate: Whether float8 is emulated on any device: the factors are rounded, and multiplied in single precision.
             It is slower than training without the callback, and shows the numerics.
+        float8_all_gather: Whether FSDP gathers the weights of these layers in float8, with the scheme `fp8`: half the
+            bytes of bf16, and the same products.
 
     Raises:
         DloError: An option is invalid, or the device has no kernels for the scheme.
@@ -57,8 +65,14 @@ class LowPrecision(Callback):
         skip: list[str] | None = None,
         min_features: int = 64,
         emulate: bool = False,
+        float8_all_gather: bool = False,
     ) -> None:
-        self.scheme, self.emulate = find_scheme(scheme), emulate
+        self.scheme, self.emulate, self.float8_all_gather = find_scheme(scheme), emulate, float8_all_gather
+        if float8_all_gather and scheme != "fp8":
+            raise DloError(
+                "LowPrecision: scheme must be fp8 for float8_all_gather, whose weights have one scale, got"
+                f" {scheme}; set scheme: fp8, or leave float8_all_gather out"
+            )
         if emulate:
             check_emulation(self.scheme)
         check_torchao(self.scheme)
@@ -66,6 +80,8 @@ class LowPrecision(Callback):
             raise DloError(f"LowPrecision: min_features must be at least 1, got {min_features}; 64 is usual")
         self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
         self._installed: LowPrecisionForward | None = None
+        self._gather: Float8Gather | None = None
+        self._reshard: Callable[[], None] = _nothing
 
     # --- the layers ----------------------------------------------------------------------------------------
 
@@ -117,15 +133,60 @@ class LowPrecision(Callback):
         sizes = layer.in_features, layer.out_features
         return min(sizes) >= self.min_features and not any(size % self.scheme.multiple for size in sizes)
 
-    def _install(self, module: nn.Module, plan: ParallelPlan) -> None:
+    def _install(self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str) -> None:
         from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
         names = self.choose_layers(module, plan)
         self._installed = LowPrecisionForward(self.scheme.name, self.weight_gradient, self.emulate)
-        for name in names:
-            self._installed.install(module.get_submodule(name))
+        tp = None if state is None else state.sharded.tensor_parallel
+        if state is None or tp is None or tp.size == 1:
+            for name in names:
+                self._installed.install(module.get_submodule(name))
+        else:
+            names = _agree(names, self._linear_layers(module, plan), tp, state.sharded.device)
+            for name in names:
+                cut = state.sharded.layout.slices.get(f"{prefix}{name}.weight")
+                self._installed.install(
+                    module.get_submodule(name), None if cut is None else cut.dim, tp.group.group_name
+                )
+        if self.float8_all_gather:
+            assert state is not None
+            self._install_gather(module, names, state, prefix)
         count = len(self._linear_layers(module, plan))
         rank_zero_info(f"LowPrecision: {len(names)} of the blocks' {count} linear layers compute in {self.scheme.text}")
+
+    def _install_gather(self, module: nn.Module, names: list[str], state: ParallelState, prefix: str) -> None:
+        from dlo_plugins.quantisation.float8_gather import Float8Gather
+
+        sharded, slices = state.sharded, state.sharded.layout.slices
+        self._reshard = sharded.reshard
+        self._reshard()
+        layers = [(module.get_submodule(name), f"{prefix}{name}.weight" in slices) for name in names]
+        self._gather = Float8Gather(sharded.module, layers, sharded.sharers.maximum, sharded.tensor_parallel.maximum)
+        rank_zero_info(f"LowPrecision: FSDP gathers {len(self._gather)} weights in float8")
+
+    def _refresh(self) -> None:
+        if self._gather is not None:
+            self._gather.refresh()
+
+    def _check_gather(self, trainer: Trainer) -> None:
+        if not self.float8_all_gather:
+            return
+        strategy, must = trainer.strategy, "LowPrecision: float8_all_gather must have"
+        if not isinstance(strategy, MeshStrategy):
+            raise DloError(
+                f"{must} FSDP, whose all-gathers it changes, got {type(strategy).__name__}; set strategy fsdp, or leave"
+                " it out"
+            )
+        spec, shard = strategy.mesh_spec(), strategy.fully_shard
+        if spec.dp_shard * spec.cp == 1:
+            raise DloError(f"{must} parameters that ranks shard, got {spec}; set dp_shard, or leave it out")
+        if shard.offload or type(shard.reshard_after_forward) is int:
+            option = "offload" if shard.offload else f"reshard_after_forward: {shard.reshard_after_forward}"
+            raise DloError(
+                f"{must} shards that FSDP2 gathers from the device and over all ranks, got {option}; leave one of the"
+                " two out"
+            )
 
     # --- hooks ---------------------------------------------------------------------------------------------
 
@@ -137,6 +198,7 @@ class LowPrecision(Callback):
         """
         check_device(self.scheme, trainer.strategy.root_device, self.emulate)
         self._check_callbacks(trainer)
+        self._check_gather(trainer)
         if isinstance(module, Task):
             twin = module.on_meta()
             self.choose_layers(twin.model, twin.parallel_plan())
@@ -169,12 +231,17 @@ class LowPrecision(Callback):
     def _begin(self, module: LightningModule) -> None:
         if self._installed is not None:
             return
+        state = ParallelState.of(module)
         if isinstance(module, Task):
-            self._install(module.model, module.parallel_plan())
+            self._install(module.model, module.parallel_plan(), state, "model.")
         else:
-            self._install(module, ParallelPlan.infer(module))
+            self._install(module, ParallelPlan.infer(module), state, "")
 
     def _remove(self) -> None:
+        if self._gather is not None:
+            self._reshard()
+            self._gather.remove()
+            self._gather, self._reshard = None, _nothing
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
@@ -182,6 +249,28 @@ class LowPrecision(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the products, after the strategy has cut and sharded the model."""
         self._begin(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Finds the scales of weights that are gathered in float8."""
+        self._refresh()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Finds the scales, because a callback may have exchanged the weights."""
+        self._refresh()
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Finds the scales, as in validation."""
+        self._refresh()
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Finds the scales, as in validation."""
+        self._refresh()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the products for a validation of its own."""
@@ -215,6 +304,16 @@ class LowPrecision(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Makes the layers compute as they did before."""
         self._remove()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _agree(names: list[str], all_names: list[str], ranks: Communicator, device: torch.device) -> list[str]:
+    """Returns the layers that all ranks of tensor parallelism choose: their slices may differ in size."""
+    refused = torch.tensor([float(name not in names) for name in all_names], device=device)
+    return [name for name, flag in zip(all_names, ranks.maximum(refused).tolist(), strict=True) if not flag]
 
 
 def _covered(name: str, patterns: tuple[str, ...]) -> bool:

@@ -298,6 +298,7 @@ def describe_mesh(
     micro_batches: int = 1,
     nodes: int = 1,
     element_size: int | None = None,
+    rounded: bool = False,
 ) -> MeshDescription:
     """Returns a mesh's description.
 
@@ -313,6 +314,7 @@ def describe_mesh(
         micro_batches: Number of micro-batches of a step.
         nodes: Number of nodes.
         element_size: Bytes of a floating-point element; None for each parameter's own.
+        rounded: Whether weights and gradients are bf16 without master weights.
 
     Raises:
         DloError: The mesh cannot cut the model.
@@ -330,7 +332,7 @@ def describe_mesh(
     placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
     found_mixtures = [] if plan is None else find_mixtures(model, plan)
     experts = {f"{prefix}.{name}" for mixture in found_mixtures for name in mixture.stacked}
-    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays, experts)
+    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays, experts, rounded)
     blocks = [] if plan is None else plan.block_names(model)
     described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
     if stages is not None:

@@ -16,6 +16,7 @@ from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Stages
+from dlo_plugins.sharding.bf16_weights import find_exact_parameters
 from dlo_plugins.tensor.division import Division
 
 
@@ -45,6 +46,7 @@ class _Kind(NamedTuple):
     shape: tuple[int, ...]
     division: Division | None
     element_size: int
+    state_size: int
     is_trained: bool
     stages: tuple[int, ...]
     is_expert: bool = False
@@ -63,6 +65,8 @@ class StateBytesPerRank:
         delays: Whether gradients have a delay of one step: two versions of parameters and gradients, which `dp_shard`
             does not shard.
         experts: Names of the parameters that `ep` divides along their first dim.
+        rounded: Whether weights and gradients are bf16 and the optimizer's state is in single precision, as under
+            `bf16_weights: stochastic`.
     """
 
     def __init__(
@@ -75,42 +79,50 @@ class StateBytesPerRank:
         element_size: int | None = None,
         delays: bool = False,
         experts: Collection[str] = (),
+        rounded: bool = False,
     ) -> None:
         self.spec, self._placement, self._delays = spec, placement, delays
         divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
+        exact = find_exact_parameters(module) if rounded else set()
         self._kinds: Counter[_Kind] = Counter()
         for name, parameter in module.named_parameters():
             size = element_size if element_size and parameter.is_floating_point() else parameter.element_size()
+            if rounded and parameter.dtype == torch.float32 and id(parameter) not in exact:
+                size = 2
+            state = max(size, 4) if rounded else size
             held_by = everywhere if stages is None else stages.get(name, everywhere)
             shape, trained = tuple(parameter.shape), parameter.requires_grad
-            kind = _Kind(shape, divisions.get(name), size, trained, held_by, name in experts and spec.ep > 1)
+            kind = _Kind(shape, divisions.get(name), size, state, trained, held_by, name in experts and spec.ep > 1)
             self._kinds[kind] += 1
 
     @property
     def unsharded(self) -> RankStateBytes:
         """Bytes in a single process."""
-        sizes = [(kind, count * math.prod(kind.shape) * kind.element_size) for kind, count in self._kinds.items()]
-        trained = sum(size for kind, size in sizes if kind.is_trained)
-        return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
+        counted = [(kind, count * math.prod(kind.shape)) for kind, count in self._kinds.items()]
+        parameters = sum(kind.element_size * elements for kind, elements in counted)
+        trained = [(kind, elements) for kind, elements in counted if kind.is_trained]
+        gradients = sum(kind.element_size * elements for kind, elements in trained)
+        return RankStateBytes(parameters, gradients, 2 * sum(kind.state_size * elements for kind, elements in trained))
 
     def at(self, place: Coordinates) -> RankStateBytes:
         """Returns the bytes on the rank at these coordinates."""
         own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
-        parameters = trained = full = full_trained = 0
+        parameters = trained = state = full = full_trained = 0
         for kind, count in self._kinds.items():
             if own.isdisjoint(kind.stages):
                 continue
-            size = count * kind.element_size * self._local_elements(kind, place)
-            parameters += size
-            trained += size * kind.is_trained
+            elements = count * self._local_elements(kind, place)
+            parameters += elements * kind.element_size
+            trained += elements * kind.element_size * kind.is_trained
+            state += elements * kind.state_size * kind.is_trained
             size = count * kind.element_size * math.prod(self._cut_shape(kind, place))
             full += size
             full_trained += size * kind.is_trained
         if self._delays:
             assert self._placement is not None
             copies = full_trained * (self._placement.stages - 1 not in own)  # It has no micro-batch in flight.
-            return RankStateBytes(full + copies, 2 * full_trained, 2 * trained)
-        return RankStateBytes(parameters, trained, 2 * trained)
+            return RankStateBytes(full + copies, 2 * full_trained, 2 * state)
+        return RankStateBytes(parameters, trained, 2 * state)
 
     def largest(self) -> tuple[Coordinates, RankStateBytes]:
         """Returns the coordinates and bytes of the rank with the most, the first of several."""

@@ -120,11 +120,13 @@ class RankVerification:
         spec, described = candidate.layout.mesh, strategy.describe(self._task, self._datamodule)
         is_half = self._precision.endswith("-true") and not self._precision.startswith("32")
         element, totals = SIZES["bfloat16" if is_half else "float32"], []
+        is_rounded = strategy.bf16_weights == "stochastic"
+        stored, state = (SIZES["bfloat16"], SIZES["float32"]) if is_rounded else (element, element)
         for stage, predicted in enumerate(ranks):
             counted = described.ranks[spec.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
-            # Counted are Adam's two moments, and weights before `bf16_weights` rounds them.
-            parameters = counted.parameters * self._state.parameter / element
-            optimizer = counted.optimizer * self._state.state / (2 * element)
+            # Counted are Adam's two moments.
+            parameters = counted.parameters * self._state.parameter / stored
+            optimizer = counted.optimizer * self._state.state / (2 * state)
             more = max(0.0, parameters + optimizer - predicted.parameters - predicted.optimizer)
             totals.append(predicted.total + more)
         return max(totals) - candidate.memory.total

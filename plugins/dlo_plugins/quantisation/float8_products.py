@@ -12,19 +12,27 @@ E4M3, with 4 bits of exponent, by the others.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Role of a factor in the products of a linear layer.
-Role = Literal["input", "weight", "gradient"]
+from dlo_plugins.quantisation.shared_scales import Role, SlicedDim, maximum, shares_maximum
+
 #: Multiple of the dims that float8 kernels take, and the elements of an MX block.
 _MULTIPLE, _BLOCK = 16, 32
 
 
-def multiply_float8(a: Tensor, b: Tensor, roles: tuple[Role, Role], rowwise: bool, emulate: bool) -> Tensor:
+def multiply_float8(
+    a: Tensor,
+    b: Tensor,
+    roles: tuple[Role, Role],
+    rowwise: bool,
+    emulate: bool,
+    sliced: SlicedDim = None,
+    group: str = "",
+) -> Tensor:
     """Returns `a @ b.T` with both rounded to float8.
 
     Args:
@@ -33,27 +41,28 @@ def multiply_float8(a: Tensor, b: Tensor, roles: tuple[Role, Role], rowwise: boo
         roles: Roles of the factors.
         rowwise: Whether each row has a scale, a power of two, in place of one for the full factor.
         emulate: Whether the rounded factors are multiplied in single precision.
+        sliced: Sliced dim of the layer's weight.
+        group: Name of the process group whose ranks have the other slices.
     """
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+    from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
     cast = _float8_cast(rowwise, emulate)
     factors = [_as_float(one, halves=rowwise and not emulate) for one in (a, b)]
     rows, columns = len(a), len(b)
     if not emulate:
         factors = [_pad(one, _MULTIPLE) for one in factors]
-    left, right = (
-        hp_tensor_to_float8_dynamic(
-            one,
-            cast.dtypes[role],
-            cast.config,
-            gemm_input_role=cast.roles[role],
-            scaling_granularity=cast.granularity,
-            axiswise_dim=dim if rowwise else None,
-            round_scales_to_power_of_2=rowwise,
+    rounded = []
+    for one, role, dim in ((factors[0], roles[0], -1), (factors[1].t(), roles[1], 0)):
+        axis = dim if rowwise else None
+        largest = tensor_to_amax(one, scaling_granularity=cast.granularity, axiswise_dim=axis)
+        if shares_maximum(roles, role, sliced, rowwise):
+            largest = maximum(largest, group)
+        scale = amax_to_scale(largest, cast.dtypes[role], round_scales_to_power_of_2=rowwise)
+        rounded.append(
+            hp_tensor_and_scale_to_float8(one, scale, cast.dtypes[role], cast.config, cast.roles[role], axis)
         )
-        for one, role, dim in ((factors[0], roles[0], -1), (factors[1].t(), roles[1], 0))
-    )
-    return torch.mm(left, right)[:rows, :columns]
+    return torch.mm(*rounded)[:rows, :columns]
 
 
 def multiply_mx(a: Tensor, b: Tensor, emulate: bool) -> Tensor:

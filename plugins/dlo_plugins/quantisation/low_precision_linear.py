@@ -9,7 +9,7 @@ Shapes: T tokens, K input features, N output features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -17,15 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
-from dlo_plugins.quantisation.float8_products import Role, multiply_float8, multiply_mx
+from dlo_plugins.quantisation.float8_products import multiply_float8, multiply_mx
 from dlo_plugins.quantisation.int8_products import multiply_rows
+from dlo_plugins.quantisation.shared_scales import Role, SlicedDim, shares_maximum
 from dlo_plugins.tensor.projections import RowProduct
 
 #: Attribute of a layer with the settings of its products.
 _PRODUCTS = "_dlo_products"
 
 
-def multiply(a: Tensor, b: Tensor, roles: tuple[Role, Role], scheme: str, emulate: bool) -> Tensor:
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    roles: tuple[Role, Role],
+    scheme: str,
+    emulate: bool,
+    sliced: SlicedDim = None,
+    group: str = "",
+) -> Tensor:
     """Returns `a @ b.T` with both rounded by a scheme, `[M, N]`.
 
     Args:
@@ -34,12 +43,14 @@ def multiply(a: Tensor, b: Tensor, roles: tuple[Role, Role], scheme: str, emulat
         roles: Roles of the factors.
         scheme: Name of the scheme.
         emulate: Whether the rounded factors are multiplied in single precision.
+        sliced: Sliced dim of the layer's weight; None for a full weight.
+        group: Name of the process group of tensor parallelism that slices it.
     """
     if scheme == "int8":
-        return multiply_rows(a, b)
+        return multiply_rows(a, b, group if shares_maximum(roles, roles[0], sliced, True) else "")
     if scheme == "mxfp8":
-        return multiply_mx(a, b, emulate)
-    return multiply_float8(a, b, roles, scheme == "fp8_rowwise", emulate)
+        return multiply_mx(a, b, emulate)  # A slice has full blocks.
+    return multiply_float8(a, b, roles, scheme == "fp8_rowwise", emulate, sliced, group)
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class _Products:
     scheme: str
     weight_gradient: bool
     emulate: bool
+    sliced: SlicedDim = None
+    group: str = ""
 
 
 class LowPrecisionForward:
@@ -67,10 +80,16 @@ class LowPrecisionForward:
         self._products = _Products(scheme, weight_gradient, emulate)
         self.layers: list[nn.Module] = []
 
-    def install(self, layer: nn.Module) -> None:
-        """Replaces a layer's forward; of a row projection, its product."""
+    def install(self, layer: nn.Module, sliced: SlicedDim = None, group: str = "") -> None:
+        """Replaces a layer's forward; of a row projection, its product.
+
+        Args:
+            layer: Linear layer.
+            sliced: Dim along which tensor parallelism slices its weight; None for a full weight.
+            group: Name of the process group that slices it.
+        """
         torch.compiler.allow_in_graph(_LowPrecisionLinear)  # Compiled blocks then have no graph break here.
-        layer.__dict__[_PRODUCTS] = self._products
+        layer.__dict__[_PRODUCTS] = replace(self._products, sliced=sliced, group=group)
         # A method of a function, which torch.compile (2.11) traces, bound to the layer: so is that of a deep copy.
         layer.__dict__[_attribute(layer)] = MethodType(forward, layer)
         self.layers.append(layer)
@@ -90,9 +109,8 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     """
     products: _Products = layer.__dict__[_PRODUCTS]
     dtype = autocast_dtype(x.device.type) or x.dtype
-    found: Tensor = _LowPrecisionLinear.apply(
-        x, layer.weight, dtype, products.scheme, products.weight_gradient, products.emulate
-    )
+    settings = products.scheme, products.weight_gradient, products.emulate, products.sliced, products.group
+    found: Tensor = _LowPrecisionLinear.apply(x, layer.weight, dtype, *settings)
     if layer.bias is None or isinstance(layer, RowProduct):
         return found
     return found + layer.bias.to(found.dtype)
@@ -105,26 +123,34 @@ def _attribute(layer: nn.Module) -> str:
 class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, scheme: str, weight_gradient: bool, emulate: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        dtype: torch.dtype,
+        scheme: str,
+        weight_gradient: bool,
+        emulate: bool,
+        sliced: SlicedDim,
+        group: str,
     ) -> Tensor:
         ctx.save_for_backward(x)
         # Not among the saved tensors: sharding gathers the parameter itself again for backward.
-        ctx.weight, ctx.weight_gradient, ctx.scheme, ctx.emulate = weight, weight_gradient, scheme, emulate
+        ctx.weight, ctx.weight_gradient, ctx.settings = weight, weight_gradient, (scheme, emulate, sliced, group)
         with no_autocast(x.device.type):
-            found = multiply(x.flatten(0, -2), weight.detach(), ("input", "weight"), scheme, emulate)
+            found = multiply(x.flatten(0, -2), weight.detach(), ("input", "weight"), *ctx.settings)
             return found.to(dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,), weight, scheme = ctx.saved_tensors, ctx.weight.detach(), ctx.scheme
+        (x,), weight = ctx.saved_tensors, ctx.weight.detach()
         rows, inputs = gradient.flatten(0, -2), x.flatten(0, -2)  # [T, N], [T, K]
         of_x = of_weight = None
         with no_autocast(x.device.type):
             if ctx.needs_input_grad[0]:
-                found = multiply(rows, weight.t(), ("gradient", "weight"), scheme, ctx.emulate)
+                found = multiply(rows, weight.t(), ("gradient", "weight"), *ctx.settings)
                 of_x = found.to(x.dtype).view_as(x)
             if ctx.needs_input_grad[1] and ctx.weight_gradient:
-                of_weight = multiply(rows.t(), inputs.t(), ("gradient", "input"), scheme, ctx.emulate)
+                of_weight = multiply(rows.t(), inputs.t(), ("gradient", "input"), *ctx.settings)
             elif ctx.needs_input_grad[1]:
                 of_weight = rows.t() @ inputs.to(rows.dtype)
-        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
+        return of_x, None if of_weight is None else of_weight.to(weight.dtype), *(None,) * 6

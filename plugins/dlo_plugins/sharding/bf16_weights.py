@@ -46,9 +46,14 @@ def check_precision(value: Bf16Weights | None, precision: str, param_dtype: str 
         raise DloError(f"param_dtype must be bfloat16 with bf16_weights, got {param_dtype}; leave one of the two out")
 
 
+def find_exact_parameters(module: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that stay in single precision: those of batch norms."""
+    return {id(parameter) for norm in find_batch_norms(module) for parameter in norm.parameters()}
+
+
 def convert_weights(module: nn.Module) -> None:
     """Converts a module's parameters in single precision to bf16 in place, except those of batch norms."""
-    exact = {id(parameter) for norm in find_batch_norms(module) for parameter in norm.parameters()}
+    exact = find_exact_parameters(module)
     for parameter in module.parameters():
         if parameter.dtype == torch.float32 and id(parameter) not in exact:
             parameter.data = parameter.data.bfloat16()

@@ -223,6 +223,7 @@ class MeshStrategy(ShardedStrategy):
             micro_batches=pipelining.count_micro_batches(spec.pp),
             nodes=self.num_nodes,
             element_size=size,
+            rounded=self.bf16_weights == "stochastic" and dtype is None,
         )
 
     # --- a second model ------------------------------------------------------------------------------------

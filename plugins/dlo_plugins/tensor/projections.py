@@ -54,8 +54,14 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters that are a projection's weight."""
+    """Returns the names of the parameters that are a projection's weight, and have its input features."""
     return ("codes", "scales") if isinstance(module, FourBitLinear) else ("weight",)
+
+
+def output_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters that have a projection's output features, but its bias."""
+    is_double = isinstance(module, FourBitLinear) and module.quantises_scales
+    return (*weight_names(module), "scale_ranges") if is_double else weight_names(module)
 
 
 def set_feature_counts(name: str, module: nn.Module) -> None:

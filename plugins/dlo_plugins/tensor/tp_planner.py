@@ -14,7 +14,7 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.adapted_projections import base_name, base_of, check_adapted, divide_adapters
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
 from dlo_plugins.tensor.heads import head_width, kv_heads
-from dlo_plugins.tensor.projections import projection_kind, weight_names
+from dlo_plugins.tensor.projections import output_names, projection_kind, weight_names
 from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, find_partial
 from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of, vocabulary_size
 
@@ -128,7 +128,7 @@ def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule
     pieces = _pieces(found, modules, name, rule, size, region_name)
     if name in region.shared:
         return
-    found.divisions |= {f"{inner}.{key}": Division(kind.out_dim, pieces) for key in weight_names(base)}
+    found.divisions |= {f"{inner}.{key}": Division(kind.out_dim, pieces) for key in output_names(base)}
     if base.bias is not None:
         found.divisions[f"{inner}.bias"] = Division(0, pieces)
     _divide_adapters(found, name, part, pieces, row=False)

@@ -39,6 +39,8 @@ class Lora:
         base: Levels of the frozen weights in the blocks: `nf4` or `int4`, 4 bits each with one scale for every
             `base_block` input features (QLoRA); None keeps them in the model's dtype.
         base_block: Number of input features that share a scale.
+        double_quantisation: Whether the scales are quantised too, to 8 bits (QLoRA): 4.13 bits a weight with a block of
+            64, in place of 4.25.
         merge: Whether an export merges the adapters into the weights; otherwise it writes the adapters only.
 
     Raises:
@@ -52,6 +54,7 @@ class Lora:
     dora: bool = False
     base: Literal["nf4", "int4"] | None = None
     base_block: int = 64
+    double_quantisation: bool = False
     merge: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +69,11 @@ class Lora:
             raise DloError(f"lora.base must be {' or '.join(LEVELS)}, got {self.base}{hint}")
         if self.base_block < 2 or self.base_block % 2:
             raise DloError(f"lora.base_block must be even and at least 2, got {self.base_block}; 64 is usual")
+        if self.double_quantisation and self.base is None:
+            raise DloError(
+                "lora.double_quantisation must be false without 4-bit base weights, got true; set lora.base: nf4, or"
+                " leave it out"
+            )
         if self.targets is not None and not self.targets:
             raise DloError(
                 "lora.targets must name at least one projection, got []; name some, or remove it to adapt all"
@@ -143,7 +151,7 @@ def add_adapters(model: nn.Module, head: nn.Module, lora: Lora, dtype: torch.dty
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if lora.base is not None:
-        four_bit_base.quantise_base(model, lora.base, lora.base_block)
+        four_bit_base.quantise_base(model, lora.base, lora.base_block, lora.double_quantisation)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from dlo_framework.checkpoint import LazyStateDict
 from dlo_framework.errors import DloError
-from dlo_framework.four_bit_linear import FourBitLinear, Kind, quantise
+from dlo_framework.four_bit_linear import FourBitLinear, Kind
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_tasks.llm.language_models import find_blocks
 
 
-def quantise_base(model: Any, kind: Kind, block: int) -> None:
+def quantise_base(model: Any, kind: Kind, block: int, double: bool = False) -> None:
     """Replaces the linear layers of a model's blocks by 4-bit ones, in place; adapters, norms and biases stay.
 
     Args:
         model: Model of transformers with adapters, also on the meta device.
         kind: Kind of the levels.
         block: Number of input features that share a scale.
+        double: Whether the scales are quantised too.
 
     Raises:
         DloError: A layer's input features are not a multiple of the block, or the model has transposed projections.
@@ -40,7 +41,7 @@ def quantise_base(model: Any, kind: Kind, block: int) -> None:
         )
     for name, module in list(blocks.named_modules(prefix=blocks_name)):
         if isinstance(module, nn.Linear) and ".lora_" not in name:
-            model.set_submodule(name, FourBitLinear.from_linear(name, module, kind, block))
+            model.set_submodule(name, FourBitLinear.from_linear(name, module, kind, block, double))
 
 
 def dequantise_base(model: nn.Module) -> None:
@@ -55,9 +56,8 @@ def initialise(model: Any, layer: FourBitLinear) -> None:
     inputs, outputs = 2 * layer.codes.shape[1], layer.codes.shape[0]
     linear = nn.Linear(inputs, outputs, bias=False, device=layer.codes.device, dtype=layer.source_dtype)
     model._init_weights(linear)
-    codes, scales = quantise(linear.weight.detach(), layer.kind, layer.block)
-    layer.codes.copy_(codes)
-    layer.scales.copy_(scales)
+    for key, value in layer.quantise(linear.weight.detach()).items():
+        layer.get_parameter(key).copy_(value)
     if layer.bias is not None:
         layer.bias.data.zero_()
 
@@ -65,22 +65,25 @@ def initialise(model: Any, layer: FourBitLinear) -> None:
 def read_codes(saved: LazyStateDict, stored: str, layer: FourBitLinear, key: str, shard: Shard) -> None:
     """Fills a shard of a layer's codes or scales from the stored weight, of which it reads the blocks of the shard.
 
+    Double quantisation needs the full rows of a shard of scales.
+
     Args:
         saved: Stored weights.
         stored: Name of the layer's weight among them.
         layer: Layer.
-        key: Parameter of the layer, `codes` or `scales`.
+        key: Parameter of the layer, `codes`, `scales` or `scale_ranges`.
         shard: Shard of the parameter.
     """
     inputs = saved.shape(stored)[1]
-    per_entry = 2 if key == "codes" else layer.block
+    per_entry, full_rows = 2 if key == "codes" else layer.block, layer.quantises_scales and key != "codes"
     for box, view in held_boxes(shard):
         if box.numel == 0:
             continue
         (row, column), (rows, columns) = box.offsets, box.sizes
-        first = column * per_entry // layer.block * layer.block
-        last = min(inputs, math.ceil((column + columns) * per_entry / layer.block) * layer.block)
+        first = 0 if full_rows else column * per_entry // layer.block * layer.block
+        last = math.ceil((column + columns) * per_entry / layer.block) * layer.block
+        last = inputs if full_rows else min(inputs, last)
         weight: Tensor = torch.empty(rows, last - first, dtype=layer.source_dtype, device=view.device)
         saved.read_part(stored, Box((row, first), (rows, last - first)), weight)
-        found = quantise(weight, layer.kind, layer.block)[0 if key == "codes" else 1]
+        found = layer.quantise(weight)[key]
         view.copy_(found.narrow(1, column - first // per_entry, columns))

@@ -110,7 +110,8 @@ def read_weights(task: Any, *, resumes: bool, held: Mapping[str, Any] | None = N
         if shard is None:
             continue
         layer = model.get_submodule(own[0].rpartition(".")[0])
-        if isinstance(layer, FourBitLinear) and (key := own[0].rpartition(".")[2]) in ("codes", "scales"):
+        key = own[0].rpartition(".")[2]
+        if isinstance(layer, FourBitLinear) and key in ("codes", "scales", "scale_ranges"):
             weight = _stored_name([f"{own[0].rpartition('.')[0]}.weight"], saved, model.base_model_prefix)
             four_bit_base.read_codes(saved, weight, layer, key, shard)
         elif ".lora_magnitude_vector." in own[0]:

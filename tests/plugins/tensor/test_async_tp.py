@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,7 +59,9 @@ def _check(
     for name, tensor in expected.items():
         error = float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
         assert error <= limit, f"{what}: {name} is off by {error:.1e}"
-    assert sum(bool(tensor.any()) for tensor in expected.values()) > 0.7 * len(expected), what
+    trained = torch.tensor([float(tensor.any()) for tensor in expected.values()])
+    dist.all_reduce(trained, dist.ReduceOp.MAX)  # The last of four ranks has none of nine tokens.
+    assert float(trained.sum()) > 0.7 * len(expected), what
     for model in (plain, overlapped):
         model.eval()
     with torch.no_grad():
