@@ -77,14 +77,16 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class SlicedShard:
-    """Shard of a tensor that tensor parallelism has sliced, and that FSDP or ZeRO may shard further.
+    """Shard of a tensor that tensor or expert parallelism has sliced, and that FSDP or ZeRO may shard further.
+
+    A shard along another dim than the first is a slice too, perhaps of a slice.
 
     Attributes:
         shard: Rank's shard of the slice.
         tensor_slice: Slice of the full tensor.
     """
 
-    shard: Tensor | FlatShard
+    shard: Tensor | FlatShard | SlicedShard
     tensor_slice: TensorSlice
 
     @property
@@ -137,12 +139,7 @@ def shard_maker(shard: Shard) -> Callable[[Tensor], Shard]:
     if isinstance(shard, SlicedShard):
         inner, cut = shard_maker(shard.shard), shard.tensor_slice
 
-        def make_slice(data: Tensor) -> Shard:
-            made = inner(data)
-            assert not isinstance(made, SlicedShard)
-            return SlicedShard(made, cut)
-
-        return make_slice
+        return lambda data: SlicedShard(inner(data), cut)
     if isinstance(shard, FlatShard):
         shape, start = shard.shape, shard.start
         return lambda data: FlatShard(data, shape, start)

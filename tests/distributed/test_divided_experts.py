@@ -71,6 +71,9 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
         *cases(ep, family="gpt_oss", packed=False),
         *cases(ep, family="llama4_text", packed=False),
+        # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
+        *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
+        *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
         *cases(ep, own={"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}),
     ]
     assert_parity(moe, found, steps=2, rtol=RTOL)
@@ -87,6 +90,18 @@ def test_four_ranks_of_data_axes_train_as_one_process() -> None:
     ]
     found = cases(*axes, trainer={"gradient_clip_val": 0.5}, family="qwen3_moe", layers=2)
     found += cases({"dp_shard": 4, "ep": 2, "appliers": [CompileBlocks()]}, layers=2)
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_experts_train_as_one_process() -> None:
+    axes: list[dict[str, Any]] = [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "cp": 2, "ep": 2}]
+    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, experts=2)
+    found += cases({"dp_shard": 4}, layers=2, experts=2, optimizer="adafactor")
+    found += cases({"dp_shard": 4}, layers=2, experts=2)
+    found += cases(
+        {"dp_shard": 4, "ep": 2}, layers=2, experts=2, trainer={"accumulate_grad_batches": 2}, micro_batches=2
+    )
     assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
 
 

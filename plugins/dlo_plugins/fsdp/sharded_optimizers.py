@@ -18,7 +18,7 @@ from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
-from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
+from dlo_framework.shards import Shard, SlicedShard, attach_slice
 from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
@@ -237,14 +237,15 @@ class OptimizerShards:
         if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
             return share.empty_shard(name, shape, dtype)
         found = share.empty_shard(name, cut.slice_shape(shape), dtype)
-        return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
+        return share.empty_shard(name, shape, dtype) if isinstance(found, Tensor) else SlicedShard(found, cut)
 
 
 def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name: str, value: Tensor) -> Shard:
     """Returns a tensor in the shape of a stepped one as a shard of the parameter."""
     found = share.as_shard(name, value)
-    # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
-    return attach_slice(found, slices.get(name)) if isinstance(found, FlatShard) else found
+    # State in the parameter's shape is a shard under an elementwise optimizer; a step count is not.
+    cut = slices.get(name)
+    return found if cut is None or isinstance(found, Tensor) else SlicedShard(found, cut)
 
 
 def _step_rows(local: Tensor | None, ready: Callable[[list[Tensor]], None]) -> Callable[[Tensor], None]:

@@ -64,6 +64,17 @@ def test_each_rank_has_its_experts_and_sends_what_the_formula_says() -> None:
     assert sum(rank.state_bytes.parameters for rank in drawn.ranks) == 2 * drawn.unsharded.parameters
 
 
+def test_more_ranks_than_experts_have_equal_shares() -> None:
+    model = task(tiny("gpt_oss", vocab_size=96))
+    spec = MeshSpec(dp_replicate=2, dp_shard=8, ep=2)  # 4 ranks share 2 experts.
+    drawn = described(model, spec)
+    for found in simulate_ranks(model, MeshStrategy(), spec, [0, 7], batch()):
+        assert found.state_bytes == drawn.ranks[found.rank].state_bytes
+    assert drawn.largest.state_bytes.total <= 1.02 * 4 * 4 * drawn.parameters / 8
+    full = described(model, MeshSpec(dp_shard=8))  # Without ep: 8 ranks share 4 experts, and their biases unevenly.
+    assert full.largest.state_bytes.total <= 1.03 * 4 * 4 * drawn.parameters / 8
+
+
 def test_ranks_that_cannot_share_experts_are_refused() -> None:
     strategy = MeshStrategy(dp_shard=3, ep=3)
     strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")] * 3
@@ -83,7 +94,11 @@ def test_ranks_that_cannot_share_experts_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "copies", "ranks", "ep", "billions"),
-    [(QWEN3_235B, 2, 128, 16, 235.1), (DEEPSEEK_V3, 8, 256, 64, 671.0)],
+    [
+        (QWEN3_235B, 1, 256, 16, 235.1),
+        (DEEPSEEK_V3, 1, 2048, 64, 671.0),
+        (DEEPSEEK_V3, 8, 256, 64, 671.0),
+    ],
 )
 def test_large_models_are_simulated_on_many_ranks(
     config: dict[str, Any], copies: int, ranks: int, ep: int, billions: float
