@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -119,7 +119,14 @@ Shard = Tensor | FlatShard | SlicedShard
 
 def attach_slice(held: Shard, cut: TensorSlice | None) -> Shard:
     """Returns a rank's shard together with the TP slice that it belongs to, if there is one."""
-    return held if cut is None or isinstance(held, SlicedShard) else SlicedShard(held, cut)
+    return held if cut is None or isinstance(held, SlicedShard) else place_in_slice(held, cut)
+
+
+def place_in_slice(held: Shard, cut: TensorSlice) -> SlicedShard:
+    """Returns a shard of a slice, which may itself be in a slice, as a shard of the full tensor."""
+    if cut.inner is not None:
+        held, cut = place_in_slice(held, cut.inner), replace(cut, inner=None)
+    return SlicedShard(held, cut)
 
 
 def local_data(shard: Shard) -> Tensor:

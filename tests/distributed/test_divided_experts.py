@@ -70,7 +70,10 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases({**ep, "appliers": [ActivationCheckpoint()]}, family="qwen3_moe", layers=3),
         *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
         *cases(ep, family="gpt_oss", packed=False),
+        *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
         *cases(ep, family="llama4_text", packed=False),
+        *cases({"tp": 2}, trainer={"gradient_clip_val": 0.5}, layers=2),
+        *cases({"tp": 2}, family="qwen2_moe", layers=2),  # With shared experts.
         # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
         *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
         *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
@@ -99,6 +102,7 @@ def test_more_ranks_than_experts_train_as_one_process() -> None:
     found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, experts=2)
     found += cases({"dp_shard": 4}, layers=2, experts=2, optimizer="adafactor")
     found += cases({"dp_shard": 4}, layers=2, experts=2)
+    found += cases({"dp_shard": 4, "ep": 2}, layers=2, experts=2, optimizer="adafactor")
     found += cases(
         {"dp_shard": 4, "ep": 2}, layers=2, experts=2, trainer={"accumulate_grad_batches": 2}, micro_batches=2
     )
@@ -109,6 +113,8 @@ def test_more_ranks_than_experts_train_as_one_process() -> None:
 def test_four_ranks_of_axes_that_cut_the_model_train_as_one_process() -> None:
     axes: list[dict[str, Any]] = [
         {"dp_shard": 2, "tp": 2, "ep": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "micro_batches": 2},
         {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2},
         {"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2, "schedule": "ZBH1"},
         {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 4, "schedule": "DualPipeV"},

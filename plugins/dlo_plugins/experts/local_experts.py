@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dlo_framework.mesh import nearest_divisor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.tensor_slice import get_layout, make_equal_slice
 from dlo_plugins.experts.token_exchange import Compute, TokenExchange, has_no_values
+from dlo_plugins.tensor.expert_slices import wrap_compute
 
 
 def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mixture]:
@@ -82,7 +84,8 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         part.__dict__.update(full.__dict__)  # Attributes by which optimizers group parameters.
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, part)
-        layout.slices[name] = cut
+        known = layout.slices.get(name)  # of tp
+        layout.slices[name] = cut if known is None else replace(known, inner=cut)
         layout.experts.add(name)
     layout.expert_modules.append(mixture.experts)
     experts = model.get_submodule(mixture.experts)
@@ -90,9 +93,10 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         for attribute in COUNTS:
             if getattr(module, attribute, None) == mixture.count:
                 setattr(module, attribute, ranks.local)
-    # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
-    forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
-    experts.forward = forward
+    if not wrap_compute(experts, lambda compute: DividedExperts(experts, compute, ranks, mixture)):
+        # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
+        forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
+        experts.forward = forward
     return ranks
 
 
