@@ -73,7 +73,6 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
         *cases(ep, family="llama4_text", packed=False),
         *cases({"tp": 2}, trainer={"gradient_clip_val": 0.5}, layers=2),
-        *cases({"tp": 2}, family="qwen2_moe", layers=2),  # With shared experts.
         # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
         *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
         *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
