@@ -17,7 +17,6 @@ from dlo_framework.mesh import nearest_divisor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.tensor_slice import get_layout, make_equal_slice
 from dlo_plugins.experts.token_exchange import Compute, TokenExchange, has_no_values
-from dlo_plugins.tensor.expert_slices import wrap_compute
 
 
 def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mixture]:
@@ -93,7 +92,10 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         for attribute in COUNTS:
             if getattr(module, attribute, None) == mixture.count:
                 setattr(module, attribute, ranks.local)
-    if not wrap_compute(experts, lambda compute: DividedExperts(experts, compute, ranks, mixture)):
+    sliced: Any = getattr(experts.forward, "__wrapped__", None)
+    if hasattr(sliced, "wrap_compute"):  # Tensor parallelism sums the ranks' outputs after the exchange.
+        sliced.wrap_compute(lambda compute: DividedExperts(experts, compute, ranks, mixture))
+    else:
         # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
         forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
         experts.forward = forward

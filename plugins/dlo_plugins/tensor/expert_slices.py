@@ -142,6 +142,10 @@ class SlicedExperts:
             partial = self.compute(*entered, **keywords)
         return reduce_from_region(partial, self.communicator)
 
+    def wrap_compute(self, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        """Wraps what is computed between entry and sum; expert parallelism does."""
+        self.compute = wrap(self.compute)
+
     def _enter(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
             return copy_in(value, self.communicator)
@@ -165,12 +169,3 @@ def install_slices(experts: nn.Module, communicator: Communicator) -> None:
     """Makes a module of stacked experts, whose parameters are this rank's slices, sum over the ranks."""
     forward: Any = torch.compiler.disable(SlicedExperts(experts, experts.forward, communicator))
     experts.forward = forward
-
-
-def wrap_compute(experts: nn.Module, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> bool:
-    """Wraps what a module of sliced experts computes between entry and sum; returns whether it is one."""
-    sliced = getattr(experts.forward, "__wrapped__", None)
-    if not isinstance(sliced, SlicedExperts):
-        return False
-    sliced.compute = wrap(sliced.compute)
-    return True
