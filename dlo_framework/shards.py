@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -77,14 +77,16 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class SlicedShard:
-    """Shard of a tensor that tensor parallelism has sliced, and that FSDP or ZeRO may shard further.
+    """Shard of a tensor that tensor or expert parallelism has sliced, and that FSDP or ZeRO may shard further.
+
+    A shard along another dim than the first is a slice too, perhaps of a slice.
 
     Attributes:
         shard: Rank's shard of the slice.
         tensor_slice: Slice of the full tensor.
     """
 
-    shard: Tensor | FlatShard
+    shard: Tensor | FlatShard | SlicedShard
     tensor_slice: TensorSlice
 
     @property
@@ -117,7 +119,14 @@ Shard = Tensor | FlatShard | SlicedShard
 
 def attach_slice(held: Shard, cut: TensorSlice | None) -> Shard:
     """Returns a rank's shard together with the TP slice that it belongs to, if there is one."""
-    return held if cut is None or isinstance(held, SlicedShard) else SlicedShard(held, cut)
+    return held if cut is None or isinstance(held, SlicedShard) else place_in_slice(held, cut)
+
+
+def place_in_slice(held: Shard, cut: TensorSlice) -> SlicedShard:
+    """Returns a shard of a slice, which may itself be in a slice, as a shard of the full tensor."""
+    if cut.inner is not None:
+        held, cut = place_in_slice(held, cut.inner), replace(cut, inner=None)
+    return SlicedShard(held, cut)
 
 
 def local_data(shard: Shard) -> Tensor:
@@ -137,12 +146,7 @@ def shard_maker(shard: Shard) -> Callable[[Tensor], Shard]:
     if isinstance(shard, SlicedShard):
         inner, cut = shard_maker(shard.shard), shard.tensor_slice
 
-        def make_slice(data: Tensor) -> Shard:
-            made = inner(data)
-            assert not isinstance(made, SlicedShard)
-            return SlicedShard(made, cut)
-
-        return make_slice
+        return lambda data: SlicedShard(inner(data), cut)
     if isinstance(shard, FlatShard):
         shape, start = shard.shape, shard.start
         return lambda data: FlatShard(data, shape, start)

@@ -25,11 +25,13 @@ class TensorSlice:
         dim: Dimension that is sliced.
         size: Size of the full tensor along the dim.
         runs: Ranges of indices along the dim, as `(first, count)`, in the slice's order.
+        inner: Slice of this slice along another dim, which then is the rank's; None for this slice itself.
     """
 
     dim: int
     size: int
     runs: tuple[tuple[int, int], ...]
+    inner: TensorSlice | None = None
 
     @property
     def length(self) -> int:
@@ -39,15 +41,18 @@ class TensorSlice:
     def slice_tensor(self, whole: Tensor) -> Tensor:
         """Returns the slice of a full tensor, copied."""
         assert whole.shape[self.dim] == self.size
-        return torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
+        found = torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
+        return found if self.inner is None else self.inner.slice_tensor(found)
 
     def slice_shape(self, whole: torch.Size) -> torch.Size:
         """Returns the slice's shape."""
         assert whole[self.dim] == self.size
-        return torch.Size([self.length if dim == self.dim else size for dim, size in enumerate(whole)])
+        found = torch.Size([self.length if dim == self.dim else size for dim, size in enumerate(whole)])
+        return found if self.inner is None else self.inner.slice_shape(found)
 
     def full_shape(self, part: torch.Size) -> torch.Size:
         """Returns the full tensor's shape."""
+        part = part if self.inner is None else self.inner.full_shape(part)
         assert part[self.dim] == self.length
         return torch.Size([self.size if dim == self.dim else size for dim, size in enumerate(part)])
 
@@ -92,6 +97,7 @@ class Layout:
 
     Attributes:
         slices: Slices of the parameters and buffers that the ranks of the tp axis share, and of those in `experts`.
+            Where `tp` and `ep` both slice a parameter, the slice of `ep` is in that of `tp`.
         partial: Parameters that each rank holds in full and whose gradients must be summed over the tp axis.
         other_stages: Parameters and buffers of other pipeline stages; here they are on the meta device, so that
             optimizer groups and checkpoints know all names.

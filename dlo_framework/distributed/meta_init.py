@@ -69,8 +69,8 @@ _READ_LATER = "_dlo_read_later"
 def set_read_later(module: nn.Module) -> None:
     """Marks a module on the meta device whose parameters are read once it is sharded.
 
-    Its slices over `ep` are then allocated alone, without initial values: otherwise each rank would hold all experts of
-    a unit for a moment.
+    Its slices over `ep` or `tp` are then allocated alone, without initial values: otherwise each rank would hold all
+    experts of a unit for a moment.
     """
     module.__dict__[_READ_LATER] = True
 
@@ -117,9 +117,9 @@ class Initialiser:
         self._done.update(id(submodule) for _, submodule in order)
 
     def _is_read_later(self, name: str, module: nn.Module) -> bool:
-        """Returns whether all of a module's own tensors are slices over `ep` whose values are read later."""
+        """Returns whether a module's values are read later, of which this rank has slices over `ep` or `tp`."""
         own = [*module._parameters, *module._buffers]
-        return _READ_LATER in module.__dict__ and all(_joined(name, key) in self._layout.experts for key in own)
+        return _READ_LATER in module.__dict__ and any(_joined(name, key) in self._layout.slices for key in own)
 
     def replacement_of(self, tensor: Any) -> Any:
         """Returns the tensor that has replaced a meta tensor; any other tensor itself."""

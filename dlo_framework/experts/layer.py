@@ -8,6 +8,7 @@ Shapes: T tokens, S rows of an expert each, E experts, D features, H hidden feat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,8 +149,49 @@ class MixtureLayer(nn.Module):
 
     def _combine_choices(self, tokens: Tensor, routing: Routing) -> Tensor:
         experts, places = routing.indices.shape
-        chosen = routing.indices.flatten()
         counts = torch.full((experts,), places, device=tokens.device)
-        outputs = self.experts.compute_sorted(tokens.index_select(0, chosen), counts)
+        chosen = _TakeByExpert.apply(tokens, routing.indices)
+        outputs = self.experts.compute_sorted(chosen, counts)
         outputs = outputs * routing.weights.flatten()[:, None].to(outputs.dtype)
-        return torch.zeros_like(tokens).index_add(0, chosen, outputs.to(tokens.dtype))
+        combined: Tensor = _AddByExpert.apply(outputs.to(tokens.dtype), routing.indices, len(tokens))
+        return combined
+
+
+def _add_by_expert(rows: Tensor, indices: Tensor, tokens: int) -> Tensor:
+    """Adds rows `[E * places, D]` to their tokens, expert by expert; returns `[T, D]`.
+
+    An expert chooses a token once, so no addition meets another, and the order of a token's sum is fixed on any device.
+    """
+    total = rows.new_zeros(tokens, rows.shape[-1])
+    for chosen, part in zip(indices, rows.view(*indices.shape, -1), strict=True):
+        total.index_add_(0, chosen, part)
+    return total
+
+
+class _TakeByExpert(torch.autograd.Function):
+    """Tokens of each expert's choices, `[E * places, D]`, with a backward of fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.tokens = len(tokens)
+        return tokens.index_select(0, indices.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return _add_by_expert(gradient, indices, ctx.tokens), None
+
+
+class _AddByExpert(torch.autograd.Function):
+    """Sums of the rows of each token, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        return _add_by_expert(rows, indices, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        return gradient.index_select(0, indices.flatten()), None, None

@@ -25,6 +25,7 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.experts import MixtureOptions
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing.record import Record, Recorder, merge_records
 from dlo_framework.testing.training import leave_group, silence_lightning
@@ -250,6 +251,8 @@ BESIDE: dict[str, With] = {
     "TimeToTarget": With(lambda: [TimeToTarget("val_loss", 1.0, mode="min")]),
     "TokenDrop": With(lambda: [TokenDrop(multiple=1)]),
     "WeightEMA": With(lambda: [WeightEMA(0.8)]),
+    # The load-balancing loss is of a micro-batch.
+    "experts": With(task_args=(("experts", MixtureOptions(count=4, aux_loss=0.0, z_loss=0.01)),)),
     "lora, a 4-bit base": With(task_args=(("lora", Lora(rank=4, base="nf4", base_block=8)),), tasks=TEXTS),
 }
 

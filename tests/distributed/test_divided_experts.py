@@ -70,7 +70,12 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases({**ep, "appliers": [ActivationCheckpoint()]}, family="qwen3_moe", layers=3),
         *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
         *cases(ep, family="gpt_oss", packed=False),
+        *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
         *cases(ep, family="llama4_text", packed=False),
+        *cases({"tp": 2}, trainer={"gradient_clip_val": 0.5}, layers=2),
+        # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
+        *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
+        *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
         *cases(ep, own={"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}),
     ]
     assert_parity(moe, found, steps=2, rtol=RTOL)
@@ -91,9 +96,24 @@ def test_four_ranks_of_data_axes_train_as_one_process() -> None:
 
 
 @pytest.mark.slow
+def test_more_ranks_than_experts_train_as_one_process() -> None:
+    axes: list[dict[str, Any]] = [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "cp": 2, "ep": 2}]
+    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, experts=2)
+    found += cases({"dp_shard": 4}, layers=2, experts=2, optimizer="adafactor")
+    found += cases({"dp_shard": 4}, layers=2, experts=2)
+    found += cases({"dp_shard": 4, "ep": 2}, layers=2, experts=2, optimizer="adafactor")
+    found += cases(
+        {"dp_shard": 4, "ep": 2}, layers=2, experts=2, trainer={"accumulate_grad_batches": 2}, micro_batches=2
+    )
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
 def test_four_ranks_of_axes_that_cut_the_model_train_as_one_process() -> None:
     axes: list[dict[str, Any]] = [
         {"dp_shard": 2, "tp": 2, "ep": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "micro_batches": 2},
         {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 2},
         {"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2, "schedule": "ZBH1"},
         {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batches": 4, "schedule": "DualPipeV"},

@@ -25,8 +25,11 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "one": lambda: "auto",
     "ep": partial(MeshStrategy, dp_shard=2, ep=2),
     "ep over cp": partial(MeshStrategy, dp_shard=1, cp=2, ep=2),
+    "tp": partial(MeshStrategy, dp_shard=1, tp=2),
     "fsdp": partial(MeshStrategy, dp_shard=2),
     "zero3": partial(ZeroStrategy, 3),
+    "ep, tp": partial(MeshStrategy, dp_shard=2, tp=2, ep=2),
+    "fsdp of four": partial(MeshStrategy, dp_shard=4),
 }
 SAVED, STEPS = 2, 4
 
@@ -81,6 +84,7 @@ def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: 
     jobs = [(name, tmp_path / name, None) for name in ("ep", "ep over cp")]
     jobs += [("ep", tmp_path / "ep from one", tmp_path / "one"), ("fsdp", tmp_path / "fsdp from ep", tmp_path / "ep")]
     jobs += [("ep over cp", tmp_path / "cp from ep", tmp_path / "ep"), ("zero3", tmp_path / "zero", tmp_path / "ep")]
+    jobs += [("tp", tmp_path / "tp from ep", tmp_path / "ep")]
     found = run_distributed(runs, 2, jobs, backend=None)[0]
     for (name, save, resume), losses in zip(jobs, found, strict=True):
         # A resumed run begins with the data's first batch again.
@@ -95,3 +99,16 @@ def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: 
     names = [name for name in saved if name.startswith("model/") and name.endswith("mlp.experts.down_proj")]
     assert len(names) == 2
     assert all(saved[name].shape == torch.Size([4, 32, 48]) for name in names)
+
+
+@pytest.mark.slow
+def test_experts_that_ep_and_tp_both_cut_are_saved_in_full_shape(tmp_path: Path) -> None:
+    one = [("one", tmp_path / "one", None), ("one", tmp_path / "again", tmp_path / "one")]
+    (alone,) = run_distributed(runs, 1, one, backend=None)
+    jobs = [("ep, tp", tmp_path / "both", None), ("ep, tp", tmp_path / "both from one", tmp_path / "one")]
+    jobs += [("fsdp of four", tmp_path / "fsdp from both", tmp_path / "both")]
+    found = run_distributed(runs, 4, jobs, backend=None)[0]
+    for (name, save, resume), losses in zip(jobs, found, strict=True):
+        assert losses == pytest.approx(alone[resume is not None], rel=1e-6), (name, resume)
+        if resume is not None:
+            check_same(resume, save)

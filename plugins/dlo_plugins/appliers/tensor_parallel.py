@@ -26,7 +26,7 @@ AXIS = "tp"
 
 
 class TensorParallel(Applier):
-    """Cuts the heads of attentions, the hidden features of MLPs and the vocabulary over the axis `tp`.
+    """Cuts the heads of attentions, the hidden features of MLPs and experts, and the vocabulary over the axis `tp`.
 
     The model's :class:`ParallelPlan` has the rule of each layer. Attention and MLP each all-reduce their output in
     forward and their input's gradient in backward. Parameters are replaced by slices, which
@@ -70,7 +70,7 @@ class TensorParallel(Applier):
         import torch
 
         from dlo_framework.distributed.collectives import Communicator
-        from dlo_plugins.tensor import parameter_sharding, regions, sharded_norms, vocabulary
+        from dlo_plugins.tensor import expert_slices, parameter_sharding, regions, sharded_norms, vocabulary
         from dlo_plugins.tensor.async_products import CHUNKS, AsyncProducts, reaches_peers
         from dlo_plugins.tensor.local_random import LocalRandom
         from dlo_plugins.tensor.sequence_parallel import ShardedSequence
@@ -99,6 +99,8 @@ class TensorParallel(Applier):
             for norm in region.norms:
                 size = found.divisions[f"{norm}.weight"].pieces[0]
                 sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
+        for name in found.experts:
+            expert_slices.install_slices(module.get_submodule(name), communicator)
         for name in found.vocabulary:
             size = vocabulary_size(found, name)
             vocabulary.install_vocabulary(module.get_submodule(name), size, communicator)

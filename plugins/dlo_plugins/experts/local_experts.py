@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dlo_framework.experts.expert_mixtures import COUNTS
 from dlo_framework.mesh import nearest_divisor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.tensor_slice import get_layout, make_equal_slice
-from dlo_plugins.experts.token_exchange import TokenExchange, has_no_values
+from dlo_plugins.experts.token_exchange import Compute, TokenExchange, has_no_values
 
 
 def divisible_mixtures(model: nn.Module, plan: ParallelPlan, ep: int) -> list[Mixture]:
@@ -82,7 +83,8 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         part.__dict__.update(full.__dict__)  # Attributes by which optimizers group parameters.
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, part)
-        layout.slices[name] = cut
+        known = layout.slices.get(name)  # of tp
+        layout.slices[name] = cut if known is None else replace(known, inner=cut)
         layout.experts.add(name)
     layout.expert_modules.append(mixture.experts)
     experts = model.get_submodule(mixture.experts)
@@ -90,14 +92,21 @@ def divide_experts(model: nn.Module, mixture: Mixture, group: dist.ProcessGroup)
         for attribute in COUNTS:
             if getattr(module, attribute, None) == mixture.count:
                 setattr(module, attribute, ranks.local)
-    # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
-    forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
-    experts.forward = forward
+    sliced: Any = getattr(experts.forward, "__wrapped__", None)
+    if hasattr(sliced, "wrap_compute"):  # Tensor parallelism sums the ranks' outputs after the exchange.
+        sliced.wrap_compute(lambda compute: DividedExperts(experts, compute, ranks, mixture))
+    else:
+        # A compiled block calls it uncompiled: the numbers of rows are known only as it runs.
+        forward: Any = torch.compiler.disable(DividedExperts(experts, experts.forward, ranks, mixture))
+        experts.forward = forward
     return ranks
 
 
 class DividedExperts:
     """Forward of a module of experts that other ranks share.
+
+    Under autocast, tokens are sent in its dtype, to which the experts' products cast them anyway. Outputs are too,
+    unless the experts have biases, which transformers adds in the tokens' dtype. So no value is rounded once more.
 
     Args:
         module: Module with this rank's experts.
@@ -110,6 +119,7 @@ class DividedExperts:
         self, module: nn.Module, compute: Callable[..., Tensor], ranks: TokenExchange, mixture: Mixture
     ) -> None:
         self.module, self.compute, self.ranks, self.mixture = module, compute, ranks, mixture
+        self._has_biases = any(parameter.ndim < 3 for parameter in module.parameters(recurse=False))
 
     def __call__(self, tokens: Tensor, *routing: Any, **named: Any) -> Tensor:
         """Returns the outputs of the experts of all ranks, in the shape of the tokens."""
@@ -117,10 +127,26 @@ class DividedExperts:
             return self._dense(tokens)
         index, weights = self._routing(routing, named)
         flat = tokens.reshape(-1, tokens.shape[-1])
-        out = self.ranks(flat, index.reshape(len(flat), -1), self._routed)  # [T, k, D]
-        weighted = out * weights.reshape(len(flat), -1, 1)
+        out = self.ranks(flat, index.reshape(len(flat), -1), self._in_dtype(self._routed, flat), self.sent_dtype(flat))
+        weighted = (out * weights.reshape(len(flat), -1, 1)).to(tokens.dtype)  # [T, k, D]
         # Not a view: FSDP2 warns of views among a unit's outputs.
-        return weighted.view(*tokens.shape[:-1], -1, tokens.shape[-1]).sum(-2).to(tokens.dtype)
+        return weighted.view(*tokens.shape[:-1], -1, tokens.shape[-1]).sum(-2)
+
+    @staticmethod
+    def sent_dtype(tokens: Tensor) -> torch.dtype:
+        """Returns the dtype in which tokens are sent: that of their products."""
+        kind = tokens.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if casts and tokens.dtype == torch.float32 else tokens.dtype
+
+    def _in_dtype(self, compute: Compute, tokens: Tensor) -> Compute:
+        """Returns a function of received rows whose outputs have one dtype on all ranks, with or without rows."""
+
+        def computed(rows: Tensor, numbers: Tensor) -> Tensor:
+            rows = rows.to(tokens.dtype) if self._has_biases else rows
+            return compute(rows, numbers).to(rows.dtype)
+
+        return computed
 
     @staticmethod
     def _routing(routing: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -144,7 +170,7 @@ class DividedExperts:
         numbers = torch.arange(experts, device=tokens.device).repeat_interleave(rows // experts)
         chosen = (tokens != 0).any(-1)
         index = torch.where(chosen, numbers, experts)
-        return self.ranks(tokens, index[:, None], self._padded).sum(1)
+        return self.ranks(tokens, index[:, None], self._in_dtype(self._padded, tokens), self.sent_dtype(tokens)).sum(1)
 
     def _padded(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Computes rows by a forward that takes the same number of rows for each expert."""

@@ -33,12 +33,13 @@ class TokenExchange:
     Attributes:
         size: Number of ranks.
         sent: Number of elements that this rank has sent to others so far, in forward and backward.
+        sent_bytes: Bytes of these elements.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self.group, self.experts = group, experts
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.sent = 0
+        self.sent = self.sent_bytes = 0
         assert experts % self.size == 0
 
     @property
@@ -46,13 +47,15 @@ class TokenExchange:
         """Number of experts of a rank."""
         return self.experts // self.size
 
-    def __call__(self, tokens: Tensor, index: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, tokens: Tensor, index: Tensor, compute: Compute, dtype: torch.dtype | None = None) -> Tensor:
         """Computes tokens with their experts, wherever these are.
 
         Args:
             tokens: Tokens `[T, D]`.
             index: Experts of each token `[T, k]`; for a number outside of the experts, the result is zero.
             compute: Function of this rank's experts.
+            dtype: Dtype in which tokens are sent; None for their own. Outputs are sent in the dtype of `compute`, and
+                gradients in that of forward. The gradients of a token's k copies are summed in the token's dtype.
 
         Returns:
             Outputs `[T, k, D]`, in the order of `index`.
@@ -62,8 +65,8 @@ class TokenExchange:
         order, counts = self._sort(flat)
         sent, received, per_expert = self._agree(counts, len(flat))
         order = order[: sum(sent)]
-        rows = _TakeRows.apply(tokens, order, choices)  # [S, D], by expert
-        rows = _AllToAll.apply(rows, self, sent, received, float(self.size))  # [R, D], by source and expert
+        rows = _TakeRows.apply(tokens, order, choices, dtype or tokens.dtype, float(self.size))  # [S, D], by expert
+        rows = _AllToAll.apply(rows, self, sent, received, 1.0)  # [R, D], by source and expert
         owned = self._expert_numbers(per_expert, sum(received), flat)
         out = _AllToAll.apply(compute(rows, owned), self, received, sent, 1.0 / self.size)  # [S, D]
         placed = _PlaceRows.apply(out, order, count * choices)
@@ -98,7 +101,9 @@ class TokenExchange:
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends rows to each rank, and returns those that this rank gets."""
-        self.sent += (sum(sent) - sent[self.rank]) * rows.shape[1:].numel()
+        elements = (sum(sent) - sent[self.rank]) * rows.shape[1:].numel()
+        self.sent += elements
+        self.sent_bytes += elements * rows.element_size()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=self.group)
         return out
@@ -121,24 +126,29 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.ranks.exchange(gradient, ctx.received, ctx.sent) * ctx.factor, None, None, None, None
+        found = ctx.ranks.exchange(gradient, ctx.received, ctx.sent)
+        return found if ctx.factor == 1 else found * ctx.factor, None, None, None, None
 
 
 class _TakeRows(torch.autograd.Function):
-    """Copies of tokens in the order of their places among the choices `[T * k]`; backward sums without atomics."""
+    """Copies of tokens, in a dtype, in the order of their places among the choices `[T * k]`.
+
+    Backward sums without atomics, in the tokens' dtype, and multiplies the sum by a factor.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int, dtype: torch.dtype, factor: float) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.shape, ctx.choices = tokens.shape, choices
-        return tokens[order // choices]
+        ctx.shape, ctx.choices, ctx.dtype, ctx.factor = tokens.shape, choices, tokens.dtype, factor
+        return tokens.to(dtype)[order // choices]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (order,) = ctx.saved_tensors
         count, features = ctx.shape
-        full = gradient.new_zeros(count * ctx.choices, features).index_copy_(0, order, gradient)
-        return full.view(count, ctx.choices, features).sum(1), None, None
+        full = gradient.new_zeros(count * ctx.choices, features, dtype=ctx.dtype)
+        full.index_copy_(0, order, gradient.to(ctx.dtype))
+        return full.view(count, ctx.choices, features).sum(1) * ctx.factor, None, None, None, None
 
 
 class _PlaceRows(torch.autograd.Function):

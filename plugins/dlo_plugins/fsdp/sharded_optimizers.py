@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
-from dlo_framework.shards import FlatShard, Shard, SlicedShard, attach_slice
+from dlo_framework.shards import Shard, attach_slice, place_in_slice
 from dlo_framework.tensor_slice import TensorSlice
+from dlo_plugins.fsdp.expert_full_tensors import SeparateShards
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard
@@ -72,12 +74,15 @@ class OptimizerShards:
             {key: name for key, name in self._local_names().items() if name not in experts},
             *(self.communicator, self.sharded.device),
         )
+        of_experts: list[RowGroup] = []
         if experts:
-            of_experts = {key: name for key, name in self._local_names().items() if name in experts}
-            groups += make_groups(optimizer, of_experts, self.sharded.expert_sharers, self.sharded.device)
+            names = {key: name for key, name in self._local_names().items() if name in experts}
+            of_experts = make_groups(optimizer, names, self.sharded.expert_sharers, self.sharded.device)
         share: OptimizerShard[RowGroup]
         if kind == "elementwise":
-            share = RowShard(groups, self.communicator)
+            share = RowShard([*groups, *of_experts], self.communicator)
+        elif experts:
+            share = self._full_tensors_of(groups, of_experts)
         elif self.sharded.tensor_parallel.size > 1:
             slices = self.sharded.layout.slices
             share = JoinedTensorShard(groups, self.communicator, self.sharded.tensor_parallel, slices)
@@ -91,16 +96,33 @@ class OptimizerShards:
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
 
+    def _full_tensors_of(self, groups: list[RowGroup], of_experts: list[RowGroup]) -> OptimizerShard[RowGroup]:
+        """Returns the shard of an optimizer of full tensors under `ep`."""
+        ranks, slices = Communicator(self.sharded.groups.expert_group), self.sharded.layout.slices
+        parts: list[FullTensorShard[RowGroup]] = [FullTensorShard(groups, self.communicator)]
+        if of_experts:
+            own = {name: slices[name] for group in of_experts for name in group.names}
+            parts.append(JoinedTensorShard(of_experts, self.sharded.expert_sharers, ranks, own))
+        return SeparateShards(parts)
+
     def _check_experts(self, optimizer: Optimizer, kind: Kind) -> None:
-        """Checks that an optimizer needs no tensors of the experts of other ranks.
+        """Checks that an optimizer can step the experts that ranks divide.
 
         Raises:
-            DloError: It does.
+            DloError: It needs full tensors, of which `ep` and `tp` both have slices, or all tensors.
         """
-        if kind != "elementwise" and self.sharded.layout.experts:
+        if not self.sharded.layout.experts or kind == "elementwise":
+            return
+        name = type(optimizer).__name__
+        if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
             raise DloError(
-                f"an optimizer under ep must update each element without the others, got {type(optimizer).__name__},"
-                " which needs the tensors of all experts; use adamw, for example, or set ep to 1"
+                f"an optimizer under ep must update each tensor without the others, got {name}; use adamw, for example,"
+                " or set ep to 1"
+            )
+        if self.sharded.tensor_parallel.size > 1:
+            raise DloError(
+                f"an optimizer under ep and tp must update each element without the others, got {name}, which needs"
+                " full tensors; use adamw, for example, or set tp or ep to 1"
             )
 
     def _probe(self, optimizer: Optimizer) -> Kind:
@@ -193,7 +215,9 @@ class OptimizerShards:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""
         layout, place = self.sharded.layout, self.sharded.groups.coordinates
         # A sliced tensor that is stepped in full is stepped by one tp rank.
-        if name in layout.tied_copies or (place.tp and (name not in layout.slices or name in layout.experts)):
+        cut = layout.slices.get(name)
+        is_cut = cut is not None and (name not in layout.experts or cut.inner is not None)  # over tp
+        if name in layout.tied_copies or (place.tp and not is_cut):
             return False
         if self.sharded.is_replicated and self.share_of(name) is None and self.communicator.rank:
             return False  # The optimizer steps full tensors on each rank.
@@ -237,14 +261,15 @@ class OptimizerShards:
         if cut is None or len(shape) <= cut.dim or shape[cut.dim] != cut.size:
             return share.empty_shard(name, shape, dtype)
         found = share.empty_shard(name, cut.slice_shape(shape), dtype)
-        return SlicedShard(found, cut) if isinstance(found, FlatShard) else share.empty_shard(name, shape, dtype)
+        return share.empty_shard(name, shape, dtype) if isinstance(found, Tensor) else place_in_slice(found, cut)
 
 
 def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name: str, value: Tensor) -> Shard:
     """Returns a tensor in the shape of a stepped one as a shard of the parameter."""
     found = share.as_shard(name, value)
-    # State in the parameter's shape is a flat shard under an elementwise optimizer; a step count is not.
-    return attach_slice(found, slices.get(name)) if isinstance(found, FlatShard) else found
+    # State in the parameter's shape is a shard under an elementwise optimizer; a step count is not.
+    cut = slices.get(name)
+    return found if cut is None or isinstance(found, Tensor) else place_in_slice(found, cut)
 
 
 def _step_rows(local: Tensor | None, ready: Callable[[list[Tensor]], None]) -> Callable[[Tensor], None]:

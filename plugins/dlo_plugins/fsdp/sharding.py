@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator, backend_of
@@ -29,6 +29,7 @@ from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_g
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
+from dlo_plugins.fsdp.row_shards import shard_dim
 from dlo_plugins.fsdp.step_state import drop_step_state
 
 #: Elements of the gradients that are averaged in one message.
@@ -186,13 +187,19 @@ class ShardedModule:
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
         trained = self._trained(part, ignored)
         precision, reshard = unit_policy(options.policy, trained, self.units), options.reshard_after_forward
-        mesh, sharers = self._mesh, self.sharers
-        if self._has_experts(part):
+        mesh, sharers, of_experts = self._mesh, self.sharers, self._has_experts(part)
+        if of_experts:
             assert self._expert_mesh is not None
             mesh, sharers = self._expert_mesh, self.expert_sharers
             # The block has cast its inputs, and the router's weights keep their dtype.
             precision = replace(precision, cast_forward_inputs=False)
             reshard = None if reshard is None else bool(reshard)  # A number is one of the other parameters' ranks.
+        # A number: torch 2.11 to 2.15 reshards over fewer ranks along dim 0 only.
+        in_part = reshard is not None and not isinstance(reshard, bool)
+
+        def placement(parameter: nn.Parameter) -> Shard | None:
+            return None if in_part else Shard(shard_dim(parameter.shape, sharers.size, of_experts))
+
         fully_shard(
             part,
             mesh=mesh,
@@ -200,6 +207,7 @@ class ShardedModule:
             mp_policy=precision,
             offload_policy=policy,
             ignored_params=ignored,
+            shard_placement_fn=placement,
         )
         sharded: Any = part
         complete_gradients(sharded)

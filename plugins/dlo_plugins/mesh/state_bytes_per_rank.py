@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dlo_framework.mesh import Coordinates, MeshSpec
-from dlo_plugins.fsdp.row_shards import row_range
+from dlo_plugins.fsdp.row_shards import row_range, shard_dim
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Stages
 from dlo_plugins.sharding.bf16_weights import find_exact_parameters
@@ -151,6 +151,9 @@ class StateBytesPerRank:
             sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
             if kind.is_expert:
                 sharers, number = self.spec.expert_shards, number // self.spec.ep
+            dim = shard_dim(torch.Size(shape), sharers, kind.is_expert)
+            if dim:
+                return math.prod(shape) // sharers
             return row_range(torch.Size(shape), sharers, number)[1]
         return 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
-from dlo_framework.shards import FlatShard
+from dlo_framework.shards import FlatShard, Shard, SlicedShard, shard_maker
 from dlo_plugins.sharding.flat_partition import assign_balanced
 from dlo_plugins.sharding.flat_slices import FlatSlice
 
@@ -71,8 +71,14 @@ class ParamGroup(Protocol):
     def load_params(self) -> None:
         """Loads the parameters' values into what the optimizer steps, where that is a copy."""
 
-    def stepped_pieces(self) -> list[FlatShard]:
+    def stepped_pieces(self) -> Sequence[FlatShard | SlicedShard]:
         """Returns the pieces that optimizers step."""
+
+    def in_partition_order(self, number: int, full: Tensor) -> Tensor:
+        """Returns a full tensor of a parameter's shape, flat, in the order in which the partition's pieces cut it."""
+
+    def full_tensor(self, number: int, flat: Tensor) -> Tensor:
+        """Returns the full tensor from :meth:`in_partition_order`."""
 
     def piece_gradients(self) -> list[Tensor]:
         """Returns the gradient of each piece."""
@@ -145,7 +151,8 @@ class OptimizerShard(ABC, Generic[Group]):
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
         room = self.empty_shard(name, self.full_shape(name), value.dtype)
-        part, made = room.data if isinstance(room, FlatShard) else room, local_tensor(value).flatten()
+        part = room if isinstance(room, Tensor) else flat_piece(room).data
+        made = local_tensor(value).flatten()
         if part.numel() and not (made.numel() and bool((made == made[0]).all())):
             raise DloError(
                 f"an optimizer's state must be made in its first step, or be one value a tensor, got {key!r} of"
@@ -171,11 +178,11 @@ class OptimizerShard(ABC, Generic[Group]):
         """Copies the stepped values into the shards, and starts their all-gather."""
 
     @abstractmethod
-    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+    def as_shard(self, name: str, value: Tensor) -> Shard:
         """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
 
     @abstractmethod
-    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard for a state tensor of a full shape."""
 
     @property
@@ -205,12 +212,13 @@ class ElementwiseShard(OptimizerShard[Group]):
 
     def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
-        self._pieces: dict[str, FlatShard] = {}
+        self._pieces: dict[str, FlatShard | SlicedShard] = {}
         for group in groups:
             for number, piece in zip(group.owned, group.stepped_pieces(), strict=True):
                 self._pieces[group.names[number]] = piece
                 # A scalar parameter stays a scalar, so that its optimizer state has the shape of a single process's.
-                data = piece.data if piece.shape else piece.data.view(())
+                data = flat_piece(piece).data
+                data = data if piece.shape else data.view(())
                 self.local_params[group.names[number]] = data.requires_grad_()
 
     def set_grads(self, used: Iterable[str]) -> None:
@@ -231,17 +239,17 @@ class ElementwiseShard(OptimizerShard[Group]):
             group.store_step()
             group.all_gather_params()
 
-    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+    def as_shard(self, name: str, value: Tensor) -> Shard:
         """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
         piece = self._pieces[name]
-        of_the_piece = value.ndim == 1 and value.shape == piece.data.shape
-        return FlatShard(value, piece.shape, piece.start) if of_the_piece else value
+        of_the_piece = value.ndim == 1 and value.shape == flat_piece(piece).data.shape
+        return shard_maker(piece)(value) if of_the_piece else value
 
-    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard for a state tensor of a full shape."""
         piece = self._pieces[name]
         if shape == piece.shape and shape.numel() > 0 and len(shape) > 0:
-            return FlatShard(torch.empty_like(piece.data, dtype=dtype, requires_grad=False), shape, piece.start)
+            return shard_maker(piece)(torch.empty_like(flat_piece(piece).data, dtype=dtype, requires_grad=False))
         return torch.empty(shape, dtype=dtype)
 
 
@@ -301,11 +309,16 @@ class FullTensorShard(OptimizerShard[Group]):
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
         for group in self.groups:
             by_dtype[group.dtype].append(group)
-        stepped = self._stepped_values()
+        found = self._stepped_values()
+        stepped = {
+            group.names[number]: group.in_partition_order(number, found[group.names[number]])
+            for group, number in self._places
+            if group.names[number] in found
+        }
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for rank, name, start, length in self._owned_runs(groups):
-                sent[rank].append(stepped[name].flatten()[start : start + length])
+                sent[rank].append(stepped[name][start : start + length])
             held = self._count_by_owner(groups)
             received = self.communicator.exchange([concat(parts, dtype, groups[0].device) for parts in sent], held)
             at = [0] * self.communicator.size
@@ -361,16 +374,21 @@ class FullTensorShard(OptimizerShard[Group]):
             at = [0] * self.communicator.size
             for rank, name, start, length in self._owned_runs(groups):
                 if name not in wholes:
-                    wholes[name] = torch.empty(self.shapes[name], dtype=dtype, device=groups[0].device)
-                wholes[name].view(-1)[start : start + length] = received[rank][at[rank] : at[rank] + length]
+                    numel = self.shapes[name].numel()
+                    wholes[name] = torch.empty(numel, dtype=dtype, device=groups[0].device)
+                wholes[name][start : start + length] = received[rank][at[rank] : at[rank] + length]
                 at[rank] += length
-        return {name: whole.to(self.groups[0].step_device) for name, whole in wholes.items()}
+        return {
+            group.names[number]: group.full_tensor(number, wholes[name]).to(self.groups[0].step_device)
+            for group, number in self._places
+            if (name := group.names[number]) in wholes
+        }
 
-    def as_shard(self, name: str, value: Tensor) -> Tensor | FlatShard:
+    def as_shard(self, name: str, value: Tensor) -> Shard:
         """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
         return value
 
-    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | FlatShard:
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an uninitialised shard for a state tensor of a full shape."""
         return torch.empty(shape, dtype=dtype, device=self.groups[0].step_device)
 
@@ -399,6 +417,15 @@ def patch_global_norm(optimizer: Any, norm: Callable[[], Tensor]) -> bool:
 
     optimizer._get_clip_grad_norm = clip_by_global_norm
     return True
+
+
+def flat_piece(piece: FlatShard | SlicedShard) -> FlatShard:
+    """Returns the flat shard of a piece, which may be in slices of the parameter."""
+    inner: Shard = piece
+    while isinstance(inner, SlicedShard):
+        inner = inner.shard
+    assert isinstance(inner, FlatShard)
+    return inner
 
 
 def concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -51,6 +51,7 @@ class TPPlan:
         vocabulary: Names of embeddings and output projections that are split over the vocabulary.
         partial: Names of replicated parameters whose gradient is a partial sum on each rank.
         divisibilities: Counts that must be divisible by the number of ranks.
+        experts: Names of the modules of stacked experts that are divided.
     """
 
     divisions: dict[str, Division] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class TPPlan:
     vocabulary: list[str] = field(default_factory=list)
     partial: set[str] = field(default_factory=set)
     divisibilities: list[Divisibility] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
 
 
 def region_of(found: TPPlan, name: str) -> str | None:

@@ -13,6 +13,7 @@ from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.adapted_projections import base_name, base_of, check_adapted, divide_adapters
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
+from dlo_plugins.tensor.expert_slices import divide_stacked_experts
 from dlo_plugins.tensor.heads import head_width, kv_heads
 from dlo_plugins.tensor.projections import output_names, projection_kind, weight_names
 from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, find_partial
@@ -50,6 +51,7 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
     for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
         _divide_module(found, modules, name, rule)
     _divide_parameters(found, module, plan)
+    divide_stacked_experts(found, module, plan)
     _share_among_tied(found, module)
     check_divisibility(found.divisibilities, tp)
     _check_vocabulary(found, tp)

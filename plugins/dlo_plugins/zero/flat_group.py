@@ -212,6 +212,14 @@ class FlatGroup:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
 
+    def in_partition_order(self, number: int, full: Tensor) -> Tensor:
+        """Returns a full tensor of a parameter's shape, flat, in the order in which the partition's pieces cut it."""
+        return full.flatten()
+
+    def full_tensor(self, number: int, flat: Tensor) -> Tensor:
+        """Returns the full tensor from :meth:`in_partition_order`."""
+        return flat.view(self._shapes[number])
+
     def all_gather_params(self) -> None:
         """Starts the all-gather of the shards' new values, if the full buffer is allocated.
 

@@ -116,13 +116,17 @@ def test_expert_choice_adds_each_experts_tokens() -> None:
     experts = experts_of(gated=False)
     layer = MixtureLayer(8, experts, MixtureOptions(count=4, top_k=2, router="expert_choice")).double()
     nn.init.normal_(layer.gate.weight)
-    x = torch.randn(2, 6, 8, dtype=torch.double)
+    x = torch.randn(2, 6, 8, dtype=torch.double, requires_grad=True)
     _, weights, tokens = layer.gate(x)
     expected = torch.zeros(12, 8, dtype=torch.double)
     for expert in range(4):
         for weight, token in zip(weights[expert], tokens[expert].tolist(), strict=True):
             expected[token] += weight * compute_alone(experts, expert, x.view(12, 8)[token])
-    torch.testing.assert_close(layer(x), expected.view(2, 6, 8))
+    found = layer(x)
+    torch.testing.assert_close(found, expected.view(2, 6, 8))
+    wanted = [x, *layer.parameters()]
+    alone = torch.autograd.grad(expected.square().sum(), wanted)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), wanted), alone)
 
 
 def test_every_second_block_ends_with_the_last() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dlo_framework.experts import find_mixtures
 from dlo_framework.testing import run_distributed
-from dlo_plugins.experts.local_experts import divide_experts
+from dlo_plugins.experts.local_experts import DividedExperts, divide_experts
 
 EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 6, 10
 
@@ -44,6 +44,26 @@ class DenseExperts(Experts):
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
         by_expert = tokens.view(self.up.shape[0], -1, WIDTH)
         return torch.bmm(torch.tanh(torch.bmm(by_expert, self.up)), self.down).view(-1, WIDTH)
+
+
+class MatrixExperts(Experts):
+    """Experts in single precision, of two products, perhaps with a bias after them."""
+
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.float()
+        self.down = nn.Parameter(self.up.detach() + 1)
+        if not has_bias:
+            del self.bias
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            rows, choice = torch.where(index == expert)
+            made = torch.tanh(tokens[rows] @ self.up[expert]) @ self.down[expert]
+            made = (made + self.bias[expert] if hasattr(self, "bias") else made) * weights[rows, choice, None]
+            out = out.index_add(0, rows, made.to(out.dtype))
+        return out
 
 
 class Mixture(nn.Module):
@@ -103,6 +123,47 @@ def balanced() -> SimpleNamespace:
     forward = ranks.sent
     out.sum().backward()
     return SimpleNamespace(forward=forward, total=ranks.sent)
+
+
+class Wide(DividedExperts):
+    @staticmethod
+    def sent_dtype(tokens: Tensor) -> torch.dtype:
+        return tokens.dtype
+
+
+def in_autocast(has_bias: bool, only: int, kind: type[DividedExperts], rank: int) -> tuple[dict[str, Tensor], int]:
+    """Outputs and gradients under bf16 autocast, and bytes sent."""
+    model = nn.ModuleDict({"mlp": Mixture(MatrixExperts(has_bias))})
+    (mixture,) = find_mixtures(model)
+    ranks = divide_experts(model, mixture, dist.group.WORLD)
+    experts: Any = model.mlp.experts  # type: ignore[union-attr]
+    forward = kind(experts, type(experts).forward.__get__(experts), ranks, mixture)
+    tokens, index, weights = (tensor[rank * TOKENS : (rank + 1) * TOKENS] for tensor in routed(only))
+    tokens, weights = tokens.float().requires_grad_(), weights.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = forward(tokens, index, weights)
+    out.square().sum().backward()
+    found = {"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad}
+    found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return found, ranks.sent_bytes  # type: ignore[return-value]
+
+
+def narrow_and_wide(rank: int, world_size: int) -> list[tuple[bool, Any, Any]]:
+    # The last experts alone: the first rank gets no token.
+    return [
+        (has_bias, in_autocast(has_bias, only, DividedExperts, rank), in_autocast(has_bias, only, Wide, rank))
+        for has_bias in (False, True)
+        for only in (1, 2)
+    ]
+
+
+def test_tokens_under_autocast_are_sent_in_half_the_bytes_with_the_same_values() -> None:
+    for found in run_distributed(narrow_and_wide, 2):
+        for has_bias, (narrow, few), (wide, many) in found:
+            for name, value in wide.items():
+                assert value.dtype == torch.float32
+                assert torch.equal(narrow[name], value), name
+            assert few == many * (0.75 if has_bias else 0.5)
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process() -> None:
