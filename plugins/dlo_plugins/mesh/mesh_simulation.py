@@ -87,6 +87,8 @@ def simulate_ranks(
         DloError: The process is already a rank, or the model cannot be cut.
     """
     task = task.on_meta()
+    if spec.tp > 1:  # Rules are inferred outside of the fake world.
+        strategy.appliers.tensor.complete_plan(task, task.parallel_plan(), spec.tp)
     pipelining = fix_split(task, strategy, spec, None)
     found = []
     for rank in ranks:
