@@ -60,10 +60,15 @@ class Shapes:
     seq_len, batch_size, num_classes = LENGTH, ROWS, 3
 
 
-def make(name: str) -> Task:
-    """Returns a task of a type of transformers, or of a model of timm."""
+def make(name: str, freezes: bool = False) -> Task:
+    """Returns a task of a type of transformers, or of a model of timm.
+
+    Args:
+        name: Name of the type or model.
+        freezes: Whether parameters that no text reaches are frozen, as the check's error advises.
+    """
     if name in TYPES:
-        return CausalLM(config=tiny(name, dropout=False))
+        return CausalLM(config=tiny(name, dropout=False), freeze="auto" if freezes else None)
     return ImageClassifier(name, num_classes=3, **options(name))
 
 
@@ -77,14 +82,14 @@ def batch_of(task: Any) -> Any:
     return {"input_ids": ids, "position_ids": torch.arange(LENGTH).expand(ROWS, LENGTH)}
 
 
-def checked(name: str, axis: str) -> tuple[str, bool]:
+def checked(name: str, axis: str, freezes: bool = False) -> tuple[str, bool]:
     """Returns why the check of an axis refuses a model, "" if it passes; and whether the tensor rules are inferred."""
-    task, strategy = make(name), MeshStrategy(**AXES[axis])
+    task, strategy = make(name, freezes), MeshStrategy(**AXES[axis])
     Trainer(accelerator="cpu", devices=2, strategy=strategy, **OFF)
     try:
         strategy.check_model(task, Shapes())
     except DloError as error:
-        return str(error), False
+        return checked(name, axis, freezes=True) if "freeze auto" in str(error) else (str(error), False)
     return "", axis == "tp" and not has_rules(task.on_meta().parallel_plan())
 
 

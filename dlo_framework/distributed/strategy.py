@@ -178,7 +178,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             if not missed:
                 raise
             allow = "use --trainer.strategy ddp_find_unused_parameters_true"
-            raise DloError(unused_message([self._trained[number] for number in missed], allow)) from error
+            names = [self._trained[number] for number in missed]
+            raise DloError(unused_message(names, allow, self.lightning_module)) from error
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from dlo_framework import Task
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import grouped_mm
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.mesh import mesh_rehearsal
 from dlo_plugins.mesh.pipeline_options import forward_costs
-from dlo_plugins.pipeline.fake_kernels import grouped_mm
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.coverage import Coverage, measure_coverage
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import UNSUPPORTED
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
@@ -33,7 +34,6 @@ from dlo_plugins.mesh.mesh_simulation import (
     fix_split,
     simulated_rank,
 )
-from dlo_plugins.pipeline.fake_kernels import UNSUPPORTED
 from dlo_plugins.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.pipeline.stage_assignment import make_stages
 from dlo_plugins.tensor.inference.block_kinds import block_kind
@@ -174,7 +174,7 @@ class _Rehearsal:
         finally:
             log.setLevel(level)
         if absent:
-            message = unused_message(absent, self.strategy.allow_unused)
+            message = unused_message(absent, self.strategy.allow_unused, self.task)
             return Failure(DloError(message), rank, "", in_backward=True, is_certain=True)
         return None
 

@@ -32,7 +32,6 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import merge_options
@@ -153,6 +152,8 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
             DloError: The JSON has a scheduler and so has a callback; or it has an optimizer alone, and the task's
                 scheduler is for the task's own.
         """
+        from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
+
         super().check_model(module, datamodule, trains=trains, callbacks=callbacks)
         if not trains:
             return

@@ -10,11 +10,12 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeKernels, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.tensor.division import check_divisibility
 from dlo_plugins.tensor.inference.block_kinds import block_kind
 from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
@@ -128,12 +129,9 @@ def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:
 
 
 def _record(task: Any, plan: ParallelPlan, example: Any) -> ProjectionFlow:
-    from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
-
     with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
-        own: Any = copy_modules(task).eval()
-        make_fake(own, None)
-        batch = fake_batch(_small(example))
+        own: Any = fake_copy(task).eval()
+        batch = tree_map(fake_like, _small(example))
 
         def forward() -> None:
             args, kwargs = own.inputs(batch)
