@@ -24,7 +24,7 @@ def install_plan(
 
     Args:
         module: Full model, the same on each rank.
-        found: Its tensor-parallel plan for this number of ranks.
+        found: Tensor-parallel plan of the model for this number of ranks.
         communicator: Communicator of the ranks.
         stream: Sequence that is split between regions; None without sequence parallelism.
         products: Products that overlap with collectives; None without asynchronous tensor parallelism.
