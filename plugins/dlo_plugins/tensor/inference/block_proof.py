@@ -202,7 +202,7 @@ class BlockProof:
     def _value(self, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         if not is_parameter and tensor.device.type != "meta" and type(tensor) is Tensor:
-            return tensor.detach().clone().to(self._dtype if tensor.is_floating_point() else tensor.dtype)
+            return tensor.detach().cpu().clone().to(self._dtype if tensor.is_floating_point() else tensor.dtype)
         if not tensor.is_floating_point():
             made = torch.ones if tensor.dtype is torch.bool else torch.zeros
             return made(tensor.shape, dtype=tensor.dtype)
