@@ -52,6 +52,8 @@ class Rule(enum.StrEnum):
     """Embedding rows, or the logits' columns, split over the vocabulary."""
     SEQUENCE = "sequence"
     """Works on activations split along the sequence; its own parameters are whole on each rank."""
+    LOCAL_SHAPES = "local_shapes"
+    """An attention whose code reshapes to full numbers of heads or features: each rank reshapes to its share."""
     REPLICATE = "replicate"
     """Whole on each rank. What no pattern matches is replicated."""
 
@@ -71,6 +73,8 @@ class ParallelPlan:
         tied: Groups of parameter names that share one tensor, such as an embedding and the output projection.
         experts: Patterns of the mixtures of experts: the modules that hold a router and its experts. Modules that they
             match without experts are the dense layers between. See :func:`dlo_framework.experts.find_mixtures`.
+        head_widths: Mapping of patterns of attention modules to the number of features of a head, for modules without
+            an attribute `head_dim` or `num_heads`.
 
     Raises:
         DloError: for an unknown rule, or a tied group of fewer than two names.
@@ -83,6 +87,7 @@ class ParallelPlan:
     attention: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     experts: tuple[str, ...] = ()
+    head_widths: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("blocks", "stem", "head", "attention", "experts"):
@@ -138,6 +143,10 @@ class ParallelPlan:
             if _owns(pattern, name):
                 return _rule(rule)
         return Rule.REPLICATE
+
+    def head_width_for(self, name: str) -> int | None:
+        """Returns the width of an attention module's heads, if `head_widths` names it."""
+        return next((width for pattern, width in self.head_widths.items() if _any_match((pattern,), name)), None)
 
     def owners(self, name: str) -> list[str]:
         """Returns which of `"stem"`, `"blocks"` and `"head"` own a parameter; exactly one in a valid plan."""

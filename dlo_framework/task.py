@@ -191,6 +191,11 @@ class Task(LightningModule, ABC):
             " on_policy out"
         )
 
+    @property
+    def freezes_unused(self) -> str:
+        """Fix in errors about parameters without a gradient, in the imperative; empty for the general one."""
+        return ""
+
     def add_training_module(self, name: str, module: nn.Module) -> None:
         """Adds a module that only training uses, such as a projection in a loss; call it in `setup`.
 

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, Stochastic
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -67,7 +68,9 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
     It is Lightning's DDPStrategy with canonical checkpoints, which all ranks write.
 
     Args:
-        find_unused_parameters: Whether to allow parameters without a gradient, which costs a walk over the graph.
+        find_unused_parameters: Whether to allow parameters without a gradient, which costs a walk over the graph. By
+            default only in manual optimization, where a backward for one of several optimizers, as in a GAN, leaves
+            the others' parameters without.
         timeout_minutes: Minutes that a collective may take before the run ends; by default 10, or Lightning's
             `timeout`.
         kwargs: Further arguments of Lightning's DDPStrategy and torch's DistributedDataParallel.
@@ -78,14 +81,15 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
 
     def __init__(
         self,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
         timeout_minutes: float | None = None,
         **kwargs: Any,
     ) -> None:
         if timeout_minutes is not None:
             kwargs["timeout"] = timedelta(minutes=timeout_minutes)
         kwargs.setdefault("timeout", TIMEOUT)
-        super().__init__(find_unused_parameters=find_unused_parameters, **kwargs)
+        super().__init__(find_unused_parameters=bool(find_unused_parameters), **kwargs)
+        self._decides_unused = find_unused_parameters is None
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
@@ -98,6 +102,13 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         named = dict(module.named_parameters())
         self._trained = [name for name, parameter in named.items() if parameter.requires_grad]
         self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
+        if self._decides_unused and not module.automatic_optimization:
+            self._ddp_kwargs["find_unused_parameters"] = True  # Lightning (2.6) passes these to torch's wrapper.
+            rank_zero_warn(
+                f"{type(module).__name__} optimizes by hand, so a backward may leave parameters without a gradient:"
+                " ddp walks over the graph in each backward to find them; use --trainer.strategy"
+                " ddp_find_unused_parameters_false if every backward reaches all parameters"
+            )
         super().configure_ddp()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +178,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             if not missed:
                 raise
             allow = "use --trainer.strategy ddp_find_unused_parameters_true"
-            raise DloError(unused_message([self._trained[number] for number in missed], allow)) from error
+            names = [self._trained[number] for number in missed]
+            raise DloError(unused_message(names, allow, self.lightning_module)) from error
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):
@@ -445,7 +457,7 @@ def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
     for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook")):
         for ending, find_unused in (
-            ("", False),
+            ("", None),
             ("_find_unused_parameters_false", False),
             ("_find_unused_parameters_true", True),
         ):

@@ -56,6 +56,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "distillation",
                 "token_loss",
                 "four_bit_linear",
+                "fake_kernels",
                 "recompute",
                 "attention/",
             ),
@@ -120,6 +121,10 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 
 #: Imports inside functions that go up, with the reason.
 UPWARD = {
+    (
+        "dlo_plugins.strategies.deepspeed",
+        "dlo_plugins.callbacks.lr_schedule",
+    ): "finds the callbacks that set the learning rate",
     ("dlo_framework.testing.dlo_process", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
 }
 

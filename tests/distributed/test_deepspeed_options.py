@@ -178,7 +178,7 @@ def _json(world_size: int, folder: Path) -> None:
         with pytest.raises(DloError, match=told):
             _losses(world_size, DeepSpeedBridge(config=content), Model(), **options)
     alone = {key: value for key, value in content.items() if key != "scheduler"}
-    with pytest.raises(DloError, match="optimizer and scheduler together"):
+    with pytest.raises(DloError, match="optimizer and scheduler must be set together"):
         _losses(world_size, DeepSpeedBridge(config=alone), Model(), accumulate_grad_batches=2)
     _losses(world_size, DeepSpeedBridge(config=alone), NoSchedule(), accumulate_grad_batches=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ STRATEGIES = {
     "zero2": lambda: ZeroStrategy(2),
     "zero3": lambda: ZeroStrategy(3),
     "fsdp": FSDPStrategy,
-    "ddp": lambda: DataParallelStrategy(find_unused_parameters=True),
+    "ddp": DataParallelStrategy,
 }
 
 
@@ -104,6 +105,51 @@ class Toggled(TwoTasks):
         self.manual_backward(self.probe(batch[0]).square().mean())
 
 
+class Adversaries(LightningModule):
+    """A generator and a discriminator that is toggled, as in Lightning's example of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.generator, self.critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.critic)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            made = self.generator(torch.ones_like(batch[0]))
+            loss = -self.critic(made) if number == 0 else self.critic(made.detach()) - self.critic(batch[0])
+            optimizer.zero_grad()
+            self.manual_backward(loss.mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def _adversaries(rank: int, world: int, folder: Path) -> tuple[list[str], float]:
+    """Warnings of a run under plain ddp, and the difference of its weights from one process's."""
+    alone = Adversaries()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = Adversaries()
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        run = trainer(world, DataParallelStrategy())
+        run.fit(module, mine(rank, world))
+    trained = {name: p for name, p in module.named_parameters() if name.endswith("weight")}  # A bias cancels out.
+    assert all(differ({name: p}, {name: before[name]}) > 1e-3 for name, p in trained.items())
+    generator, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (alone.generator, alone.critic))
+    for x, _ in data():
+        for number, optimizer in enumerate((generator, critic)):
+            made = alone.generator(torch.ones_like(x))
+            loss = -alone.critic(made) if number == 0 else alone.critic(made.detach()) - alone.critic(x)
+            alone.zero_grad()
+            loss.mean().backward()
+            optimizer.step()
+    return [str(one.message) for one in caught], differ(dict(module.named_parameters()), dict(alone.named_parameters()))
+
+
 def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
     found = {}
     for kind in (TwoTasks, WholeTensors):
@@ -118,17 +164,17 @@ def _each(rank: int, world: int, folder: Path) -> dict[str, float]:
 
 
 def _parameters_without_gradients(rank: int, world: int, folder: Path) -> list[str]:
-    """Plain data parallelism reduces all gradients in each backward: by hand, too, it wants them all."""
+    """Plain data parallelism that is told not to look for them wants all gradients in each backward."""
     told = []
     for kind in (TwoTasks, Toggled):
         with pytest.raises(DloError) as error:
-            trainer(world, DataParallelStrategy()).fit(kind(), mine(rank, world))
+            trainer(world, DataParallelStrategy(find_unused_parameters=False)).fit(kind(), mine(rank, world))
         told.append(str(error.value))
     return told
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    return found_by((_each, _parameters_without_gradients), rank, world, folder)
+    return found_by((_each, _parameters_without_gradients, _adversaries), rank, world, folder)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +192,9 @@ def test_plain_data_parallelism_names_parameters_without_a_gradient(ranks: list[
     for message in itertools.chain.from_iterable(of(ranks, "_parameters_without_gradients")):
         assert "got none for slow.weight, slow.bias, probe.weight, probe.bias" in message
         assert "ddp_find_unused_parameters_true" in message
+
+
+def test_a_gan_trains_under_ddp_with_a_warning(ranks: list[dict[str, Any]]) -> None:
+    (told, difference), *_ = of(ranks, "_adversaries")
+    assert difference == pytest.approx(0.0, abs=1e-6)
+    assert any("Adversaries optimizes by hand" in message for message in told)

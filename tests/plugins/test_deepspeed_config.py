@@ -216,12 +216,29 @@ def test_a_config_that_json_cannot_hold_is_refused():
         ({"aio": {"blok_size": 3}}, "'aio.blok_size'; did you mean 'block_size'?"),
         ({"checkpoint": {"writer": {"tpe": "fast"}}}, "'checkpoint.writer.tpe'; did you mean 'type'?"),
         ({"stage": 3}, "unknown key 'stage'; it belongs at 'zero_optimization.stage'"),
-        ({"optimizer": {"type": "AdamW", "lr": 1e-3}}, "unknown key 'optimizer.lr'"),
+        (
+            {"optimizer": {"type": "AdamW", "lr": 1e-3}},
+            "'optimizer.lr'; it belongs at 'optimizer.params.lr'",
+        ),
         ({"fp16": True}, "fp16 must be a section"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_one(config, message):
     assert message in refused({}, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"cuda_visible_devices": "0,1"},
+        {"flash_attention": {"enabled": True}},
+        {"optimizer": {"type": "AdamW", "adam_w_mode": True}},
+    ],
+)
+def test_keys_that_deepspeed_ignores_are_warned_of(config):
+    key = "optimizer.adam_w_mode" if "optimizer" in config else next(iter(config))
+    with pytest.warns(UserWarning, match=f"unknown key '{key}' does nothing: DeepSpeed ignores it; remove it"):
+        assert merge_options({"stage": 1}, config)
 
 
 def paths(section, parents=()):

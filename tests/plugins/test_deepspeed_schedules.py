@@ -243,17 +243,58 @@ def test_lion_steps_as_its_paper_says():
         torch.testing.assert_close(parameter.detach(), weights)
 
 
-def test_lamb_is_the_papers_and_asks_for_whole_parameters():
-    kind, arguments = made({"type": "Lamb", "params": {"lr": 0.01}})
-    assert (arguments["max_grad_norm"], arguments["always_adapt"]) == (None, True)
-    parameter = torch.nn.Parameter(torch.full((4,), 2.0))
+def _lamb_kernel(weight, steps, *, lr, betas, eps, decay, inside, corrects, bounds):
+    """DeepSpeed 0.19.8's csrc/lamb/fused_lamb_cuda_kernel.cu, line by line."""
+    p, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(steps, 1):
+        m = betas[0] * m + (1 - betas[0]) * gradient
+        v = betas[1] * v + (1 - betas[1]) * gradient * gradient
+        denominator = (v + eps).sqrt() if inside else v.sqrt() + eps
+        update = m / denominator + decay * p
+        coefficient = min(max(float(p.norm() / update.norm()), bounds[0]), bounds[1])
+        corrected = lr * (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
+        p = p - (corrected if corrects else lr) * coefficient * update
+    return p
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("bounds", [(0.01, 10.0), (0.01, 0.3), (5.0, 6.0)])
+def test_lamb_is_deepspeeds_kernel_and_asks_for_full_parameters(inside, corrects, bounds):
+    params = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-3, "weight_decay": 0.1, "eps_inside_sqrt": inside}
+    params |= {"bias_correction": corrects, "min_coeff": bounds[0], "max_coeff": bounds[1]}
+    kind, arguments = made({"type": "Lamb", "params": params})
+    draw = torch.Generator().manual_seed(1)
+    weight, *steps = (torch.randn(3, 5, generator=draw, dtype=torch.float64) for _ in range(4))
+    parameter = torch.nn.Parameter(weight.clone())
     optimizer = kind([parameter], **arguments)
-    parameter.grad = torch.full((4,), 100.0)
-    optimizer.step()
-    # Adam's first step is the sign, of norm 2; the weights' norm is 4: a ratio of 2.
-    torch.testing.assert_close(parameter.detach(), torch.full((4,), 2.0 - 0.01 * 2.0))
+    for gradient in steps:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "decay": 0.1}
+    expected = _lamb_kernel(weight, steps, **options, inside=inside, corrects=corrects, bounds=bounds)
+    torch.testing.assert_close(parameter.detach(), expected)
     with pytest.raises(DloError, match="got Lamb, which needs their norms"):
         merge_options({"stage": 1}, {"optimizer": {"type": "Lamb"}})
+
+
+@pytest.mark.parametrize(("name", "mode"), [("AdamW", True), ("Adam", True), ("Adam", False)])
+def test_adam_without_bias_correction(name, mode):
+    """The update is m / (sqrt(v) + eps), as in DeepSpeed's csrc/adam/cpu_adam_impl.cpp without the two corrections."""
+    params = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-3, "weight_decay": 0.1, "bias_correction": False}
+    kind, arguments = made({"type": name, "params": params | {"adam_w_mode": mode}})
+    draw = torch.Generator().manual_seed(1)
+    weight, *steps = (torch.randn(6, generator=draw, dtype=torch.float64) for _ in range(4))
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer, m, v = kind([parameter], **arguments), torch.zeros_like(weight), torch.zeros_like(weight)
+    for gradient in steps:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        g = gradient if mode else gradient + 0.1 * weight
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        weight = weight * (1 - 0.1 * 0.1 * mode) - 0.1 * m / (v.sqrt() + 1e-3)
+    torch.testing.assert_close(parameter.detach(), weight)
+    assert merge_options({"stage": 2}, {"optimizer": {"type": name, "params": params}})
 
 
 def test_auto_is_filled_from_the_tasks_optimizer():
@@ -275,7 +316,7 @@ def test_auto_is_filled_from_the_tasks_optimizer():
         ({"type": "AdamW", "params": {"lr": "1e-3"}}, "optimizer.params.lr must be a number"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, 'set "gradient_clipping": 1.0'),
         (
-            {"type": "AdamW", "params": {"bias_correction": False}},
+            {"type": "AdamW", "params": {"fp32_optimizer_states": False}},
             "must be True, as in dlo's AdamW, got False",
         ),
         ({"type": "Muon", "params": {}}, "to use the task's optimizer"),

@@ -7,8 +7,9 @@ arXiv 2205.05198 (`sequence_parallel`). Departures: see :mod:`dlo_plugins.tensor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dlo_framework.distributed.collectives import Communicator
     from dlo_framework.plan import ParallelPlan
     from dlo_plugins.tensor.coverage import Coverage
+    from dlo_plugins.tensor.inference.inferred_rules import InferredRules
     from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 AXIS = "tp"
@@ -55,6 +57,8 @@ class TensorParallel(Applier):
         self.sequence_parallel, self.async_tp = sequence_parallel, async_tp
         self.communicator: Communicator | None = None
         self._stream: ShardedSequence | None = None
+        #: Inferred rules, by the names and shapes of a model's parameters; ranks get those of the launching process.
+        self._inferred: dict[Any, InferredRules] = {}
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Cuts a model in place; it may be on the meta device.
@@ -70,11 +74,10 @@ class TensorParallel(Applier):
         import torch
 
         from dlo_framework.distributed.collectives import Communicator
-        from dlo_plugins.tensor import expert_slices, parameter_sharding, regions, sharded_norms, vocabulary
         from dlo_plugins.tensor.async_products import CHUNKS, AsyncProducts, reaches_peers
+        from dlo_plugins.tensor.installation import install_plan
         from dlo_plugins.tensor.local_random import LocalRandom
         from dlo_plugins.tensor.sequence_parallel import ShardedSequence
-        from dlo_plugins.tensor.tp_plan import vocabulary_size
         from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         communicator = Communicator(mesh[AXIS].get_group())
@@ -82,7 +85,6 @@ class TensorParallel(Applier):
             return
         self.communicator = communicator
         found = make_tp_plan(module, plan, communicator.size, self.sequence_parallel)
-        parameter_sharding.shard_parameters(module, found, communicator.size, communicator.rank)
         random = LocalRandom(communicator.rank)
         self._stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
         products = None
@@ -90,20 +92,7 @@ class TensorParallel(Applier):
             chunks = CHUNKS if self.async_tp is True else int(self.async_tp)
             device = torch.device(mesh.device_type)
             products = AsyncProducts(communicator, chunks, reaches_peers(communicator, device))
-        for name, region in found.regions.items():
-            around = module.get_submodule(name)
-            columns = [module.get_submodule(column) for column in region.columns]
-            rows = [module.get_submodule(row) for row in region.rows]
-            made = regions.Region(name, around, communicator, random, stream, products)
-            regions.install_region(around, columns, rows, made)
-            for norm in region.norms:
-                size = found.divisions[f"{norm}.weight"].pieces[0]
-                sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
-        for name in found.experts:
-            expert_slices.install_slices(module.get_submodule(name), communicator)
-        for name in found.vocabulary:
-            size = vocabulary_size(found, name)
-            vocabulary.install_vocabulary(module.get_submodule(name), size, communicator)
+        install_plan(module, found, communicator, stream, products, random)
         if stream is not None:
             stream.install(module, plan.block_names(module))
 
@@ -117,6 +106,37 @@ class TensorParallel(Applier):
         """
         if self._stream is not None:
             self._stream.gather_between_stages(module, plan.block_names(module), starts)
+
+    def complete_plan(self, task: Any, plan: ParallelPlan, tp: int, datamodule: Any = None) -> ParallelPlan:
+        """Returns a plan with tensor rules: its own, or inferred ones; see :mod:`dlo_plugins.tensor.inference`.
+
+        Args:
+            task: Task with its model built; it is not changed.
+            plan: Plan of its model.
+            tp: Number of ranks of the axis.
+            datamodule: Datamodule that may know the shapes of a batch.
+
+        Raises:
+            DloError: The plan has no rules and none can be inferred; the message has the layers in the way.
+        """
+        from dlo_plugins.tensor.inference.inferred_rules import has_rules, infer_rules, with_rules
+
+        if has_rules(plan):
+            return plan
+        if self.sequence_parallel:
+            raise DloError(
+                f"sequence_parallel must have the tensor rules of the model's family, got inferred ones for"
+                f" {type(task.model).__name__}; leave sequence_parallel out, or set ParallelPlan(tensor=...)"
+            )
+        key = _shapes(task.model)
+        if key not in self._inferred:
+            self._inferred[key] = infer_rules(task, plan, datamodule)
+        return with_rules(plan, self._inferred[key], task.model, tp)
+
+    def describe_inferred(self, model: nn.Module) -> list[str]:
+        """Returns lines about the rules that were inferred for a model; none if its plan brings them."""
+        found = self._inferred.get(_shapes(model))
+        return [] if found is None else found.describe()
 
     def coverage(self, module: nn.Module, plan: ParallelPlan, tp: int) -> Coverage:
         """Returns the share of an uncut model that tensor parallelism over this number of ranks divides.
@@ -149,3 +169,8 @@ class TensorParallel(Applier):
 
         if tp > 1:
             make_tp_plan(module, plan, tp, self.sequence_parallel)
+
+
+def _shapes(model: nn.Module) -> Any:
+    """Returns the names and shapes of a model's parameters, the same for a copy with fewer blocks of each kind."""
+    return frozenset((re.sub(r"\d+", "*", name), tuple(tensor.shape)) for name, tensor in model.named_parameters())

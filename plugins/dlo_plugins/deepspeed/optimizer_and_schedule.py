@@ -1,4 +1,4 @@
-"""Translation of the JSON's optimizer and scheduler sections to an optimizer of torch or timm and an LRScheduler.
+"""Translation of the JSON's optimizer and scheduler sections to an optimizer and an LRScheduler.
 
 DeepSpeed builds its own optimizers: FusedAdam on CUDA, and with offload a CPUAdam that is compiled on first use. dlo
 builds the optimizer itself, so that checkpoints have its state by name and every strategy can read it. The classes here
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_plugins.deepspeed.json_file import get, get_source, get_stage
+from dlo_plugins.deepspeed.own_optimizers import DeepSpeedLamb, UncorrectedAdam
 from dlo_plugins.deepspeed.schema import import_config_module
 
 #: Defaults of DeepSpeed's own optimizers, where the replacing class has others.
@@ -30,25 +31,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
 }
 
-#: Arguments that make timm's LAMB the paper's: by default it clips the gradient by itself, and keeps the trust ratio of
-#: parameters without weight decay at 1. DeepSpeed's also clamps the ratio to `min_coeff` 0.01 and `max_coeff` 10.
-_LAMB = {"max_grad_norm": None, "always_adapt": True}
-
-#: Arguments that only choose which of DeepSpeed's implementations computes the step.
+#: Arguments that only choose which of DeepSpeed's implementations computes the step, or that are handled apart.
 _IMPLEMENTATION = {
     "adam": {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"},
     "lion": set[str](),
-    "lamb": {"max_coeff", "min_coeff", "eps_inside_sqrt", "max_grad_norm"},
+    "lamb": {"max_grad_norm"},
 }
 
 #: Allowed values of such arguments: others would change the mathematics.
-_ONLY: dict[str, Any] = {
-    "fp32_optimizer_states": True,
-    "bias_correction": True,
-    "max_coeff": 10.0,
-    "min_coeff": 0.01,
-    "eps_inside_sqrt": False,
-}
+_ONLY: dict[str, Any] = {"fp32_optimizer_states": True}
 
 #: Optimizers of DeepSpeed that dlo does not support, with the reason.
 _REFUSED = {
@@ -130,6 +121,8 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
     arguments = {**_DEFAULTS.get(kind, {}), **given}
     if kind == "adam" and given.get("torch_adam") is True:
         arguments = given  # torch's own, with torch's defaults
+    if cls is UncorrectedAdam:
+        arguments["decoupled"] = not _is_coupled(name, given)
     for implementation in _IMPLEMENTATION.get(kind, ()):
         value = arguments.pop(implementation, None)
         if implementation in _ONLY and value not in (None, "auto", _ONLY[implementation]):
@@ -143,19 +136,21 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
                 f' "gradient_clipping": {value}'
             )
     _check_arguments(cls, arguments, sorted(_IMPLEMENTATION.get(kind, ())), name, source)
-    arguments |= _LAMB if kind == "lamb" else {}
     return cls, {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
 def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> type[torch.optim.Optimizer]:
     if kind == "adam":
-        # DeepSpeed's Adam decouples the weight decay, as AdamW does, unless adam_w_mode is false.
-        coupled = name.lower() == "adam" and given.get("adam_w_mode", True) is False
-        return torch.optim.Adam if coupled else torch.optim.AdamW
-    if kind in ("lion", "lamb"):
+        # torch's own, with `torch_adam`, has no such argument: DeepSpeed drops it.
+        if given.get("bias_correction", True) is False and given.get("torch_adam") is not True:
+            return UncorrectedAdam
+        return torch.optim.Adam if _is_coupled(name, given) else torch.optim.AdamW
+    if kind == "lamb":
+        return DeepSpeedLamb
+    if kind == "lion":
         import timm.optim
 
-        found: type[torch.optim.Optimizer] = timm.optim.Lion if kind == "lion" else timm.optim.Lamb
+        found: type[torch.optim.Optimizer] = timm.optim.Lion
         return found
     known = _torch_classes()
     if kind not in known:
@@ -165,6 +160,11 @@ def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> ty
             f"{source}: unknown optimizer.type '{name}'{did_you_mean(name, names) or ';'} available: {', '.join(names)}"
         )
     return known[kind]
+
+
+def _is_coupled(name: str, given: Mapping[str, Any]) -> bool:
+    """Returns whether the weight decay is part of the gradient: DeepSpeed's Adam decouples it, as AdamW does."""
+    return name.lower() == "adam" and given.get("adam_w_mode", True) is False
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:

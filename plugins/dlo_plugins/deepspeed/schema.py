@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_plugins.deepspeed.environment import check_installed, use_accelerator
@@ -41,6 +42,9 @@ _PLAIN: Schema = {
 
 #: Free-form sections: names that the user chooses, or arguments of a class that another key names.
 _FREE = ("optimizer.params", "scheduler.params", "datastates_ckpt", "expert_parallel", "autotuning.arg_mappings")
+
+#: Arguments of optimizers that train differently where DeepSpeed ignores them, as it does beside `params`.
+_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction")
 
 #: Optimizer types of earlier versions, in lower case.
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -219,20 +223,27 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def check_keys(config: Mapping[str, Any], source: str) -> None:
-    """Checks that DeepSpeed knows every key of a configuration.
+    """Checks that DeepSpeed knows every key of a configuration, and warns of those that it ignores.
+
+    A key that is close to a known one, or that is known in another section, is an error: it was meant to do something.
 
     Args:
         config: DeepSpeed configuration.
         source: Name of the configuration in messages: its file.
 
     Raises:
-        DloError: For the first unknown key, with the nearest known one, or the section where it belongs.
+        DloError: For the first unknown key that DeepSpeed refuses or that has a near known one, which it names.
     """
     tree = known_keys()
     for path, known in _unknown(config, tree, ()):
         *parents, key = path
         hint = did_you_mean(key, known) or _elsewhere(key, tree, parents)
+        if parents == ["optimizer"] and key in _ARGUMENTS:
+            hint = f"; it belongs at 'optimizer.params.{key}'"
         listed = "" if hint else f"; known there: {', '.join(sorted(known))}"
+        if not hint and path[0] not in sections():  # DeepSpeed's pydantic models refuse unknown keys.
+            rank_zero_warn(f"{source}: unknown key '{'.'.join(path)}' does nothing: DeepSpeed ignores it; remove it")
+            continue
         raise DloError(f"{source}: unknown key '{'.'.join(path)}'{hint}{listed}")
 
 

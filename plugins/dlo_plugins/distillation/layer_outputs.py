@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
-from dlo_plugins.pipeline.fake_kernels import FakeKernels
 
 
 def check_layers(option: str, model: nn.Module, names: Iterable[str]) -> None:

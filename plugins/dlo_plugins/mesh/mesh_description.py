@@ -142,6 +142,7 @@ class MeshDescription:
         groups: Groups of ranks along each axis of more than one rank.
         ranks: All ranks.
         coverage: Share of the model that tensor parallelism divides; None without it.
+        inferred: Lines about tensor rules that were inferred: what they cut, and what stays whole and why.
         seconds: Second models of the run.
         mixtures: Mixtures of experts of the model; None without any.
     """
@@ -156,6 +157,7 @@ class MeshDescription:
     groups: dict[str, tuple[tuple[int, ...], ...]]
     ranks: tuple[RankDescription, ...]
     coverage: Coverage | None = None
+    inferred: tuple[str, ...] = ()
     seconds: tuple[SecondModel, ...] = ()
     mixtures: MixtureDescription | None = None
 
@@ -188,6 +190,7 @@ class MeshDescription:
             "second_models": [asdict(second) for second in self.seconds],
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
+            "inferred_rules": list(self.inferred),
             "experts": self.mixtures and asdict(self.mixtures),
             "stages": [asdict(stage) for stage in self.stages],
             "groups": self.groups,
@@ -222,6 +225,7 @@ class MeshDescription:
             lines.append(f"steps  {self.schedule[0]}, {self.schedule[1]} micro-batches")
         if self.coverage is not None:
             lines.append(f"tp     {self.coverage.describe()}")
+        lines += [f"       {line}" for line in self.inferred]
         if self.mixtures is not None:
             lines.append(f"moe    {self.mixtures.describe(self.parameters)}")
         return lines
@@ -299,6 +303,7 @@ def describe_mesh(
     nodes: int = 1,
     element_size: int | None = None,
     rounded: bool = False,
+    inferred: Sequence[str] = (),
 ) -> MeshDescription:
     """Returns a mesh's description.
 
@@ -315,6 +320,7 @@ def describe_mesh(
         nodes: Number of nodes.
         element_size: Bytes of a floating-point element; None for each parameter's own.
         rounded: Whether weights and gradients are bf16 without master weights.
+        inferred: Lines about inferred tensor rules.
 
     Raises:
         DloError: The mesh cannot cut the model.
@@ -360,6 +366,7 @@ def describe_mesh(
         groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1} | _expert_groups(spec),
         ranks=tuple(ranks),
         coverage=coverage,
+        inferred=tuple(inferred),
         mixtures=_describe_mixtures(model, found_mixtures, spec.ep),
     )
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import UNSUPPORTED
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
@@ -33,16 +34,14 @@ from dlo_plugins.mesh.mesh_simulation import (
     fix_split,
     simulated_rank,
 )
-from dlo_plugins.pipeline.fake_kernels import UNSUPPORTED
 from dlo_plugins.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.pipeline.stage_assignment import make_stages
+from dlo_plugins.tensor.inference.block_kinds import block_kind
 
 #: Rows of a micro-batch: batch norm needs more than one value.
 _ROWS = 2
 #: Axes that cut a model, in the order in which the fix tries smaller sizes.
 _CUTTING = ("ep", "tp", "cp", "pp")
-#: Attributes that number a block: two blocks that differ only in these are of one kind.
-_NUMBERS = ("idx", "index", "id", "number")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def rehearse_step(
         return
     example = task.example_batch(datamodule)
     if example is None:
-        _Rehearsal(strategy, task, datamodule, None, own_loss=False).check(spec)
+        _Rehearsal(strategy, task, datamodule, None, own_loss=False, tp=spec.tp).check(spec)
         return
     trains = trains and _trains_by_loss(task, strategy) and not any(_may_freeze(callback) for callback in callbacks)
     failure: Failure | None = None
@@ -106,7 +105,7 @@ def rehearse_step(
     for tried in models:
         # A loss that needs values or a trainer cannot run: then the substitute loss decides.
         for own_loss in (True, False):
-            rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss)
+            rehearsal = _Rehearsal(strategy, tried, datamodule, example, own_loss, tp=spec.tp)
             failure = rehearsal.run(spec, needs_gradients=trains and own_loss)
             if failure is None:
                 return
@@ -132,10 +131,12 @@ def _log_unchecked(failure: Failure) -> None:
 class _Rehearsal:
     """Runner of a task's steps on ranks of any mesh."""
 
-    def __init__(self, strategy: Any, task: Task, datamodule: Any, example: Any, own_loss: bool) -> None:
+    def __init__(self, strategy: Any, task: Task, datamodule: Any, example: Any, own_loss: bool, tp: int) -> None:
         self.strategy, self.task, self._datamodule = strategy, task, datamodule
         self._example, self._own_loss = example, own_loss
         self.plan: ParallelPlan = task.parallel_plan()
+        if tp > 1:
+            self.plan = strategy.appliers.tensor.complete_plan(task, self.plan, tp, datamodule)
 
     def check(self, spec: MeshSpec) -> None:
         """Cuts the model for each distinct rank."""
@@ -173,7 +174,7 @@ class _Rehearsal:
         finally:
             log.setLevel(level)
         if absent:
-            message = unused_message(absent, self.strategy.allow_unused)
+            message = unused_message(absent, self.strategy.allow_unused, self.task)
             return Failure(DloError(message), rank, "", in_backward=True, is_certain=True)
         return None
 
@@ -234,7 +235,7 @@ def _distinct_ranks(task: Any, plan: ParallelPlan, pipelining: Any, spec: MeshSp
     found: dict[Any, int] = {}
     for pp in range(spec.pp):
         held = where.stages_of(pp)
-        blocks = [_kind(task.model.get_submodule(name)) for stage in held for name in stages.blocks_of(stage)]
+        blocks = [block_kind(task.model.get_submodule(name)) for stage in held for name in stages.blocks_of(stage)]
         ends = [stage for stage in held if stage in (0, where.stages - 1)]
         found.setdefault((tuple(ends), tuple(blocks)), spec.rank(Coordinates(pp, 0, 0, 0, 0)))
     return list(found.values())
@@ -256,7 +257,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     seen: set[Any] = set()
     kept = 0
     for number, block in enumerate(parent):
-        kind = _kind(block)
+        kind = block_kind(block)
         if kind not in seen:
             seen.add(kind)
             kept = number + 1
@@ -267,23 +268,6 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     short: Any = copy_modules(task)
     del short.model.get_submodule(next(iter(parents)))[kept:]
     return short
-
-
-def _kind(block: nn.Module) -> Any:
-    """Returns a key of a block's kind: its modules' classes, settings and parameters' shapes."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple(sorted((key, str(value)) for key, value in vars(module).items() if _is_setting(key, value))),
-            tuple((key, tuple(tensor.shape)) for key, tensor in module._parameters.items() if tensor is not None),
-        )
-        for name, module in block.named_modules()
-    )
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    return isinstance(value, int | str) and not key.endswith(_NUMBERS)
 
 
 def _repeated(example: Any, rows: int) -> Any:

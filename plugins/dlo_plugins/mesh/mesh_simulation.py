@@ -32,6 +32,7 @@ from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -42,7 +43,6 @@ from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
-from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 
 #: Device of the fake tensors.
@@ -87,6 +87,8 @@ def simulate_ranks(
         DloError: The process is already a rank, or the model cannot be cut.
     """
     task = task.on_meta()
+    if spec.tp > 1:  # Rules are inferred outside of the fake world.
+        strategy.appliers.tensor.complete_plan(task, task.parallel_plan(), spec.tp)
     pipelining = fix_split(task, strategy, spec, None)
     found = []
     for rank in ranks:

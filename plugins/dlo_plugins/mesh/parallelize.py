@@ -96,7 +96,7 @@ class MeshOptions:
         """
         self._check_task(module)
         task, spec = module.on_meta(), self.spec
-        plan = self.checked_plan(task)
+        plan = self.checked_plan(task, datamodule)
         self.appliers.tensor.check(task.model, plan, spec.tp)
         self.appliers.context.check(task.model, plan, spec.cp, spec.tp)
         self.appliers.experts.check(task.model, plan, spec.ep)
@@ -105,8 +105,8 @@ class MeshOptions:
         checked: Task = task
         return checked
 
-    def checked_plan(self, task: Any) -> ParallelPlan:
-        """Returns the plan of a task's model.
+    def checked_plan(self, task: Any, datamodule: Any = None) -> ParallelPlan:
+        """Returns the plan of a task's model, with inferred tensor rules if it needs some and brings none.
 
         Raises:
             DloError: The module has none, the plan does not fit the model, or the loss needs what the mesh divides.
@@ -115,7 +115,7 @@ class MeshOptions:
         plan: ParallelPlan = task.parallel_plan()
         plan.validate(task.model)
         check_inside(task, self.spec, self.appliers.tensor.sequence_parallel)
-        return plan
+        return plan if self.spec.tp == 1 else self.appliers.tensor.complete_plan(task, plan, self.spec.tp, datamodule)
 
     def _check_task(self, module: Any) -> None:
         if not isinstance(module, Task):
@@ -271,7 +271,7 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     given = options.appliers.ordered
     appliers = [applier for applier in given if applier.axis is None or spec.axis_size(applier.axis) > 1]
     if options.cuts_model or any(applier.needs_plan for applier in appliers):
-        run.plan = options.checked_plan(module)
+        run.plan = options.checked_plan(module, getattr(module._trainer, "datamodule", None))
         _move_to_device(module, options.device)
         run.mesh = run.groups.device_mesh()
     if spec.pp > 1:  # Stages are balanced by the costs of the full model, before any applier changes it.

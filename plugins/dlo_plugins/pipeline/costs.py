@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.watch.flops import grouped_flops
-from dlo_plugins.pipeline.fake_kernels import FakeKernels
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
-from dlo_plugins.pipeline.fake_kernels import FakeKernels
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
 from dlo_plugins.planner.regions_of_tp import PartParameters, TensorRegions

@@ -16,6 +16,7 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.interval import Interval, find_interval
 from dlo_plugins.planner.layout import SIZES, StateFormat
@@ -244,8 +245,17 @@ def profile_run(
         DloError: The shapes of a batch are unknown, or a step fails on fake tensors.
     """
     model = on_meta(model)
-    plan = model.parallel_plan() if isinstance(model, Task) else _inferred(model)
+    plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
     return profile_model(model, batch_of(model, datamodule), plan, dtype=dtype, device=device, on_block=on_block)
+
+
+def _completed(task: Task, datamodule: Any) -> ParallelPlan:
+    """Returns the plan of a task's model with tensor rules, inferred ones if it brings none and some can be found."""
+    plan = task.parallel_plan()
+    try:
+        return TensorParallel().complete_plan(task, plan, 1, datamodule)
+    except DloError:
+        return plan  # The report's reason why tp is left out says that the plan has no rules.
 
 
 def on_meta(model: Any) -> Any:

@@ -8,13 +8,13 @@ arXiv 2104.07857. ZeRO++ (hpZ): Wang et al., 2023, arXiv 2306.10209.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -38,7 +38,7 @@ from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_config
-from dlo_plugins.deepspeed.json_file import get
+from dlo_plugins.deepspeed.json_file import get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
@@ -142,6 +142,30 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
             DloError: If both set different values.
         """
         return get_open_settings(self.asked, given, datamodule)
+
+    def check_model(
+        self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """Checks that one part of the run sets the learning rate, before any process starts.
+
+        Raises:
+            DloError: The JSON has a scheduler and so has a callback; or it has an optimizer alone, and the task's
+                scheduler is for the task's own.
+        """
+        from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
+
+        super().check_model(module, datamodule, trains=trains, callbacks=callbacks)
+        if not trains:
+            return
+        source, section = get_source(self.asked), self.asked.get("scheduler")
+        schedules = [type(callback).__name__ for callback in callbacks if isinstance(callback, LearningRateSchedule)]
+        if section is not None and schedules:
+            raise DloError(
+                f"{source}: scheduler must be unset where the callback {schedules[0]} sets the learning rate, got"
+                f" {section.get('type')}; remove the section from {source}, or the callback from trainer.callbacks"
+            )
+        if section is None and self.asked.get("optimizer") is not None and _has_schedule(module):
+            raise DloError(_alone(source))
 
     @property
     def stage(self) -> int:
@@ -277,10 +301,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
         made = make_optimizer_args(self.config, own)
         if made is not None:
             if self.lr_scheduler_configs and "scheduler" not in self.config:
-                raise DloError(
-                    "strategy.config must set optimizer and scheduler together where the task has a learning-rate"
-                    " scheduler, got an optimizer alone; leave out its optimizer, or add its scheduler"
-                )
+                raise DloError(_alone(get_source(self.config)))
             kind, arguments = made
             own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
         schedule = build_scheduler(self.config, own, **compute_lengths(self.config, self._module(), trainer))
@@ -462,3 +483,24 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
     def about(self) -> dict[str, Any]:
         """Returns the run's description for a checkpoint's manifest."""
         return {**super().about(), "stage": self.stage}
+
+
+def _alone(source: str) -> str:
+    """Returns the error for a JSON with an optimizer and no scheduler, for a task with a scheduler."""
+    return (
+        f"{source}: optimizer and scheduler must be set together where the task has a learning-rate scheduler, got an"
+        f" optimizer alone; add a scheduler to {source}, remove its optimizer, or take the task's scheduler out (dlo's"
+        " tasks: schedule: constant)"
+    )
+
+
+def _has_schedule(module: Any) -> bool:
+    """Returns whether a module configures a learning-rate scheduler, as far as that is known without a run."""
+    try:
+        twin = module.on_meta() if isinstance(module, Task) else module
+        found = twin.configure_optimizers()
+    except Exception:  # A user's code may need the trainer; dlo's tasks do for the length of their schedule.
+        return getattr(module, "schedule", "constant") not in ("constant", None)
+    if isinstance(found, dict):
+        return found.get("lr_scheduler") is not None
+    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], list) and bool(found[1])

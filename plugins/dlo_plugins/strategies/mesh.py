@@ -213,6 +213,9 @@ class MeshStrategy(ShardedStrategy):
         precision, spec, pipelining = str(self.precision_plugin.precision), self.mesh_spec(), self.pipelining
         size = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(precision) if dtype is None else dtype.itemsize
         task, plan = prepare_model(module)
+        tensor, model = self.appliers.tensor, getattr(task, "model", None)
+        if plan is not None and model is not None and spec.tp > 1:
+            plan = tensor.complete_plan(task, plan, spec.tp, datamodule)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
         return describe_mesh(
             *(task, plan, spec),
@@ -224,6 +227,7 @@ class MeshStrategy(ShardedStrategy):
             nodes=self.num_nodes,
             element_size=size,
             rounded=self.bf16_weights == "stochastic" and dtype is None,
+            inferred=() if model is None else tensor.describe_inferred(model),
         )
 
     # --- a second model ------------------------------------------------------------------------------------
@@ -341,9 +345,12 @@ class MeshStrategy(ShardedStrategy):
         """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
-            found = self.appliers.tensor.coverage(task.model, self.mesh_options().checked_plan(task), tp)
+            plan = self.mesh_options().checked_plan(task, getattr(task._trainer, "datamodule", None))
+            found = self.appliers.tensor.coverage(task.model, plan, tp)
             if found.sharded_fraction < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.describe()}")
+            for line in self.appliers.tensor.describe_inferred(task.model):
+                rank_zero_info(line)
 
     # --- steps ---------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.tensor_slice import get_layout
@@ -27,6 +29,11 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
     shards: dict[int, nn.Parameter] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, division in found.divisions.items():
+        if name not in parameters:
+            owner, _, key = name.rpartition(".")
+            buffers = module.get_submodule(owner)._buffers
+            buffers[key] = division.slice_for(ranks, rank).slice_tensor(cast("Tensor", buffers[key]))
+            continue
         full, made = parameters[name], division.slice_for(ranks, rank)
         layout.slices[name] = made
         if id(full) not in shards:
@@ -43,7 +50,8 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
                 set_features(projection)
         if region.heads:
             attention = module.get_submodule(around)
-            set_local_heads(attention, region.heads, region.kv, region.width, ranks)
+            if not region.local_shapes:
+                set_local_heads(attention, region.heads, region.kv, region.width, ranks)
             count = region.heads // ranks
             bind_heads(attention, LocalHeads(rank * count, count))
             if region.counts_by_config:

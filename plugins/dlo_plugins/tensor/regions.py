@@ -91,6 +91,12 @@ class Region:
                 self._entered = copy_in(x, self.communicator)
         return self._entered
 
+    def needs_entry(self, x: Tensor, weight: Tensor) -> bool:
+        """Returns whether code multiplies a full input by a column projection's weight without the projection."""
+        if self.sequence is not None or x is self._entered:
+            return False
+        return any(column.weight is weight for column in self.columns)
+
     def _gather(self, part: Tensor, length: int) -> Tensor:
         """Returns all ranks' tokens; forward saves them where a column projection of another kind needs them."""
         self._weights = {}

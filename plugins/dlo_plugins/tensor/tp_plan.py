@@ -27,6 +27,7 @@ class RegionPlan:
         kv: Number of key/value heads over all ranks, if known.
         width: Number of features of a head.
         counts_by_config: Whether the module reads its number of heads from the model's config.
+        local_shapes: Whether its code reshapes to full sizes; see :mod:`dlo_plugins.tensor.local_shapes`.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -39,6 +40,7 @@ class RegionPlan:
     kv: int | None = None
     width: int = 0
     counts_by_config: bool = False
+    local_shapes: bool = False
 
 
 @dataclass

@@ -6,7 +6,9 @@ arXiv 1909.08053.
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import FourBitLinear
@@ -47,6 +49,9 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
             " ParallelPlan(tensor=...) with the projections' rules"
         )
     _find_regions(found, modules, ruled)
+    for name, region in found.regions.items():
+        region.local_shapes = plan.rule_for(name) is Rule.LOCAL_SHAPES
+        region.width = plan.head_width_for(name) or 0
     # Query heads first: a module may have an attribute for their number, and none for their width.
     for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
         _divide_module(found, modules, name, rule)
@@ -212,8 +217,8 @@ def _divide_norm(found: TPPlan, name: str, part: nn.Module) -> None:
 
 
 def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
-    """Divides the parameters that a rule matches by their own name."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    """Divides the parameters that a rule matches by their own name, and buffers that are not saved."""
+    for name, parameter in (*module.named_parameters(remove_duplicate=False), *_unsaved_buffers(module)):
         rule = plan.rule_for(name)
         owner = name.rpartition(".")[0]
         if rule not in _CUTTING or name in found.divisions or plan.rule_for(owner) is rule:
@@ -226,6 +231,14 @@ def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> 
         dim = parameter.ndim - 1 if rule is Rule.LAST_DIM_HEADS else 0
         found.divisions[name] = Division(dim, (parameter.shape[dim],))
         found.divisibilities.append(Divisibility(name, parameter.shape[dim], "entries"))
+
+
+def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, part in module.named_modules():
+        for key in part._non_persistent_buffers_set:
+            buffer = part._buffers.get(key)
+            if buffer is not None:
+                yield f"{name}.{key}" if name else key, buffer
 
 
 def _share_among_tied(found: TPPlan, module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from dlo_framework.attention import Attention
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
+from dlo_framework.distributed.unused_parameters import find_unused
 from dlo_framework.errors import DloError
 from dlo_framework.experts.mixture_options import MixtureOptions, read_options
 from dlo_framework.experts.router_training import RouterTraining
@@ -87,6 +88,7 @@ class CausalLM(Task):
             these do not compute (Gemma 2). Each keeps packed documents apart.
         lora: Low-rank adapters to train instead of the weights: `{rank: 16, alpha: 32, targets: [q_proj, v_proj]}`.
         freeze: Names of modules or parameters that are not trained, with `*`: `model.embed_tokens`, `model.layers.0`.
+            `auto` stands for all that get no gradient from text, such as BART's cross attentions.
         recompute: Whether to keep only the blocks' inputs for backward, and to recompute all other activations.
         loss_kernel: Implementation of the loss over the vocabulary: `torch`, torch's operations; `compiled`, the same
             with everything but the matrix products in one kernel of torch.compile; `liger`, Liger Kernel, on a GPU.
@@ -129,7 +131,7 @@ class CausalLM(Task):
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         attention: Attention | str | None = None,
         lora: Lora | None = None,
-        freeze: list[str] | None = None,
+        freeze: list[str] | str | None = None,
         recompute: bool = False,
         loss_kernel: vocabulary_loss.UserKernel = "torch",
         z_loss: float = 0.0,
@@ -173,7 +175,8 @@ class CausalLM(Task):
         self.config = language_models.read_config(model, config)
         language_mixtures.check_options(self.experts, self.config, lora)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
-        self.lora, self.frozen, self.recompute = lora, list(freeze or []), recompute
+        self.lora, self.recompute = lora, recompute
+        self.frozen = [freeze] if isinstance(freeze, str) else list(freeze or [])
         vocabulary_loss.check_kernel(loss_kernel)
         self.loss_kernel, self.logit_softcap = loss_kernel, logit_softcap
         self.token_loss = TokenLoss(z_loss, label_smoothing)
@@ -226,7 +229,14 @@ class CausalLM(Task):
             sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
             twin._balance = find_load_balancing(model)
             twin.model = self._adapted(model)
+        twin._freeze_unused()
         return twin
+
+    def _freeze_unused(self) -> None:
+        """Freezes the parameters that get no gradient from text, if `freeze` has `auto`."""
+        if "auto" in self.frozen:
+            for name in find_unused(self, self.example_batch(getattr(self._trainer, "datamodule", None))):
+                self.get_parameter(name).requires_grad_(False)
 
     def configure_model(self) -> None:
         """Builds the model, once. The data must be set up before, because the model must fit their tokenizer.
@@ -252,6 +262,7 @@ class CausalLM(Task):
         self._check_head(model)
         self._install_attention(model)
         self.model = self._adapted(model)
+        self._freeze_unused()
         sharded_weights.prepare_meta_init(self.model, self.model_name)
 
     def _install_attention(self, model: Any) -> None:
@@ -302,8 +313,8 @@ class CausalLM(Task):
         head = model.get_output_embeddings()
         if self.lora is not None:
             adapters.add_adapters(model, head, self.lora, torch.get_default_dtype())
-        if self.frozen:
-            adapters.freeze_parameters(model, self.frozen)
+        if named := [pattern for pattern in self.frozen if pattern != "auto"]:
+            adapters.freeze_parameters(model, named)
         adapters.freeze_unused_by_text(model)
         if self.recompute:
             recompute(language_models.recomputed_layers(model))
@@ -316,6 +327,11 @@ class CausalLM(Task):
             kinds |= {"bits_per_byte": BitsPerByte(), "perplexity_per_byte": Perplexity()}
             self.measures = nn.ModuleDict(kinds)
             self._bytes: Tensor | None = None
+
+    @property
+    def freezes_unused(self) -> str:
+        """Fix in errors about parameters without a gradient; none with LoRA, which freezes them."""
+        return "" if self.lora is not None or "auto" in self.frozen else "set --model.init_args.freeze auto"
 
     def parallel_plan(self) -> ParallelPlan:
         """Returns the parallel plan of the model's family; see :mod:`dlo_tasks.llm.language_plans`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -58,7 +59,7 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
     stem = [prefix + child for child in own if child not in after]
     stem += [prefix + key for key, _ in around.named_parameters(recurse=False)]
     stem += [prefix + key for key, _ in around.named_buffers(recurse=False)]
-    return ParallelPlan(
+    plan = ParallelPlan(
         blocks=(pattern,),
         stem=tuple(stem),
         head=tuple(head),
@@ -67,6 +68,23 @@ def plan_for(model: PreTrainedModel) -> ParallelPlan:
         tied=tied_groups(model),
         experts=tuple(_experts(model, name)),
     )
+    return _with_rest(model, plan)
+
+
+def _with_rest(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
+    """Returns a plan whose stem and head have all other tensors too: BERT's embeddings are not beside its blocks.
+
+    What is registered before the first block belongs to the stem, what comes after it to the head.
+    """
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    first = order[plan.block_names(model)[0]]
+    rest: tuple[dict[str, None], dict[str, None]] = ({}, {})
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if not plan.owners(name):
+            rest[order[name.rpartition(".")[0]] > first][name] = None
+    if not any(rest):
+        return plan
+    return replace(plan, stem=(*plan.stem, *rest[0]), head=(*plan.head, *rest[1]))
 
 
 def _after_blocks(model: PreTrainedModel, around: nn.Module, blocks: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Kernels on fake tensors for operators that models use and torch's `FakeTensorMode` does not support.
+"""Models on fake tensors, and kernels for operators that models use and torch's `FakeTensorMode` does not support.
 
 A value that a forward reads, for an assertion or a branch, is 0 or False here, as fake tensors have no values. If that
 takes another branch of the forward, it does so on one rank as on many.
@@ -9,6 +9,7 @@ and with strides that are multiples of 16 bytes. The operator itself has these l
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -76,3 +77,24 @@ def grouped_mm(
     if a.ndim == b.ndim:  # Groups are along the inner dim of both, or both have a group dim.
         shape = [a.shape[0] if a.ndim == 3 or offs is None else offs.shape[0], *shape]
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def fake_copy(module: Any) -> Any:
+    """Returns a copy of a module with fake tensors, in a `FakeTensorMode`; tied tensors stay tied."""
+    shared = [*module.parameters(), *module.buffers()]
+    own = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    made: dict[int, Any] = {}
+    for part in own.modules():
+        for entries in (part._parameters, part._buffers):
+            for key, tensor in list(entries.items()):
+                if tensor is not None:
+                    entries[key] = made.setdefault(id(tensor), fake_like(tensor))
+    return own
+
+
+def fake_like(value: Any) -> Any:
+    """Returns a fake tensor on the CPU for a tensor, in a `FakeTensorMode`; any other value itself."""
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    return torch.nn.Parameter(made, value.requires_grad) if isinstance(value, torch.nn.Parameter) else made

@@ -1,0 +1,192 @@
+"""How many models that nobody here wrote work: causal LMs of transformers, and a model of each timm module.
+
+    python benchmarks/breadth.py [--only bart beit_base_patch16_224] [--kinds text image] [--axes tp pp cp packing]
+
+Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check of two ranks before a run, which
+rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
+backward of the cut model in double precision, and the largest difference from the full one is kept: of outputs and
+gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
+or so there. `packing` is whether a batch may hold several documents in a row.
+
+It prints the counts, and one line of JSON with the reason of each refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError
+from dlo_framework.task import Task
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.inference.inferred_rules import has_rules
+from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
+from dlo_plugins.tensor.installation import install_plan
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import TYPES, tiny
+from support.image_models import IMAGE_MODELS, options
+
+LENGTH, ROWS = 16, 2
+AXES: dict[str, dict[str, int]] = {
+    "tp": {"tp": 2, "dp_shard": 1},
+    "pp": {"pp": 2, "dp_shard": 1, "micro_batches": 2},
+    "cp": {"cp": 2, "dp_shard": 1},
+}
+OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+#: Largest difference that counts as the same result, where code computes in double precision throughout.
+SAME = 1e-7
+
+
+class Shapes:
+    """What a datamodule tells of its batches before it has read any."""
+
+    seq_len, batch_size, num_classes = LENGTH, ROWS, 3
+
+
+def make(name: str, freezes: bool = False) -> Task:
+    """Returns a task of a type of transformers, or of a model of timm.
+
+    Args:
+        name: Name of the type or model.
+        freezes: Whether parameters that no text reaches are frozen, as the check's error advises.
+    """
+    if name in TYPES:
+        return CausalLM(config=tiny(name, dropout=False), freeze="auto" if freezes else None)
+    return ImageClassifier(name, num_classes=3, **options(name))
+
+
+def batch_of(task: Any) -> Any:
+    """Returns a batch for a task in double precision."""
+    draw = torch.Generator().manual_seed(1)
+    if isinstance(task, ImageClassifier):
+        size = task.image_size
+        return torch.randn(ROWS, 3, size, size, generator=draw, dtype=torch.float64), torch.zeros(ROWS).long()
+    ids = torch.randint(3, 60, (ROWS, LENGTH), generator=draw)
+    return {"input_ids": ids, "position_ids": torch.arange(LENGTH).expand(ROWS, LENGTH)}
+
+
+def checked(name: str, axis: str, freezes: bool = False) -> tuple[str, bool]:
+    """Returns why the check of an axis refuses a model, "" if it passes; and whether the tensor rules are inferred."""
+    task, strategy = make(name, freezes), MeshStrategy(**AXES[axis])
+    Trainer(accelerator="cpu", devices=2, strategy=strategy, **OFF)
+    try:
+        strategy.check_model(task, Shapes())
+    except DloError as error:
+        return checked(name, axis, freezes=True) if "freeze auto" in str(error) else (str(error), False)
+    return "", axis == "tp" and not has_rules(task.on_meta().parallel_plan())
+
+
+def gradients_of(task: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Returns a task's outputs, and its parameters' gradients of a fixed function of them."""
+    args, kwargs = task.inputs(batch)
+    found = task.forward(*args, **kwargs)
+    output = found[0] if isinstance(found, tuple) else found
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
+    (output * weights).sum().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in task.model.named_parameters()}
+
+
+def largest_difference(name: str) -> float:
+    """Returns the largest relative difference of two ranks of tp from one process."""
+    torch.manual_seed(0)
+    task: Any = make(name)
+    task.configure_model()
+    task = task.double().eval()
+    batch = batch_of(task)
+    try:
+        expected, grads = gradients_of(copy.deepcopy(task), batch)
+    except RuntimeError:  # Products of experts have no double precision.
+        task, batch = task.float(), batch_of(task)
+        expected, grads = gradients_of(copy.deepcopy(task), batch)
+    found = make_tp_plan(task.model, TensorParallel().complete_plan(task, task.parallel_plan(), 2, Shapes()), 2)
+
+    def run(communicator: Communicator) -> tuple[Tensor, dict[str, Tensor | None]]:
+        own = copy.deepcopy(task)
+        install_plan(own.model, found, communicator)
+        return gradients_of(own, batch)
+
+    ranks = run_on_threads(2, run)
+    worst = max(difference(output, expected, 0.0) for output, _ in ranks)
+    least = 1e-2 * max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
+    for key, full in grads.items():
+        if full is None:
+            continue
+        parts = [own[key] if own[key] is not None else torch.zeros(()) for _, own in ranks]
+        if key in found.divisions:
+            slices = [found.divisions[key].slice_for(2, rank).slice_tensor(full) for rank in range(2)]
+            worst = max(worst, *(difference(part, own, least) for part, own in zip(parts, slices, strict=True)))
+        else:
+            worst = max(worst, difference(sum(parts) if key in found.partial else parts[0], full, least))
+    return worst
+
+
+def difference(found: Any, expected: Tensor, least: float) -> float:
+    """Returns the largest difference of two tensors, relative to the largest entry or to `least`."""
+    scale = max(float(expected.abs().max()), least, 1e-30)
+    return float((found - expected).abs().max()) / scale
+
+
+def measure(name: str, axes: list[str]) -> dict[str, Any]:
+    """Returns what is found of a model, by axis: `ok`, `inferred` or the reason of a refusal; and tp's difference."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        try:
+            if axis == "packing":
+                task: Any = make(name).on_meta()
+                found[axis] = "ok" if task._traits.isolates_documents else "documents are not kept apart"
+                continue
+            refused, inferred = checked(name, axis)
+            found[axis] = refused or ("inferred" if inferred else "ok")
+            if axis == "tp" and not refused:
+                found["difference"] = largest_difference(name)
+        except Exception as error:  # A sweep over others' code goes on.
+            found[axis] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
+
+
+def main() -> None:
+    """Measures, and prints the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--kinds", nargs="*", default=["text", "image"], choices=["text", "image"])
+    parser.add_argument("--axes", nargs="*", default=["tp", "pp", "cp", "packing"], choices=[*AXES, "packing"])
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    for kind in args.kinds:
+        names = [name for name in (TYPES if kind == "text" else IMAGE_MODELS) if not args.only or name in args.only]
+        axes = [axis for axis in args.axes if kind == "text" or axis != "packing"]
+        found = {}
+        for name in names:
+            found[name] = measure(name, axes)
+            print(name, {key: str(value)[:100] for key, value in found[name].items()}, flush=True)
+        for axis in axes:
+            counts = Counter(one[axis] if one[axis] in ("ok", "inferred") else "refused" for one in found.values())
+            print(f"{kind} {axis}: {dict(counts)} of {len(names)}")
+        differences = sorted(one["difference"] for one in found.values() if "difference" in one)
+        if differences:
+            same = sum(value <= SAME for value in differences)
+            print(f"{kind} tp: {same} within {SAME:g}, median {differences[len(differences) // 2]:.0e},", end=" ")
+            print(f"largest {differences[-1]:.0e}")
+        print(json.dumps({kind: found}))
+
+
+if __name__ == "__main__":
+    main()

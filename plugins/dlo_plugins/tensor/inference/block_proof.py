@@ -1,0 +1,254 @@
+"""Proves tensor rules of a block: ranks with slices of its weights compute what one process computes with all of them.
+
+The ranks are threads of this process. The block has random weights and inputs of the shapes of a run, few samples of
+them, in double precision (single for large blocks). Compared are outputs, the gradient of the input, and the gradients
+of all parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
+from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
+from dlo_plugins.tensor.installation import install_plan
+from dlo_plugins.tensor.tp_plan import TPPlan, region_of
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+
+#: Largest relative difference: code that computes in single precision inside is off by 1e-6, a wrong slice by 1e-1.
+_TOLERANCE = 1e-4
+#: Number of parameters, and of products, above which a block is computed in single precision.
+_LARGE, _LONG = 50_000_000, 10_000_000_000
+#: Sizes of the axis to try: heads may not be even.
+_RANKS = (2, 3, 5, 7)
+
+
+class NotProvenError(DloError):
+    """Rules whose parts do not give the full result."""
+
+
+@dataclass
+class _Result:
+    """Outputs and gradients of a block."""
+
+    outputs: list[Tensor]
+    inputs: list[Tensor | None]
+    grads: dict[str, Tensor | None]
+
+
+class _Holder(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+
+class BlockProof:
+    """Block with values, of which candidates' rules are proved one after the other.
+
+    Args:
+        block: Block, on any device; it is not changed.
+        call: Arguments of its forward.
+
+    Raises:
+        NotProvenError: The block does not run on its own.
+    """
+
+    def __init__(self, block: nn.Module, call: BlockCall) -> None:
+        count = sum(parameter.numel() for parameter in block.parameters())
+        shape = tree_leaves((call.args, call.kwargs))[call.hidden].shape
+        is_large = count > _LARGE or count * math.prod(shape[:-1]) > _LONG
+        for dtype in (torch.float64, torch.float32)[is_large:]:  # Grouped products have no double precision.
+            self._dtype, self._least = dtype, 0.0
+            self._generator = torch.Generator().manual_seed(0)
+            self._holder = _Holder(self._with_values(block)).eval()
+            self._call = self._with_inputs(call)
+            try:
+                self._full = self._run(copy.deepcopy(self._holder))
+                break
+            except Exception as error:  # Code of the model's that cannot run on random values.
+                failure = error
+        else:
+            raise NotProvenError(f"{type(block).__name__} does not run on its own: {_line(failure)}") from failure
+        largest = [float(grad.abs().max()) for grad in self._full.grads.values() if grad is not None and grad.numel()]
+        self._least = 1e-2 * max(largest, default=1.0)
+
+    def prove(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> dict[str, Rule]:
+        """Returns the rules with those of uncut parameters beside the projections added.
+
+        Args:
+            rules: Rules, by names relative to the block.
+            head_widths: Widths of heads, by attention modules' names.
+
+        Raises:
+            DloError: The rules do not fit the block, or its parts do not give the full result.
+        """
+        ranks = self._ranks(rules, head_widths)
+        found = make_tp_plan(self._holder, _plan(self._sequential(rules, head_widths), head_widths), ranks)
+        results = self._run_ranks(found, ranks)
+        for result in results:
+            self._compare("output", result.outputs, self._full.outputs)
+            self._compare("input's gradient", result.inputs, self._full.inputs)
+        more = dict(rules)
+        biases = {f"{row}.bias" for region in found.regions.values() for row in region.rows}
+        for name, expected in self._full.grads.items():
+            parts = [result.grads[name] for result in results]
+            if name in found.divisions:
+                division = found.divisions[name]
+                slices = [None if expected is None else division.slice_for(ranks, rank) for rank in range(ranks)]
+                wanted = [expected if made is None else made.slice_tensor(expected) for made in slices]
+                self._compare(f"gradient of {name}", parts, wanted)
+                continue
+            local = name.removeprefix("block.")
+            if all(self._differs(part, expected) is None for part in parts):
+                if region_of(found, name) is not None and name not in biases:
+                    more.setdefault(local, Rule.SEQUENCE)
+            elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
+                raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
+        more = dict(sorted(more.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+        make_tp_plan(self._holder, _plan(more, head_widths), ranks)  # Partial gradients may not be supported there.
+        return more
+
+    def _ranks(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> int:
+        """Returns the smallest number of ranks that divides the block's heads and features."""
+        first: DloError | None = None
+        for ranks in _RANKS:
+            try:
+                make_tp_plan(self._holder, _plan(self._sequential(rules, head_widths), head_widths), ranks)
+            except DloError as error:
+                first = first or error
+                continue
+            return ranks
+        assert first is not None
+        raise first
+
+    def _sequential(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> dict[str, Rule]:
+        """Returns rules with `sequence` for all parameters that have none: gradients tell later which are partial."""
+        names = [name.removeprefix("block.") for name, _ in self._holder.named_parameters()]
+        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        unnamed = [name for name in names if known.rule_for(name) is Rule.REPLICATE]
+        local = {name: rule for name, rule in rules.items() if rule is Rule.LOCAL_SHAPES}
+        cut = {name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES}
+        return {**cut, **dict.fromkeys(unnamed, Rule.SEQUENCE), **local}
+
+    def _run_ranks(self, found: TPPlan, ranks: int) -> list[_Result]:
+        def run(communicator: Communicator) -> _Result:
+            holder = copy.deepcopy(self._holder)
+            install_plan(holder, found, communicator)
+            return self._run(holder)
+
+        try:
+            return run_on_threads(ranks, run)
+        except Exception as error:  # Code of the model's that does not run on a slice.
+            raise NotProvenError(f"a slice does not run: {_line(error)}") from error
+
+    def _run(self, holder: _Holder) -> _Result:
+        leaves = tree_leaves(self._call)
+        trained = {id(leaves[at]): leaves[at].clone().requires_grad_() for at in self._trained}
+        args, kwargs = tree_map(lambda leaf: trained.get(id(leaf), leaf), self._call)
+        result = enumerate(tree_leaves(holder.block(*args, **kwargs)))
+        outputs = [leaf for at, leaf in result if isinstance(leaf, Tensor) and (at == 0 or at in self._used)]
+        outputs = [leaf for leaf in outputs if leaf.is_floating_point()]
+        generator = torch.Generator().manual_seed(1)
+        total = sum(
+            (leaf * torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf)).sum()
+            for leaf in outputs
+            if leaf.requires_grad
+        )
+        if isinstance(total, Tensor):
+            total.backward()
+        grads = {name: parameter.grad for name, parameter in holder.named_parameters()}
+        return _Result([leaf.detach() for leaf in outputs], [leaf.grad for leaf in trained.values()], grads)
+
+    def _compare(self, what: str, found: list[Any], expected: list[Any]) -> None:
+        for one, other in zip(found, expected, strict=True):
+            differs = self._differs(one, other)
+            if differs is not None:
+                raise NotProvenError(f"its {what} with slices of the weights {differs}")
+
+    def _differs(self, found: Tensor | None, expected: Tensor | None) -> str | None:
+        if found is None or expected is None:
+            rest = found if expected is None else expected
+            return None if rest is None or not rest.any() else "is missing on one side"
+        if found.shape != expected.shape:
+            return f"has the shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+        # Some gradients are 0 but for rounding, as that of a bias of keys is.
+        scale = max(float(expected.abs().max()), self._least) if expected.numel() else 1.0
+        error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
+        return None if error <= _TOLERANCE else f"differs by {error:.0e}"
+
+    def _with_values(self, block: nn.Module) -> nn.Module:
+        """Returns a copy of a block with random parameters."""
+        tensors = [*block.parameters(), *block.buffers()]
+        made: nn.Module = copy.deepcopy(block, {id(tensor): tensor for tensor in tensors})
+        known: dict[int, Tensor] = {}
+        for part in made.modules():
+            for entries in (part._parameters, part._buffers):
+                for key, tensor in list(entries.items()):
+                    if tensor is not None:
+                        entries[key] = known.setdefault(id(tensor), self._value(tensor))
+        return made
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if not is_parameter and tensor.device.type != "meta" and type(tensor) is Tensor:
+            return tensor.detach().cpu().clone().to(self._dtype if tensor.is_floating_point() else tensor.dtype)
+        if not tensor.is_floating_point():
+            made = torch.ones if tensor.dtype is torch.bool else torch.zeros
+            return made(tensor.shape, dtype=tensor.dtype)
+        values = torch.rand(tensor.shape, generator=self._generator, dtype=self._dtype)
+        if tensor.ndim > 1:
+            values = (values * 2 - 1) * (3 / tensor[0].numel()) ** 0.5
+        else:
+            values = values + 0.5
+        return nn.Parameter(values, requires_grad=True) if is_parameter else values
+
+    def _with_inputs(self, call: BlockCall) -> Any:
+        """Returns a call's arguments with values."""
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorInput):
+                return leaf
+            if leaf.dtype is torch.bool and leaf.shape:  # Masks, whatever they mean: each row has both values.
+                numbers = [torch.arange(size).view(-1, *(1,) * at) for at, size in enumerate(reversed(leaf.shape))]
+                return (sum(numbers[:2], torch.zeros(leaf.shape, dtype=torch.long)) % 2).bool()
+            if not leaf.dtype.is_floating_point:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+            return torch.randn(leaf.shape, generator=self._generator, dtype=self._dtype)
+
+        leaves = tree_leaves((call.args, call.kwargs))
+        self._used = call.used
+        self._trained = [
+            at
+            for at, leaf in enumerate(leaves)
+            if isinstance(leaf, TensorInput) and leaf.dtype.is_floating_point and (at == call.hidden or leaf.is_trained)
+        ]
+        return tree_map(made, (call.args, call.kwargs))
+
+
+def _plan(rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> ParallelPlan:
+    return ParallelPlan(
+        blocks=("block",),
+        tensor={f"block.{name}" if name else "block": rule for name, rule in rules.items()},
+        head_widths={f"block.{name}" if name else "block": width for name, width in head_widths.items()},
+    )
+
+
+def _sum(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.stack(present).sum(dim=0) if present else None
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

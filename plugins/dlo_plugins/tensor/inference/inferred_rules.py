@@ -1,0 +1,236 @@
+"""Tensor rules of a task's model, inferred where its plan has none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeKernels, fake_copy, fake_like
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_plugins.tensor.division import check_divisibility
+from dlo_plugins.tensor.inference.block_kinds import block_kind
+from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
+from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, record_flow
+from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
+from dlo_plugins.tensor.tp_plan import region_of
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+
+_ROWS = 2
+#: Tokens of a row: enough for each to see others.
+_TOKENS = 16
+_PROJECTING = (Rule.REPLICATE, Rule.SEQUENCE, Rule.VOCAB, Rule.LOCAL_SHAPES)
+
+
+@dataclass(frozen=True)
+class InferredRules:
+    """Rules that were inferred for a model.
+
+    Attributes:
+        tensor: Rules by pattern.
+        head_widths: Widths of heads by pattern of attention modules.
+        cut: Patterns of the row projections whose attention or MLP is cut.
+        whole: Reasons why others stay whole, by pattern.
+    """
+
+    tensor: Mapping[str, Rule] = field(default_factory=dict)
+    head_widths: Mapping[str, int] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> list[str]:
+        """Returns lines for a person: what is cut, and what stays whole and why."""
+        if not self.tensor:
+            return []
+        lines = [f"tensor rules inferred and proved: {', '.join(self.cut)}"]
+        return lines + [f"  whole: {name}: {why}" for name, why in self.whole.items()]
+
+
+def has_rules(plan: ParallelPlan) -> bool:
+    """Returns whether a plan has rules for projections."""
+    return any(rule not in _PROJECTING for rule in plan.tensor.values())
+
+
+def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: int) -> ParallelPlan:
+    """Returns a plan with inferred rules after its own; an attention or MLP that the ranks do not divide stays whole.
+
+    Args:
+        plan: Plan of the model.
+        found: Inferred rules.
+        model: Model, on any device.
+        tp: Number of ranks.
+
+    Raises:
+        DloError: The ranks divide none of them.
+    """
+    made = replace(plan, tensor={**plan.tensor, **found.tensor}, head_widths={**plan.head_widths, **found.head_widths})
+    cut = make_tp_plan(model, made, 1)
+    undivided = {region_of(cut, demand.owner) for demand in cut.divisibilities if demand.count % tp}
+    if not undivided:
+        return made
+    if undivided >= cut.regions.keys():
+        check_divisibility(cut.divisibilities, tp)
+    blocks, names = plan.block_names(model), list[str]()
+    for name in (name for name in undivided if name is not None):
+        if name not in blocks:
+            names.append(name)
+            continue
+        region = cut.regions[name]  # Another region may be inside the block.
+        names += [*region.columns, *region.rows, *region.norms]
+        names += [parameter for parameter in cut.divisions if region_of(cut, parameter) == name]
+    whole = dict.fromkeys(names, Rule.SEQUENCE)
+    return replace(made, tensor={**whole, **made.tensor, **whole})
+
+
+def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules:
+    """Returns the rules of a task's model.
+
+    Args:
+        task: Task with its model built, on any device; it is not changed.
+        plan: Plan of the model without tensor rules.
+        datamodule: Datamodule that may know the shapes of a batch.
+
+    Raises:
+        DloError: No attention or MLP can be cut; the message has the layers that stand in the way.
+    """
+    name = type(task.model).__name__
+    example = task.example_batch(datamodule)
+    if example is None:
+        raise DloError(
+            f"a plan without tensor rules must have an example batch, to infer them from a forward, got none for"
+            f" {name}; override Task.example_batch, or set ParallelPlan(tensor=...)"
+        )
+    with isolate_rng(include_cuda=False):
+        flow = _record(task, plan, example)
+        found = _infer(task.model, plan, flow)
+    if not found.tensor:
+        raise DloError(_refusal(name, flow, found))
+    return found
+
+
+def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:
+    reasons = [f"'{layer}': {why}" for layer, why in list(found.whole.items())[:3]]
+    if flow.stopped is not None:
+        line = (str(flow.stopped).strip().splitlines() or [""])[0][:160]
+        reasons += [f"its forward fails on fake tensors: {type(flow.stopped).__name__}: {line}"]
+    what = "; ".join(reasons) or "no linear layer of a block feeds another without the residual stream between them"
+    return (
+        f"a plan must have tensor rules for tensor parallelism, got none from {name}, and none can be inferred"
+        f" ({what}); set tp=1, or ParallelPlan(tensor=...) with the projections' rules"
+    )
+
+
+def _record(task: Any, plan: ParallelPlan, example: Any) -> ProjectionFlow:
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+        own: Any = fake_copy(task).eval()
+        batch = tree_map(fake_like, _small(example))
+
+        def forward() -> None:
+            args, kwargs = own.inputs(batch)
+            own.forward(*args, **kwargs)
+
+        return record_flow(own.model, plan.block_names(own.model), forward)
+
+
+def _small(example: Any) -> Any:
+    """Returns an example batch of few rows, and of few tokens where all its tensors are rows of tokens."""
+
+    def repeat(values: Any) -> Any:
+        if not isinstance(values, Tensor):
+            return values
+        values = values[:1].expand(_ROWS, *values.shape[1:])
+        is_tokens = values.ndim == 2 and not values.is_floating_point()
+        return values[:, :_TOKENS] if is_tokens else values
+
+    return map_rows(repeat, example, batch_size(example))
+
+
+def _infer(model: nn.Module, plan: ParallelPlan, flow: ProjectionFlow) -> InferredRules:
+    blocks = plan.block_names(model)
+    by_kind: dict[Any, list[str]] = {}
+    for name in blocks:
+        by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
+    found = InferredRules()
+    for names in by_kind.values():
+        first = next((name for name in names if name in flow.calls), None)
+        if first is None:
+            continue
+        block = model.get_submodule(first)
+        candidates = find_candidates(block, first, flow)
+        if candidates:
+            own = _prove_block(block, first, flow, candidates)
+            found = _merged(found, own, _patterns(names, blocks))
+    return found
+
+
+def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: Sequence[Candidate]) -> InferredRules:
+    """Returns a block's rules, with names relative to it."""
+    try:
+        proof = BlockProof(block, flow.calls[name])
+    except DloError as error:
+        return InferredRules(whole={candidates[0].row: str(error)})
+    rules: dict[str, Rule] = {}
+    widths: dict[str, int] = {}
+    cut: list[str] = []
+    whole: dict[str, str] = {}
+    for candidate in candidates:
+        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        taken = [key for key in (candidate.row, *candidate.columns) if used.rule_for(key) not in _PROJECTING]
+        if taken:
+            continue
+        with_width = {**widths}
+        if candidate.head_width is not None:
+            with_width[candidate.around] = candidate.head_width
+        own = {key: rule for key, rule in rules.items() if rule is not Rule.SEQUENCE}
+        reasons: list[DloError] = []
+        for variant in candidate.variants:
+            try:
+                rules = proof.prove({**own, **variant}, with_width)
+            except DloError as error:
+                reasons.append(error)
+                continue
+            widths, reasons = with_width, []
+            cut.append(candidate.row)
+            break
+        if reasons:
+            whole[candidate.row] = _likeliest(reasons)
+    return InferredRules(rules, widths, tuple(cut), whole)
+
+
+def _likeliest(reasons: Sequence[DloError]) -> str:
+    """Returns the reason of the variant that came furthest: values that differ, slices that do not run, rules."""
+    later = reversed(reasons)  # Of the same kind, that of the variant for more kinds of code.
+    return str(min(later, key=lambda why: (not isinstance(why, NotProvenError), "does not run" in str(why))))
+
+
+def _patterns(names: Sequence[str], blocks: Sequence[str]) -> list[str]:
+    """Returns patterns of the blocks of one kind: with `*` where all blocks that it matches are of this kind."""
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+        matched = ParallelPlan(tensor={pattern: Rule.COLUMN})
+        is_whole = all(other in names for other in blocks if matched.rule_for(other) is Rule.COLUMN)
+        found[pattern if is_whole else name] = None
+    return list(found)
+
+
+def _merged(found: InferredRules, own: InferredRules, patterns: Sequence[str]) -> InferredRules:
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"{at}.{key}" if key else at: value for at in patterns for key, value in values.items()}
+
+    tensor = {**found.tensor, **named(own.tensor)}
+    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+    return InferredRules(
+        tensor,
+        {**found.head_widths, **named(own.head_widths)},
+        (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut)),
+        {**found.whole, **named(own.whole)},
+    )

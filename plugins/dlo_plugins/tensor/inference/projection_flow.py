@@ -1,0 +1,214 @@
+"""Records in a forward on fake tensors which projections of a block feed which."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dlo_framework.errors import DloError
+from dlo_plugins.tensor.projections import projection_kind
+
+#: Label of a block's input and of what a residual branch adds to it.
+INPUT = "<input>"
+#: Label of a product of two activations, as attention has.
+PRODUCT = "<product>"
+
+_PRODUCTS = ("bmm", "baddbmm", "mm", "matmul", "scaled_dot_product", "flex_attention")
+_VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """Tensor that a block gets, without its values.
+
+    Attributes:
+        shape: Shape.
+        dtype: Dtype.
+        is_trained: Whether it depends on a parameter outside the block.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Arguments of a block's forward, with :class:`TensorInput` for tensors.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        hidden: Number, among the leaves of both, of the tensor that the residual stream is.
+        used: Numbers of the leaves of its result that operators after it use; the others, such as attention
+            probabilities, are only collected.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: int
+    used: set[int] = field(default_factory=set, hash=False)
+
+
+@dataclass
+class ProjectionFlow:
+    """Flow of activations between projections.
+
+    Attributes:
+        feeds: Labels of each projection's input, by its name: names of projections, :data:`INPUT`, :data:`PRODUCT`.
+        splits: Sizes into which the output features of each projection are reshaped, in order of execution.
+        calls: First call of each block that ran, by its name.
+        stopped: Error that ended the forward early; None if all of it ran.
+    """
+
+    feeds: dict[str, frozenset[str]] = field(default_factory=dict)
+    splits: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    calls: dict[str, BlockCall] = field(default_factory=dict)
+    stopped: Exception | None = None
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Returns whether tensor parallelism can shard a module."""
+    with contextlib.suppress(DloError):
+        projection_kind("", module)
+        return isinstance(getattr(module, "weight", None), Tensor)
+    return False
+
+
+def record_flow(model: nn.Module, blocks: Sequence[str], forward: Callable[[], Any]) -> ProjectionFlow:
+    """Returns the flow in one forward.
+
+    Args:
+        model: Model with fake tensors.
+        blocks: Names of its blocks.
+        forward: Function that runs the model, inside a `FakeTensorMode`. If it fails, what ran before is returned.
+    """
+    found = ProjectionFlow()
+    mode = _FlowMode(found, model)
+    handles = [
+        model.get_submodule(block).register_forward_pre_hook(
+            functools.partial(mode.enter_block, block), with_kwargs=True, prepend=True
+        )
+        for block in blocks
+    ]
+    handles += [
+        model.get_submodule(block).register_forward_hook(functools.partial(mode.leave_block, block)) for block in blocks
+    ]
+    try:
+        with torch.no_grad(), mode:
+            forward()
+    except Exception as error:  # Any code of the model's may fail without values; the blocks that ran are known.
+        found.stopped = error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+class _FlowMode(TorchDispatchMode):
+    """Mode that passes labels from the arguments of each operator to its results."""
+
+    def __init__(self, found: ProjectionFlow, model: nn.Module) -> None:
+        super().__init__()
+        self._found = found
+        self._weights: dict[int, tuple[str, int]] = {}
+        for name, module in model.named_modules():
+            if is_projection(module):
+                kind = projection_kind(name, module)
+                self._weights[id(module.weight)] = (_outer_name(model, name), int(getattr(module, kind.outputs)))
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        self._labels: dict[int, frozenset[str]] = {}
+        #: Views of weights, by id: name of the projection and its number of output features.
+        self._views: dict[int, tuple[str, int]] = dict(self._weights)
+        #: Results of blocks, by id: the block's name and the number among its result's leaves.
+        self._results: dict[int, tuple[str, int]] = {}
+        self._alive: list[Any] = []  # So that no id is used twice.
+
+    def enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Starts a block: its input gets the label :data:`INPUT` alone."""
+        leaves = tree_leaves((args, kwargs))
+        hidden = next(
+            (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+        )
+        if hidden is None:
+            return
+        self._labels[id(leaves[hidden])] = frozenset({INPUT})
+        self._alive.append(leaves[hidden])
+
+        def described(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return TensorInput(tuple(leaf.shape), leaf.dtype, id(leaf) in self._trained)
+
+        args, kwargs = tree_map(described, (args, kwargs))
+        self._found.calls.setdefault(name, BlockCall(args, kwargs, hidden))
+
+    def leave_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends a block: its result is watched for use."""
+        for at, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                self._results[id(leaf)] = (name, at)
+                self._alive.append(leaf)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for block, at in (self._results[id(leaf)] for leaf in inputs if id(leaf) in self._results):
+            if block in self._found.calls:
+                self._found.calls[block].used.add(at)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        weight = next((self._views[id(leaf)] for leaf in inputs if id(leaf) in self._views), None)
+        labelled = [found for leaf in inputs if (found := self._labels.get(id(leaf)))]
+        labels = frozenset().union(*labelled)
+        name = func.overloadpacket.__name__
+        if weight is not None and len(inputs) == 1:  # A view of the weight.
+            self._views |= {id(leaf): weight for leaf in outputs}
+            labels = frozenset()
+        elif weight is not None and labelled:
+            self._found.feeds[weight[0]] = self._found.feeds.get(weight[0], frozenset()) | (labels - {weight[0]})
+            labels = frozenset({weight[0]})
+        elif len(labelled) > 1 and any(product in name for product in _PRODUCTS):
+            labels |= {PRODUCT}
+        elif name in _VIEWS and labels and outputs:
+            self._record_split(labels, inputs[0], outputs[0])
+        is_trained = any(id(leaf) in self._trained for leaf in inputs)
+        for leaf in outputs:
+            self._alive.append(leaf)
+            if labels:
+                self._labels[id(leaf)] = labels
+            if is_trained:
+                self._trained.add(id(leaf))
+        return output
+
+    def _record_split(self, labels: frozenset[str], given: Tensor, made: Tensor) -> None:
+        """Notes how the features of a single projection are reshaped."""
+        if len(labels) == 1 and made.ndim > given.ndim > 0 and made.shape[-1] != given.shape[-1]:
+            first = 0
+            while first < given.ndim - 1 and made.shape[first] == given.shape[first]:
+                first += 1
+            self._found.splits.setdefault(next(iter(labels)), []).append(tuple(made.shape[first:]))
+
+
+def _outer_name(model: nn.Module, name: str) -> str:
+    """Returns the name of the wrapper with adapters around a projection, or its own."""
+    parent = name
+    while parent:
+        parent = parent.rpartition(".")[0]
+        if parent and hasattr(model.get_submodule(parent), "base_layer"):
+            return parent
+    return name
+
+
+def tensor_inputs(call: BlockCall) -> Iterator[TensorInput]:
+    """Yields the tensors of a call."""
+    yield from (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, TensorInput))

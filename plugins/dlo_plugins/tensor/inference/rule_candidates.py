@@ -1,0 +1,185 @@
+"""Candidates for the tensor rules of a block: an attention or MLP each, from the flow between its projections."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+
+from dlo_framework.plan import Rule
+from dlo_plugins.tensor.adapted_projections import base_of
+from dlo_plugins.tensor.inference.projection_flow import INPUT, PRODUCT, ProjectionFlow, is_projection
+from dlo_plugins.tensor.projections import projection_kind
+
+#: Factor by which the output of a bottleneck, such as a squeeze-and-excitation's, is wider than its hidden features.
+_BOTTLENECK = 4
+#: Factor by which a projection that is left whole is smaller than the largest of its block.
+_SMALL = 32
+_FUSED = (Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Row projection with the projections that feed it, and variants of rules for them.
+
+    Attributes:
+        row: Name of the row projection in its block.
+        columns: Names of the projections that feed it.
+        is_attention: Whether activations are multiplied between them.
+        around: Name of the innermost module that contains all of them; empty for the block.
+        variants: Rules to try, in this order.
+        head_width: Number of features of a head; None if no reshape shows it.
+    """
+
+    row: str
+    columns: tuple[str, ...]
+    is_attention: bool
+    around: str
+    variants: tuple[Mapping[str, Rule], ...] = field(hash=False)
+    head_width: int | None = None
+
+
+def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list[Candidate]:
+    """Returns the candidates of a block, attentions first.
+
+    Args:
+        block: Block.
+        prefix: Name of the block in the model.
+        flow: Flow between the model's projections.
+    """
+    found = []
+    for full, labels in flow.feeds.items():
+        columns = sorted(labels - {PRODUCT, INPUT})
+        inside = all(name.startswith(f"{prefix}.") for name in (full, *columns))
+        if not columns or INPUT in labels or not inside:
+            continue
+        row = full.removeprefix(f"{prefix}.")
+        names = tuple(name.removeprefix(f"{prefix}.") for name in columns)
+        splits = {name: flow.splits.get(f"{prefix}.{name}", []) for name in names}
+        from_input = [name for name in names if INPUT in flow.feeds.get(f"{prefix}.{name}", ())]
+        found.append(_candidate(block, row, names, PRODUCT in labels, splits, from_input))
+    worth = [one for one in found if _is_worth_it(block, one)]
+    return sorted(worth, key=lambda one: not one.is_attention)
+
+
+def _is_worth_it(block: nn.Module, candidate: Candidate) -> bool:
+    """Returns whether a cut saves more than it communicates: not of a bottleneck, nor of a small mix of heads."""
+    outputs, inputs = _features(block, candidate.row)
+    if not candidate.is_attention and _BOTTLENECK * inputs <= outputs:
+        return False
+    projections = [module for module in block.modules() if is_projection(module)]
+    largest = max(cast("nn.Parameter", projection.weight).numel() for projection in projections)
+    return _SMALL * outputs * inputs >= largest
+
+
+def _candidate(
+    block: nn.Module,
+    row: str,
+    columns: tuple[str, ...],
+    is_attention: bool,
+    splits: Mapping[str, list[tuple[int, ...]]],
+    from_input: list[str],
+) -> Candidate:
+    around = _common_parent([row, *columns])
+    sizes = {name: _features(block, name)[0] for name in columns}
+    inputs = _features(block, row)[1]
+    rules: list[dict[str, Rule]] = []
+    width: int | None = None
+    if not is_attention:
+        halves = [Rule.GATE_UP, Rule.COLUMN] if len(columns) == 1 and sizes[columns[0]] == 2 * inputs else [Rule.COLUMN]
+        norms = _head_parameters(block, around, [row, *columns], {inputs}, None)
+        rules = [
+            {**more, **dict.fromkeys(columns, rule), row: Rule.ROW}
+            for rule in halves
+            for more in ([norms, {}] if norms else [{}])
+        ]
+        return Candidate(row, columns, False, around, tuple(rules))
+    entering = [name for name in columns if name in from_input] or list(columns)
+    width = next((shape[-1] for name in entering for shape in splits[name] if len(shape) > 1), None)
+    only = entering[0] if len(entering) == 1 else None
+    if width and only and any(len(shape) == 2 and math.prod(shape) == 3 * inputs for shape in splits[only]):
+        width //= 3  # [heads, 3 * head_dim]
+    heads = inputs // width if width and inputs % width == 0 else None
+    choices: list[list[tuple[str, tuple[Rule, ...]]]] = []
+    if len(entering) == 1:
+        choices = [[(entering[0], (rule,)) for rule in _fused(splits[entering[0]])]]
+    else:
+        of_name = [(name, _rules_of(sizes[name], inputs, max(sizes[one] for one in entering))) for name in entering]
+        choices = [[(name, (rule,)) for rule in options] for name, options in of_name]
+    extras = _head_parameters(block, around, [row, *entering], {inputs, *(sizes[name] for name in entering)}, heads)
+    for combination in itertools.product(*choices):
+        made = {name: options[0] for name, options in combination}
+        for more in [extras, {}] if extras else [{}]:
+            plain = {**more, **made, row: Rule.ROW}
+            rules += [plain, {**plain, around: Rule.LOCAL_SHAPES}]
+    return Candidate(row, tuple(entering), True, around, tuple(rules), width)
+
+
+def _fused(splits: list[tuple[int, ...]]) -> tuple[Rule, ...]:
+    """Returns the rules of one projection of queries, keys and values, the likeliest first."""
+    by_head = any((len(shape) == 3 and shape[-2] == 3) or (len(shape) == 2 and len(splits) == 1) for shape in splits)
+    return (Rule.QKV_BY_HEAD, Rule.QKV, Rule.QKV_GROUPED) if by_head else _FUSED
+
+
+def _rules_of(size: int, inputs: int, largest: int) -> tuple[Rule, ...]:
+    """Returns the rules of one of several projections that feed an attention's row projection."""
+    if size == 2 * inputs == largest:  # Keys and values, or queries and a gate.
+        return (Rule.GATE_UP, Rule.HEADS)
+    return (Rule.HEADS,) if size == largest else (Rule.KV_HEADS, Rule.COLUMN)
+
+
+def _head_parameters(
+    block: nn.Module, around: str, projections: list[str], features: set[int], heads: int | None
+) -> dict[str, Rule]:
+    """Returns the rules of parameters with an entry per head, or per feature of all heads."""
+    found: dict[str, Rule] = {}
+    module = block.get_submodule(around)
+    for name, part in module.named_modules():
+        full = ".".join(filter(None, (around, name)))
+        if any(full == one or full.startswith(f"{one}.") for one in projections):
+            continue
+        kind = type(part).__name__
+        parameters: dict[str, Any] = dict(part.named_parameters(recurse=False))
+        if kind.endswith("RMSNorm") and [*parameters] == ["weight"] and parameters["weight"].numel() in features:
+            found[full] = Rule.COLUMN_NORM
+        elif "Norm" not in kind:
+            buffers = dict(part.named_buffers(recurse=False))
+            parameters |= {key: buffers[key] for key in buffers if key in part._non_persistent_buffers_set}
+            for key, parameter in parameters.items():
+                rule = _head_rule(tuple(parameter.shape), features, heads)
+                if rule is not None:
+                    found[f"{full}.{key}" if full else key] = rule
+    return found
+
+
+def _head_rule(shape: tuple[int, ...], features: set[int], heads: int | None) -> Rule | None:
+    if not shape or heads is None or heads == 1:
+        return None
+    if shape[0] == heads or (len(shape) == 1 and shape[0] in features):
+        return Rule.HEADS
+    return Rule.LAST_DIM_HEADS if len(shape) > 1 and shape[-1] == heads else None
+
+
+def _common_parent(names: list[str]) -> str:
+    paths = [name.split(".")[:-1] for name in names]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)
+
+
+def _features(block: nn.Module, name: str) -> tuple[int, int]:
+    """Returns the numbers of output and input features of a projection."""
+    base: Any = base_of(block.get_submodule(name))
+    kind = projection_kind(name, base)
+    return int(getattr(base, kind.outputs)), int(getattr(base, kind.inputs))
+
+
+def rules_of(candidates: Iterator[Mapping[str, Rule]]) -> dict[str, Rule]:
+    """Returns the rules of several candidates; those of single parameters and projections come before modules'."""
+    found: dict[str, Rule] = {}
+    for rules in candidates:
+        found |= rules
+    return dict(sorted(found.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))

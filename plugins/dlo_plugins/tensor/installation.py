@@ -1,0 +1,50 @@
+"""Installs a tensor-parallel plan in a model: this rank's shards, and the communication of regions and vocabularies."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dlo_framework.distributed.collectives import Communicator
+from dlo_plugins.tensor import expert_slices, local_shapes, parameter_sharding, regions, sharded_norms, vocabulary
+from dlo_plugins.tensor.async_products import AsyncProducts
+from dlo_plugins.tensor.local_random import LocalRandom
+from dlo_plugins.tensor.sequence_parallel import ShardedSequence
+from dlo_plugins.tensor.tp_plan import TPPlan, vocabulary_size
+
+
+def install_plan(
+    module: nn.Module,
+    found: TPPlan,
+    communicator: Communicator,
+    stream: ShardedSequence | None = None,
+    products: AsyncProducts | None = None,
+    random: LocalRandom | None = None,
+) -> None:
+    """Cuts a model in place.
+
+    Args:
+        module: Full model, the same on each rank.
+        found: Tensor-parallel plan of the model for this number of ranks.
+        communicator: Communicator of the ranks.
+        stream: Sequence that is split between regions; None without sequence parallelism.
+        products: Products that overlap with collectives; None without asynchronous tensor parallelism.
+        random: This rank's random numbers; by default new ones.
+    """
+    parameter_sharding.shard_parameters(module, found, communicator.size, communicator.rank)
+    random = LocalRandom(communicator.rank) if random is None else random
+    for name, region in found.regions.items():
+        around = module.get_submodule(name)
+        columns = [module.get_submodule(column) for column in region.columns]
+        rows = [module.get_submodule(row) for row in region.rows]
+        made = regions.Region(name, around, communicator, random, stream, products)
+        regions.install_region(around, columns, rows, made)
+        if region.local_shapes:
+            sizes = local_shapes.LocalSizes(communicator.size, region.heads, region.kv or region.heads, region.width)
+            local_shapes.install_local_shapes(around, sizes, made)
+        for norm in region.norms:
+            size = found.divisions[f"{norm}.weight"].pieces[0]
+            sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
+    for name in found.experts:
+        expert_slices.install_slices(module.get_submodule(name), communicator)
+    for name in found.vocabulary:
+        vocabulary.install_vocabulary(module.get_submodule(name), vocabulary_size(found, name), communicator)

@@ -1,0 +1,173 @@
+"""Tensor rules of models whose families bring none: what is found, and what the proof refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.task import Task
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
+from dlo_plugins.tensor.local_shapes import LocalSizes, local_shape
+from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import tiny
+from support.foreign_transformer import ForeignTask
+
+
+class Shapes:
+    seq_len = 16
+
+
+def rules_of(task: Task) -> InferredRules:
+    task = task.on_meta()
+    return infer_rules(task, task.parallel_plan(), Shapes())
+
+
+def kinds(found: InferredRules) -> dict[str, str]:
+    """Rules of projections and tensors, without those that only say that a module works on full activations."""
+    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, Rule.LOCAL_SHAPES)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_users_own_transformer_is_cut(fused: bool) -> None:
+    found = rules_of(ForeignTask(fused=fused))
+    of_attention = {"qkv": "qkv"} if fused else {"q": "heads", "k": "heads", "v": "heads"}
+    assert kinds(found) == {
+        **{f"layers.*.mix.{name}": rule for name, rule in of_attention.items()},
+        **{"layers.*.mix.out": "row", "layers.*.up": "column", "layers.*.down": "row"},
+    }
+    # The code takes the number of features from its input's shape, and no attribute has the width of a head.
+    assert found.tensor["layers.*.mix"] is Rule.LOCAL_SHAPES
+    assert found.head_widths == {"layers.*.mix": 8}
+    assert not found.whole
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "whole"),
+    [
+        (
+            "bart",  # in the block itself, beside a cross attention that never runs
+            {
+                **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "heads"),
+                **{"self_attn.out_proj": "row", "fc1": "column", "fc2": "row"},
+            },
+            {},
+        ),
+        (
+            "olmoe",  # grouped queries, norms over all heads, and experts in one tensor
+            {
+                **{"self_attn.q_norm": "column_norm", "self_attn.k_norm": "column_norm"},
+                **{"self_attn.q_proj": "heads", "self_attn.k_proj": "kv_heads", "self_attn.v_proj": "kv_heads"},
+                "self_attn.o_proj": "row",
+            },
+            {},
+        ),
+        (
+            "bloom",  # biases of heads come from outside of the block
+            {"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"},
+            {"self_attention.dense": "expanded size"},
+        ),
+    ],
+)
+def test_families_of_transformers_without_rules(family: str, expected: dict[str, str], whole: dict[str, str]) -> None:
+    found = rules_of(CausalLM(config=tiny(family, dropout=False)))
+    assert {name.split(".*.", 1)[1]: rule for name, rule in kinds(found).items()} == expected
+    reasons = {name.split(".*.", 1)[1]: why for name, why in found.whole.items()}
+    assert reasons.keys() == whole.keys()
+    assert all(text in reasons[name] for name, text in whole.items())
+
+
+def test_timms_beit_whose_bias_is_added_by_hand() -> None:
+    args = {"depth": 2, "embed_dim": 32, "num_heads": 4}
+    found = rules_of(ImageClassifier("beit_base_patch16_224", num_classes=3, image_size=64, model_args=args))
+    assert {name.removeprefix("blocks.*."): rule for name, rule in kinds(found).items()} == {
+        **{"attn.qkv": "qkv", "attn.proj": "row", "mlp.fc1": "column", "mlp.fc2": "row"},
+        **{"attn.q_bias": "heads", "attn.k_bias": "heads", "attn.v_bias": "heads"},
+        "attn.relative_position_bias_table": "last_dim_heads",
+    }
+
+
+def test_heads_that_are_mixed_stay_whole_with_the_reason() -> None:
+    found = rules_of(ForeignTask(mixes_heads=True))
+    assert "layers.*.down" in found.cut
+    assert [*found.whole] == ["layers.*.mix.out"]
+
+
+def test_features_that_are_compared_with_each_other_stay_whole() -> None:
+    """Shapes would fit: only values tell that each rank would normalise its own features alone."""
+    found = rules_of(ForeignTask(normalises=True))
+    assert found.cut == ("layers.*.mix.out",)
+    assert "differs by" in found.whole["layers.*.down"]
+
+
+def test_a_model_without_pairs_is_refused_with_what_is_in_the_way() -> None:
+    task = ImageClassifier("resnet18", num_classes=3, image_size=64).on_meta()
+    with pytest.raises(DloError, match=r"got none from ResNet, and none can be inferred \('layer1.0.*|no linear layer"):
+        TensorParallel().complete_plan(task, task.parallel_plan(), 2)
+
+
+def test_the_ranks_divide_some_regions_only() -> None:
+    task = ForeignTask(heads=3, width=24).on_meta()
+    applier = TensorParallel()
+    plan = applier.complete_plan(task, task.parallel_plan(), 2)
+    found = make_tp_plan(task.model, plan, 2)
+    assert {row for region in found.regions.values() for row in region.rows} == {f"layers.{n}.down" for n in range(2)}
+    threes = make_tp_plan(task.model, applier.complete_plan(task, task.parallel_plan(), 3), 3)
+    assert {row for region in threes.regions.values() for row in region.rows} >= {"layers.0.mix.out", "layers.1.down"}
+    with pytest.raises(DloError, match=r"tp must divide the .* set tp="):
+        applier.complete_plan(task, task.parallel_plan(), 7)
+
+
+def test_the_models_own_rules_win_and_are_not_proved_again(monkeypatch) -> None:
+    monkeypatch.setattr("dlo_plugins.tensor.inference.inferred_rules.infer_rules", lambda *args: 1 / 0)
+    task = CausalLM(config=tiny("llama", dropout=False)).on_meta()
+    plan = task.parallel_plan()
+    assert TensorParallel().complete_plan(task, plan, 2) is plan
+
+
+def test_sequence_parallelism_needs_rules_of_the_family() -> None:
+    task = ForeignTask().on_meta()
+    with pytest.raises(DloError, match="sequence_parallel must have the tensor rules of the model's family"):
+        TensorParallel(sequence_parallel=True).complete_plan(task, task.parallel_plan(), 2)
+
+
+def test_dlo_mesh_shows_what_is_cut() -> None:
+    strategy: Any = MeshStrategy(tp=2, dp_shard=1)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    shown = str(strategy.describe(ForeignTask(mixes_heads=True)))
+    assert "tensor rules inferred and proved: layers.*.down" in shown
+    assert "whole: layers.*.mix.out: " in shown
+
+
+SIZES = LocalSizes(ranks=2, heads=4, kv=2, width=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "local"),
+    [
+        ((2, 5, 16), (2, 5, 4, 8), (2, 5, 2, 8)),
+        ((2, 5, 48), (2, 5, 3, 4, 8), (2, 5, 3, 2, 8)),
+        ((2, 5, 48), (2, 5, 3, 4, -1), (2, 5, 3, 2, 8)),
+        ((2, 5, 2, 8), (2, 5, 32), (2, 5, 16)),
+        ((2, 5, 2, 8), (2, 5, -1), (2, 5, -1)),  # already this rank's
+        ((2, 2, 5, 5), (8, 5, 5), (4, 5, 5)),  # batch times heads
+        ((4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8)),
+        ((4, 5, 16), (4, 5, 4, 8), (4, 5, 2, 8)),  # as many samples as heads
+        ((2, 5, 8), (2, 5, 2, 8), (2, 5, 1, 8)),  # key/value heads
+        ((2, 5, 32), (2, 5, 4, 8), (2, 5, 4, 8)),  # a full tensor
+    ],
+)
+def test_full_sizes_in_a_reshape_become_a_ranks_own(given: Any, asked: Any, local: Any) -> None:
+    assert local_shape(given, asked, SIZES) == list(local)
+    torch.zeros(given).reshape(local)
+
+
+def test_plans_name_the_width_of_heads() -> None:
+    plan = ParallelPlan(blocks=("layers.*",), head_widths={"layers.*.mix": 8})
+    assert plan.head_width_for("layers.3.mix") == 8
+    assert plan.head_width_for("layers.3.mix.q") is None
