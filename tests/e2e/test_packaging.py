@@ -138,7 +138,7 @@ def test_it_works_far_from_the_checkout(far):
     names = {plugin["name"] for plugin in json.loads(run(far, "plugins", "--json"))}
     assert {"OneCycle", "ImageClassifier", "DigitsData", "ImageFolderData"} <= names
     small = ["--trainer.max_steps", "2", "--trainer.accelerator", "cpu"]
-    finder = ["--trainer.callbacks+", "LRFinder", "--trainer.callbacks.num_steps", "12"]
+    finder = ["--trainer.callbacks+", "LRFinder", "--trainer.callbacks.num_steps", "20"]
     out = run(far, "fit", "--config", "quickstart", *small, *finder)
     assert "tensorboard --logdir" in out
     assert "lr_finder.json" in out
