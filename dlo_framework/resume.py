@@ -37,6 +37,7 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
+        self._validates_last_step = False
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the random state of every rank and half-accumulated gradients to the checkpoint."""
@@ -60,9 +61,16 @@ class ExactResume(Callback):
         _drop_replaced_schedule(trainer, checkpoint)
         if "loops" in checkpoint:
             _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
+            self._validates_last_step = _is_before_last_validation(trainer, checkpoint)
+            if trainer.strategy.restore_checkpoint_after_setup:
+                self._enter_last_validation(trainer)
         self._loaded = checkpoint.get(KEY)
         if self._loaded is not None:
             restore_random_state(_own_state(self._loaded["random_state"], trainer))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets a run that was killed before its last validation validate."""
+        self._enter_last_validation(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state and the gradients: after this, the next batch is the first to use them."""
@@ -91,10 +99,22 @@ class ExactResume(Callback):
         if self._before_validation is not None:
             restore_random_state(self._before_validation)
             self._before_validation = None
+        if self._validates_last_step:
+            self._validates_last_step = False
+            trainer.fit_loop.epoch_loop.max_steps -= 1
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops the stored state of a validation that did not end."""
         self._before_validation = None
+
+    def _enter_last_validation(self, trainer: Trainer) -> None:
+        """Makes Lightning's loop (2.6) begin, which does nothing for a checkpoint of the last of `max_steps`.
+
+        The loop's limit is one step higher until the validation that it begins with has ended, and is set when
+        optimizers and schedules exist, since they read it.
+        """
+        if self._validates_last_step:
+            trainer.fit_loop.epoch_loop.max_steps += 1
 
 
 def _delayed(trainer: Trainer) -> dict[str, Any] | None:
@@ -252,6 +272,14 @@ def _keep_next_validation(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
         batches[span]["completed"] = batches[span]["processed"]
         validation[span] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     validation["is_last_batch"] = False
+
+
+def _is_before_last_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
+    """Returns whether a checkpoint is of the last of `max_steps`, and the validation after it has not run."""
+    validation = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+    pending = validation["ready"] == validation["started"] == 1 and not validation["processed"]
+    is_last = 0 <= trainer.max_steps <= checkpoint["global_step"]
+    return trainer.state.fn == "fit" and trainer.enable_validation and pending and is_last
 
 
 def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from timm.optim import create_optimizer_v2
 
 from dlo_framework.checkpoint import SafeCheckpointIO
@@ -424,3 +426,50 @@ def test_a_run_that_is_stopped_right_before_a_validation_has_it_when_it_is_resum
         best = [path.name for path in (tmp_path / str(stop) / "checkpoints").glob("epoch=*")]
         found.append((Validations.seen, losses, best))
     assert found[0] == found[1]
+
+
+class Killed(Callback):
+    """Saves a checkpoint at the end of the last step, as ModelCheckpoint does, and ends the run in the validation."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_start(self, trainer, *_):
+        if trainer.global_step == trainer.max_steps:
+            raise OSError("killed")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["loaded before setup", "loaded after setup"])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_steps": 13, "val_check_interval": 3}, {"max_steps": 20}, {"max_steps": 20, "max_epochs": 2}],
+    ids=["in mid-epoch", "at an epoch's end", "at the last epoch's end"],
+)
+def test_a_run_killed_between_its_last_step_and_the_validation_has_it_when_it_is_resumed(
+    tmp_path, monkeypatch, options, late
+):
+    if late:
+        monkeypatch.setattr(SingleDeviceStrategy, "restore_checkpoint_after_setup", True)
+    found, options = [], {"kind": Validations, "accumulate_grad_batches": 1, **options}
+    for name in ("whole", "killed"):
+        monkeypatch.setattr(Validations, "seen", [])
+        folder = tmp_path / name
+        if name == "killed":
+            saved = tmp_path / "saved.ckpt"
+            with pytest.raises(OSError, match="killed"):
+                run(folder, stop=Killed(saved), **options)
+            shutil.rmtree(folder / "checkpoints" / "last.ckpt", ignore_errors=True)
+            saved.rename(folder / "checkpoints" / "last.ckpt")
+            assert run(folder, resume=True, **options) == ([], None)
+        else:
+            run(folder, **options)
+        assert run(folder, resume=True, **options) == ([], None), "nothing is left to do"
+        best = [path.name for path in (folder / "checkpoints").glob("epoch=*")]
+        found.append((Validations.seen, best))
+    assert found[0] == found[1]
+    assert found[0][0]
+    assert found[0][1]
