@@ -112,7 +112,8 @@ def main() -> int:
             if "--check" not in sys.argv[1:]:
                 page.write_text(filled, encoding="utf-8")
     if "--check" in sys.argv[1:]:
-        print(*(f"{page} is out of date; run python docs/fill.py" for page in stale), sep="\n")
+        for page in stale:
+            print(f"{page} is out of date; run python docs/fill.py")
         return 1 if stale else 0
     return 0
 
