@@ -26,6 +26,7 @@ class Candidate:
         reason: Sentence that compares it with the first.
         is_verified: Whether simulated ranks have run a step of it.
         bounds: Measured over predicted step time of earlier runs, least and most.
+        host_bytes: Bytes of activations in the host's memory, of the rank with most.
     """
 
     layout: Layout
@@ -38,6 +39,7 @@ class Candidate:
     reason: str = ""
     is_verified: bool = False
     bounds: tuple[float, float] = (1.0, 1.0)
+    host_bytes: float = 0.0
 
     @property
     def mfu(self) -> float:
@@ -65,6 +67,7 @@ class Candidate:
             "bubble": self.time.bubble / self.time.total,
             "seconds": asdict(self.time),
             "memory_bytes": {**asdict(self.memory), "total": self.memory.total},
+            "host_bytes": self.host_bytes,
             "verified": self.is_verified,
             "reason": self.reason,
         }

@@ -34,6 +34,7 @@ class Layout:
             chooses for each block.
         every: Interval of the blocks that recompute: 1 for all of them.
         budget: Bytes for a rank's activations under `rotor`.
+        offload: Whether `rotor` may also copy activations to the host.
     """
 
     mesh: MeshSpec = field(default_factory=lambda: MeshSpec(dp_shard=1))
@@ -48,6 +49,7 @@ class Layout:
     recompute: str = "none"
     every: int = 1
     budget: int = 0
+    offload: bool = False
 
     @property
     def stages(self) -> int:
@@ -110,7 +112,8 @@ class Layout:
         if self.sharers > 1:
             words.append(f"ZeRO {self.zero}" + (", reduce each micro-batch" if self.reduce_each else ""))
         if self.recompute == "rotor":
-            words.append(f"Rotor with {format_bytes(self.budget)}" if self.budget else "Rotor")
+            size = f" with {format_bytes(self.budget)}" if self.budget else ""
+            words.append(f"Rotor{size}" + (" and offloading" if self.offload else ""))
         elif self.recompute != "none":
             words.append(f"recompute {self.recompute}" + (f" every {self.every}" if self.every > 1 else ""))
         return ", ".join(words)

@@ -63,6 +63,19 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Host of a device, to which activations can be copied.
+
+    Attributes:
+        bandwidth: Bytes a second of the copies in each direction, while all devices of the node copy.
+        memory: Bytes of page-locked memory that each device may take.
+    """
+
+    bandwidth: float
+    memory: float
+
+
+@dataclass(frozen=True)
 class ProductTable:
     """Measured rates of matrix products by shape.
 
@@ -112,6 +125,7 @@ class Machine:
         attention: Fractions of the peak that fused attention reaches, in forward and in backward.
         node: Link of ranks of one node.
         network: Link of ranks on different nodes; None for a machine of one node.
+        host: Host of a device; None where nothing is offloaded.
         overlap_slowdown: Factor by which communication slows computation that runs at the same time; 2 where they take
             turns.
         sources: Source of each constant, by key.
@@ -147,6 +161,7 @@ class Machine:
     backward: tuple[float, float] | None = None
     optimizer: float | None = None
     collectives: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
+    host: Host | None = None
 
     @property
     def contention(self) -> float:
@@ -366,6 +381,7 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
             for kind in _KINDS
             if kind in links
         },
+        host=Host(read("links.host.bandwidth"), read("links.host.memory")) if "host" in links else None,
     )
 
 

@@ -58,7 +58,9 @@ def candidate_config(candidate: Candidate, config: dict[str, Any], nodes: int, s
     trainer |= {"devices": mesh.world_size // nodes, "num_nodes": nodes, "strategy": strategy}
     callbacks = [entry for entry in _callbacks(found) if _class_name(entry) != "Rotor"]
     if layout.recompute == "rotor":
-        callbacks.append({"class_path": "Rotor", "init_args": {"budget": f"{layout.budget // 1000}kB"}})
+        # On an accelerator a run measures its link.
+        offload = {"offload": True} if layout.offload else {}
+        callbacks.append({"class_path": "Rotor", "init_args": {"budget": f"{layout.budget // 1000}kB", **offload}})
     if callbacks or trainer.get("callbacks"):
         trainer["callbacks"] = callbacks
     rows = layout.micro_batch * mesh.data_size

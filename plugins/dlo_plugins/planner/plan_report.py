@@ -15,6 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
+from dlo_framework.units import format_bytes
 from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.interval import Interval, find_interval
 from dlo_plugins.planner.layout import SIZES, StateFormat
@@ -353,6 +354,7 @@ def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
         f"{number}. {candidate.layout}",
         f"   {time.total:.3g} s a step ({low:.3g} to {high:.3g}), {candidate.throughput:,.0f} {unit}, MFU"
         f" {candidate.mfu:.1%}: {', '.join(seconds)}",
-        f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}",
+        f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}"
+        + (f"; {format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
         f"   {candidate.reason}" + ("; simulated ranks run it" if candidate.is_verified else ""),
     ]

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.mesh import AXES, MeshSpec
@@ -31,10 +32,12 @@ _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2), ("Varuna", 1))
 #: Schedules that are planned only if they are asked for, because gradients have a delay: the loss curve is another.
 _DELAYED = (("PipeDream2BW", 1),)
+#: Share of a step that offloading must be able to save to be tried, beside other ways that fit in memory.
+_GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
 #: Keys of `fix`, beside the axes.
-_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute", "gather", "reduce")
+_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
 #: Values that `recompute` can be fixed at.
 _MODES = ("none", "selective", "full", "rotor")
 
@@ -51,8 +54,8 @@ class Request:
         gpus: Number of ranks.
         memory: Bytes of a rank.
         global_batch: Rows of a step on all ranks.
-        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero` or `recompute`; and `gather` and `reduce`,
-            dtypes that the state has already.
+        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero`, `recompute` or `offload`; and `gather` and
+            `reduce`, dtypes that the state has already.
         top: Number of plans to return.
         rotor: Whether Rotor may be chosen.
     """
@@ -81,6 +84,16 @@ class Request:
             raise DloError(
                 "--fix recompute=rotor must come without a compiled model, got the callback Compile with scope: model;"
                 " set its scope: blocks"
+            )
+        offload = self.fix.get("offload", "false").lower()
+        if offload not in ("true", "false"):
+            raise DloError(
+                f"--fix offload must be true or false, got {offload}; leave it out, or use --fix offload=false"
+            )
+        if offload == "true" and (not self.rotor or self.fix.get("recompute", "rotor").lower() != "rotor"):
+            raise DloError(
+                "--fix offload=true must come with Rotor, which offloads, got"
+                f" {f'recompute={mode}' if self.rotor else 'the callback Compile with scope: model'}; leave it out"
             )
         for key in (*AXES, "micro_batch", "zero"):
             if key in self.fix and not self.fix[key].isdigit():
@@ -130,6 +143,11 @@ class PlanSearch:
         self.second = SecondModels(second, machine, state) if second else None
         self.memory = MemoryModel(self.times, self.second)
         self.rotor = RotorModel(self.times, self.memory)
+        if request.fix.get("offload", "").lower() == "true" and machine.host is None:
+            raise DloError(
+                f"--fix offload=true must be for a machine with links.host, got {machine.name} without; add links:"
+                " {host: {bandwidth: {value: 25.0e+9, source: ...}, memory: {value: 64.0e+9, source: ...}}} to its file"
+            )
         self._least: dict[tuple[int, ...], float] = {}
         self._tried = {"1F1B"}
 
@@ -210,7 +228,8 @@ class PlanSearch:
             other = found.layout
             is_same = layout.schedule == other.schedule and (layout.schedule != "1F1B" or layout.mesh == other.mesh)
             if found.kind != "refused":
-                is_same = replace(layout, recompute=other.recompute, every=other.every, budget=other.budget) == other
+                ways: dict[str, Any] = {key: getattr(other, key) for key in ("recompute", "every", "budget", "offload")}
+                is_same = replace(layout, **ways) == other
             if is_same:
                 return replace(found, layout=layout)
         return None
@@ -310,7 +329,8 @@ class PlanSearch:
         if "schedule" in fix and mesh.dp_replicate * mesh.cp == 1 and count >= pp:
             yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
         for name, chunks in _SCHEDULES:
-            if name == "Varuna" and fix.get("recompute", "none").lower() != "none":
+            recomputes = fix.get("recompute", "none").lower() != "none" or fix.get("offload", "false").lower() == "true"
+            if name == "Varuna" and recomputes:
                 continue
             fits = pp * chunks <= len(self.profile.blocks) and self.request.allows("schedule", name)
             if fits and not (name == "Interleaved1F1B" and count % pp) and not (name == "ZBV" and count < 2 * pp):
@@ -349,7 +369,7 @@ class PlanSearch:
         alone = bool(self.times.recomputed_stages(layout))  # The schedule recomputes, and blocks need not.
         recomputes = self._recomputes(layout) and not alone
         for mode, every in _RECOMPUTE:
-            if not allows("recompute", mode) or (mode != "none" and not recomputes):
+            if not allows("recompute", mode) or not allows("offload", False) or (mode != "none" and not recomputes):
                 continue
             way = replace(layout, recompute=mode, every=every)
             needs = self.memory.largest(way)
@@ -358,17 +378,24 @@ class PlanSearch:
                 found.append(self._candidate(way, needs))
                 if mode == "none":  # Nothing is faster than not to recompute.
                     return found[0]
+        slower: list[Rejection] = []
         if self.request.rotor and self.profile.blocks and allows("recompute", "rotor") and not alone:
-            shortest = min([limit, *(candidate.time.total for candidate in found)])
-            rotor = self._with_rotor(replace(layout, recompute="rotor"), shortest)
-            if isinstance(rotor, Candidate):
-                found.append(rotor)
-            elif rotor.kind == "time" and not found:
-                return rotor
-            else:
-                least.append((rotor.value, rotor.layout))
+            for offload in (False, True):
+                if not allows("offload", offload) or (offload and self.machine.host is None):
+                    continue
+                margin = 1 - _GAIN if offload else 1.0
+                shortest = min([limit, *(candidate.time.total * margin for candidate in found)])
+                rotor = self._with_rotor(replace(layout, recompute="rotor", offload=offload), shortest)
+                if isinstance(rotor, Candidate):
+                    found.append(rotor)
+                elif rotor.kind == "time":
+                    slower.append(rotor)
+                else:
+                    least.append((rotor.value, rotor.layout))
         if found:
             return min(found, key=lambda candidate: candidate.time.total)
+        if slower:
+            return min(slower, key=lambda rejection: rejection.value)
         if not least:
             raise DloError(
                 f"--fix recompute must be none or rotor for {self.profile.model} and this strategy, got"
@@ -405,7 +432,7 @@ class PlanSearch:
             layout, self.times.split(layout), time,
             memory or self.memory.largest(layout, plan.activations if plan else None),
             profile.flops * request.global_batch, self.machine.rate(self.times.state.compute) * request.gpus,
-            request.global_batch * (profile.length or 1),
+            request.global_batch * (profile.length or 1), host_bytes=plan.host if plan else 0.0,
         )  # fmt: skip
 
     def _simulated(self, candidate: Candidate) -> Candidate:

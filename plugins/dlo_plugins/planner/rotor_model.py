@@ -16,14 +16,19 @@ from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part
 from dlo_plugins.remat.chain import Chain, Mode, Stage
 from dlo_plugins.remat.least_memory import LeastMemory
+from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.planning import MeasuredChain
 from dlo_plugins.remat.rotor import solve
 from dlo_plugins.remat.schedule import Node, Recompute, Schedule
+from dlo_plugins.remat.transfer_plan import offloaded_bytes
 
 #: Modes of a block, as the callback measures them.
 _MODES = ("none", "selective")
 #: Number of times that a budget is lowered for the parameters that a region gathers.
 _ATTEMPTS = 4
+#: Number of states of the program that offloads; a run's own is larger, and its schedule no slower.
+_STATES = 100
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,14 @@ class RotorPlan:
     """Rotor's schedules of a layout.
 
     Attributes:
-        repeated: Seconds that backward recomputes, for each stage and micro-batch.
+        repeated: Seconds that a step recomputes, or waits for copies, for each stage and micro-batch.
         activations: Activations of each rank.
+        host: Bytes in the host's memory, of the rank with most.
     """
 
     repeated: tuple[float, ...]
     activations: RankActivations
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,17 +62,26 @@ class _StageChain:
     least: int
     steps: tuple[tuple[float, float], ...]
 
-    def least_seconds(self, budget: int) -> float:
-        """Returns a lower bound of a micro-batch's recomputation: bytes are dropped in fractions of blocks."""
+    def least_seconds(self, budget: int, rate: float | None = None) -> float:
+        """Returns a lower bound of a micro-batch's recomputation: bytes are dropped in fractions of blocks.
+
+        Args:
+            budget: Bytes.
+            rate: Bytes a second to the host, if they may be copied there: in no time while forward runs.
+        """
         chain = self.measured.chain
         head = chain.stages[-1].modes[0]
         room = budget - self.measured.stem - chain.input - head.backward_peak
         need = float(sum(stage.modes[0].saved for stage in chain.stages) - room)
+        slowest = math.inf
+        if rate is not None:
+            need -= rate * sum(max(mode.forward for mode in stage.modes) for stage in chain.stages)
+            slowest = 1 / rate
         found = 0.0
-        for size, rate in self.steps:
-            if need <= size:
-                return found + max(need, 0.0) * rate
-            found, need = found + size * rate, need - size
+        for size, cost in self.steps:
+            if need <= size or cost >= slowest:
+                return found + max(need, 0.0) * min(cost, slowest)
+            found, need = found + size * cost, need - size
         return math.inf
 
 
@@ -80,33 +96,41 @@ class RotorModel:
     def __init__(self, times: TimeModel, memory: MemoryModel) -> None:
         self._times, self._memory = times, memory
         self._chains: dict[tuple[object, ...], _StageChain] = {}
-        self._solved: dict[tuple[int, int], Schedule | None] = {}
+        self._solved: dict[tuple[int, int, bool], Schedule | None] = {}
+        self._host = times.machine.host
+        self._link = None if self._host is None else Link(self._host.bandwidth, self._host.bandwidth)
         self._least_budgets: dict[int, int] = {}
 
     def plan(self, layout: Layout) -> RotorPlan | None:
-        """Returns the schedules of a layout within its budget; None if a stage has none.
+        """Returns the schedules of a layout within its budget; None if a stage has none, or the host is too small.
 
         Args:
             layout: Layout with a budget.
         """
         chains, repeated = self.chains(layout), [0.0] * layout.stages
-        totals, region = [], 1
+        totals, region, host = [], 1, 0.0
         for group in self._memory.groups(layout):
-            total = 0
+            total = copied = 0
             for place, share in enumerate(self._shares(layout, chains, group)):
                 chain = chains[group.ranks[0][place]]
-                schedule = self._solve(chain, share)
+                schedule = self._solve(chain, share, layout.offload)
                 if schedule is None:
                     return None
                 for stages in group.ranks:
                     repeated[stages[place]] = schedule.time - chain.measured.chain.kept_time
                 total += group.most[place] * (chain.measured.stem + schedule.peak)
+                copied += group.most[place] * offloaded_bytes(chain.measured.chain, schedule)
                 region = max(region, longest_region(schedule.nodes))
             totals.append(float(total))
-        return RotorPlan(tuple(repeated), RankActivations(tuple(totals), region))
+            host = max(host, copied)
+        if self._host is not None and host > self._host.memory:
+            return None
+        return RotorPlan(tuple(repeated), RankActivations(tuple(totals), region), float(host))
 
     def fit(self, layout: Layout, memory: float) -> Layout | float:
         """Returns a layout with the largest budget that a memory allows; the bytes that it needs if none fits.
+
+        Of offloading, the least bytes are not known: inf.
 
         Args:
             layout: Layout under `rotor`.
@@ -117,7 +141,7 @@ class RotorModel:
             tried = replace(layout, budget=round_budget(self._memory.available(layout, memory, region)))
             found = self.plan(tried)
             if found is None:
-                return max(self._least(layout, region), memory)
+                return math.inf if layout.offload else max(self._least(layout, region), memory)
             total = self._memory.largest(tried, found.activations).total
             if total <= memory:
                 return tried
@@ -144,7 +168,8 @@ class RotorModel:
         chains, found = self.chains(layout), [0.0] * layout.stages
         for group in self._memory.groups(layout):
             for place, share in enumerate(self._shares(layout, chains, group)):
-                least = chains[group.ranks[0][place]].least_seconds(share)
+                rate = self._link.to_host if layout.offload and self._link else None
+                least = chains[group.ranks[0][place]].least_seconds(share, rate)
                 for stages in group.ranks:
                     found[stages[place]] = least
         return found
@@ -172,11 +197,17 @@ class RotorModel:
         total = sum(count * peak for count, peak in zip(group.most, peaks, strict=True))
         return [int(layout.budget * (peak / total)) if total else layout.budget for peak in peaks]
 
-    def _solve(self, chain: _StageChain, budget: int) -> Schedule | None:
-        key = id(chain), budget
+    def _solve(self, chain: _StageChain, budget: int, offload: bool) -> Schedule | None:
+        key = id(chain), budget, offload
         if key not in self._solved:
+            size = max(0, budget - chain.measured.stem)
             try:
-                self._solved[key] = solve(chain.measured.chain, max(0, budget - chain.measured.stem))
+                if offload and self._link is not None:
+                    known = self._solve(chain, budget, False)
+                    found = solve_offload(chain.measured.chain, size, self._link, states=_STATES, known=known)
+                    self._solved[key] = found
+                else:
+                    self._solved[key] = solve(chain.measured.chain, size)
             except DloError:  # The least budget is larger.
                 self._solved[key] = None
         return self._solved[key]
@@ -223,7 +254,9 @@ class RotorModel:
             saved = math.ceil(part.modes[name].kept(compiled).on(share))
             peak = inside - saved + transient
             seconds = self._times.seconds(part, layout, name)
-            modes.append(Mode("all" if name == "none" else name, output + saved, *seconds, transient, peak))
+            keeps_all = name == "none"  # What a selective policy keeps is not copied.
+            mode = "all" if keeps_all else name
+            modes.append(Mode(mode, output + saved, *seconds, transient, peak, movable=keeps_all))
         return Stage(part.name, output, tuple(modes), inside + transient)
 
 

@@ -21,7 +21,7 @@ from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.plan_report import profile_frozen, profile_run, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rotor_model import RotorModel
-from dlo_plugins.planner.run_layout import read_dtypes, read_layout, rotor_budget
+from dlo_plugins.planner.run_layout import given_host, read_dtypes, read_layout, rotor_budget
 from dlo_plugins.planner.second_model import SecondModels
 from dlo_plugins.planner.step_time import StepTime, TimeModel
 from dlo_plugins.planner.unmodelled import find_unmodelled
@@ -145,13 +145,18 @@ def check_run(
             f" ({machine.device}); set --machine to its file"
         )
     nodes = int((config.get("trainer") or {}).get("num_nodes") or 1)
-    machine = replace(machine, ranks_per_node=max(1, ranks // nodes))
+    machine = replace(machine, ranks_per_node=max(1, ranks // nodes), host=given_host(config) or machine.host)
     state, optimizer = run_state(config, model, *read_dtypes(config))
     profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
     times = TimeModel(profile, machine, state)
     profiles = profile_frozen(frozen, model, datamodule, state, machine.device)
     second = SecondModels(profiles, machine, state) if profiles else None
     memory, plan = MemoryModel(times, second), None
+    if layout.offload and machine.host is None:
+        raise DloError(
+            f"plan: --machine must have links.host for a run that offloads, got {machine.name} without; add links:"
+            " {host: {bandwidth: {value: 25.0e+9, source: ...}, memory: {value: 64.0e+9, source: ...}}} to its file"
+        )
     if budget is not None:
         rotor = RotorModel(times, memory)
         layout = replace(layout, budget=budget.bytes or int((budget.share or 0.0) * rotor.kept_bytes(layout)))

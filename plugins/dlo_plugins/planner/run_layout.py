@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
 from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.machine import Host
 from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
 from dlo_plugins.remat.budget import Budget
+from dlo_plugins.remat.host_link import parse_link
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
 _STAGES = {
@@ -24,19 +27,24 @@ def rotor_budget(config: dict[str, Any]) -> Budget | None:
     """Returns the budget of a run's Rotor; None for a run without.
 
     Raises:
-        DloError: The budget is what memory was left, or activations are offloaded: neither is predicted.
+        DloError: The budget is what memory was left, which is not predicted.
     """
     options = find_part(config, "Rotor")
     if options is None:
         return None
     budget = Budget.parse(options.get("budget", "auto"))
-    if options.get("offload") or budget.is_auto:
-        given = "offload: true" if options.get("offload") else "budget: auto"
+    if budget.is_auto:
         raise DloError(
-            "plan: --check must have a run without Rotor, or with a budget in bytes or per cent and offload: false,"
-            f" got {given}; check another run"
+            "plan: --check must have a run without Rotor, or with a budget in bytes or per cent, got budget: auto;"
+            " check another run"
         )
     return budget
+
+
+def given_host(config: dict[str, Any]) -> Host | None:
+    """Returns the host with the link that a run's Rotor was given; None if it has measured the link."""
+    link = parse_link((find_part(config, "Rotor") or {}).get("link", "auto"))
+    return None if link is None else Host(link.to_host, math.inf)
 
 
 def read_dtypes(config: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -59,14 +67,15 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     entry: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
     name = str(entry.get("class_path", "")).rpartition(".")[2]
     options: dict[str, Any] = entry.get("init_args") or {}
-    rotor = find_part(config, "Rotor") is not None
+    rotor = find_part(config, "Rotor")
+    offload = bool((rotor or {}).get("offload"))
     batch = read_batch(config)
     if batch is None:
         raise DloError("plan: --check must have a run whose data has batch_size, got none in its config.yaml")
     accumulated = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
     if name in ("mesh", "MeshStrategy"):
         layout = _mesh_layout(options, ranks, batch, accumulated)
-        return replace(layout, recompute="rotor", every=1) if rotor else layout
+        return layout if rotor is None else replace(layout, recompute="rotor", every=1, offload=offload)
     if name not in _STAGES:
         raise DloError(
             f"plan: --check must have a run of MeshStrategy, {', '.join(_STAGES)}, got {name}; check another run"
@@ -76,8 +85,10 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     if stage == 3 and options.get("reshard_after_forward") is False:
         stage = 2
     spec = MeshSpec(dp_shard=ranks) if stage else MeshSpec(dp_replicate=ranks, dp_shard=1)
-    recompute = "rotor" if rotor else "full" if options.get("recompute") or _recomputes(config) else "none"
-    return Layout(spec, batch // accumulated // ranks, accumulated, zero=stage if ranks > 1 else 0, recompute=recompute)
+    recompute = "full" if options.get("recompute") or _recomputes(config) else "none"
+    recompute = recompute if rotor is None else "rotor"
+    rows, zero = batch // accumulated // ranks, stage if ranks > 1 else 0
+    return Layout(spec, rows, accumulated, zero=zero, recompute=recompute, offload=offload)
 
 
 def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:

@@ -16,7 +16,13 @@ from dlo_plugins.remat.transfer_plan import plan_transfers
 
 
 def solve_offload(
-    chain: Chain, budget: int, link: Link, slots: int = 500, states: int = 1000, places: int = 4
+    chain: Chain,
+    budget: int,
+    link: Link,
+    slots: int = 500,
+    states: int = 1000,
+    places: int = 4,
+    known: Schedule | None = None,
 ) -> Schedule:
     """Returns the fastest schedule found that keeps, recomputes and offloads, with its peak within a budget.
 
@@ -30,6 +36,7 @@ def solve_offload(
         slots: Largest number of slots that the budget is divided into, for the regions that are recomputed.
         states: Largest number of states that the program keeps after each stage.
         places: Largest number of bundles that it releases one by one, among those on their way in one direction.
+        known: Schedule of :func:`~dlo_plugins.remat.rotor.solve`, if it has been found.
 
     Raises:
         DloError: Fewer than one slot, state or place, or no schedule is found; the message has the least budget without
@@ -38,7 +45,7 @@ def solve_offload(
     for key, value, usual in (("states", states, 1000), ("places", places, 4)):
         if value < 1:
             raise DloError(f"{key} must be at least 1, got {value}; {usual} is the default")
-    best = _without_copies(chain, budget, slots)
+    best = known or _without_copies(chain, budget, slots)
     if best is not None and best.time <= keep_fastest(chain).time:
         return best
     available = max(0, budget - chain.input)

@@ -18,7 +18,7 @@ from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import keep_fastest, solve, solve_units
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_simulation import predict
-from dlo_plugins.remat.transfer_plan import node_costs
+from dlo_plugins.remat.transfer_plan import offloaded_bytes
 
 #: Share of a budget that is left free, for what is allocated between the blocks and not measured with them.
 _MARGIN = 0.005
@@ -108,8 +108,7 @@ class Plan:
     @property
     def offloaded(self) -> int:
         """Bytes that a micro-batch copies to the host, and back."""
-        nodes = self.schedule.nodes
-        return sum(node_costs(self.measured.chain, nodes[item.node]).bundle for item in self.schedule.transfers)
+        return offloaded_bytes(self.measured.chain, self.schedule)
 
 
 def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) -> list[list[Plan]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 from dlo_plugins.remat.chain import Chain
-from dlo_plugins.remat.schedule import Keep, Node, Transfer, shift_nodes
+from dlo_plugins.remat.schedule import Keep, Node, Schedule, Transfer, shift_nodes
 from dlo_plugins.remat.schedule_simulation import predict
 
 
@@ -48,6 +48,11 @@ def node_costs(chain: Chain, node: Node) -> NodeCosts:
     part = Chain(chain.stages[node.first : node.last + 1], chain.input_of(node.first))
     inner = predict(part, shift_nodes(node.inner, -node.first)).peak - part.input
     return NodeCosts(own_input, gradient + own_input + region_peak(chain, node.first, node.last), own_input + inner)
+
+
+def offloaded_bytes(chain: Chain, schedule: Schedule) -> int:
+    """Returns the bytes that a schedule copies to the host, and back."""
+    return sum(node_costs(chain, schedule.nodes[item.node]).bundle for item in schedule.transfers)
 
 
 def region_peak(chain: Chain, first: int, last: int) -> int:

@@ -95,6 +95,9 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert sharding["class_path"] == "FullyShard"
     assert (sharding["init_args"]["param_dtype"], sharding["init_args"]["reduce_dtype"]) == ("float32", "float32")
     assert main(["mesh", "--config", str(tmp_path / "plans" / "plan_1.yaml")]) == 0
+    offloads = plan("--machine", "h100", "--fix", "offload=true", "--fix", "dp_shard=4")["callbacks"][-1]
+    assert offloads["class_path"] == "Rotor"
+    assert offloads["init_args"]["offload"] is True
     assert plan("--fix", "zero=1")["strategy"] == {"class_path": "ZeroStrategy", "init_args": {"stage": 1}}
     strategy = plan("--fix", "zero=1", "--fix", "reduce=bfloat16", *mixed)["strategy"]
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -75,13 +76,30 @@ def test_a_run_is_compared_and_residuals_are_stored(tmp_path: Path, capsys: pyte
     assert "must be a run that has finished" in capsys.readouterr().err
 
 
-def test_a_run_with_rotor_is_predicted_with_its_recomputation(tmp_path: Path) -> None:
-    run = _finished_run(tmp_path, callbacks=[{"class_path": "Rotor", "init_args": {"budget": "60%"}}])
+def _rotor_of(config: dict[str, Any]) -> dict[str, Any]:
+    callbacks = config["trainer"]["callbacks"]
+    return next(entry["init_args"] for entry in callbacks if entry["class_path"].endswith("Rotor"))
+
+
+def test_a_run_with_rotor_is_predicted_with_its_recomputation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, object] = {"budget": "60%", "offload": True, "link": "1TB/s"}
+    run = _finished_run(tmp_path, callbacks=[{"class_path": "Rotor", "init_args": options}])
+    assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 0
+    offloaded = json.loads((run / "plan_check.json").read_text())
+    assert "and offloading" in offloaded["layout"]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    _rotor_of(config).update(offload=False, link="auto")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 0
     found = json.loads((run / "plan_check.json").read_text())
-    assert "Rotor with" in found["layout"]
-    assert found["predicted_seconds"]["recompute"] > 0
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert "offloading" not in found["layout"]
+    assert found["predicted_seconds"]["recompute"] > 3 * offloaded["predicted_seconds"]["recompute"]
+    _rotor_of(config).update(offload=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 2
+    assert "--machine must have links.host for a run that offloads, got cpu" in capsys.readouterr().err
     config["trainer"]["callbacks"] = []
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["plan", "--check", str(run), "--machine", "cpu"]) == 0
@@ -122,11 +140,11 @@ def test_accumulation_counts_as_micro_batches() -> None:
     assert (layout.micro_batch, layout.micro_batches, layout.global_batch) == (8, 4, 64)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "auto"}, {"budget": "60%", "offload": True}])
+@pytest.mark.parametrize("options", [{}, {"budget": "auto"}])
 def test_a_rotor_that_is_not_predicted_is_refused(options: dict[str, object]) -> None:
     config = _config("auto")
     config["trainer"] |= {"callbacks": [{"class_path": "Rotor", "init_args": options}]}  # type: ignore[operator]
-    with pytest.raises(DloError, match="with a budget in bytes or per cent and offload: false, got"):
+    with pytest.raises(DloError, match="with a budget in bytes or per cent, got"):
         rotor_budget(config)
 
 
