@@ -28,7 +28,6 @@ from measuring.catalogue import ENTRIES, Entry, chosen
 from measuring.record import BadRecord, parse
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
 #: Folder of logs, ignored by git.
 LOGS = HERE.parent / "runs" / "benchmarks"
 
@@ -139,7 +138,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder; benchmarks/results, or a new temporary one with --quick")
     parser.add_argument("--minutes", type=float, default=60.0, help="timeout of one benchmark")
     parser.add_argument(
-        "--readme", action="store_true", help="write the newest results to README.md, without measuring"
+        "--readme",
+        action="store_true",
+        help="write the newest results to README.md and benchmarks/README.md, without measuring",
     )
     parser.add_argument("--list", action="store_true", help="list the benchmarks and their durations")
     options = parser.parse_args()
@@ -148,7 +149,7 @@ def main() -> None:
     try:
         chosen(options.only)
         if options.readme:
-            README.write_text(readme.rewritten(README.read_text(encoding="utf-8"), HERE / "results"), encoding="utf-8")
+            readme.write_pages(HERE.parent)
         elif options.list:
             for entry in ENTRIES:
                 print(f"{entry.minutes:>5g} min  {entry.key}")

@@ -15,8 +15,8 @@ _PREFIX = "dlo_framework."
 def list_extensions() -> list[metadata.EntryPoint]:
     """Returns the entry points of all installed packages that extend dlo, other than plug-ins, by group and name.
 
-    These are commands and their options, checkpoint stores and formats, image models, LR suggestions and pipeline
-    schedules. Nothing is imported.
+    These are commands and their options, checkpoint stores and formats, image models, predictions of memory, LR
+    suggestions and pipeline schedules. Nothing is imported.
     """
     points = metadata.entry_points()
     groups = [

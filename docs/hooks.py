@@ -1,6 +1,7 @@
-"""Fills the pages with tables made from the code, when mkdocs builds them.
+"""Fills the pages with tables made from the code.
 
-A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by the result of the function of that name.
+A line ``<!-- dlo: NAME ARGUMENTS -->`` in a page is replaced by the result of the function of that name when mkdocs
+builds the site. That is for long lists; other tables are in the pages, where ``fill.py`` puts them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def expand(name: str, *arguments: str) -> str:
         "files": file_tables,
         "kinds": kind_table,
         "plugins": plugin_table,
+        "recipe_list": recipe_list,
         "recipes": recipes,
         "scaffold": scaffold,
         "tags": tag_table,
@@ -176,6 +178,16 @@ def read_header(config: str) -> Header:
     if command:
         header.commands.append(command)
     return header
+
+
+def recipe_list() -> str:
+    """Returns the table of the shipped configs, each with the first line of its opening comment."""
+    folder = ROOT / "configs"
+    paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path.as_posix()))
+    names = [path.relative_to(folder).with_suffix("").as_posix() for path in paths]
+    titles = [read_header(path.read_text(encoding="utf-8")).title for path in paths]
+    rows = [f"| `{name}` | {title} |" for name, title in zip(names, titles, strict=True)]
+    return "\n".join(["| config | what it trains |", "|---|---|", *rows])
 
 
 def recipes() -> str:

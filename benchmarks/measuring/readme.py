@@ -1,8 +1,8 @@
-"""Writes the performance table of README.md from the newest results."""
+"""Writes the performance tables of both READMEs from the newest results: the project's has the first three lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,47 @@ from measuring.results import Results, newest
 
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 HEADING = ["measured", "baseline (= 1)", "dlo", "peer", "bar"]
+#: Headlines of the project's own README.
+FIRST = ("training step, everything on", "packing text, useful tokens per second", "`zero3`, 2 gloo ranks")
 COMMANDS = "`python benchmarks/run.py` measures; `python benchmarks/run.py --readme` makes this table from the results."
 NONE = "No results yet: `python benchmarks/run.py` measures, and `python benchmarks/run.py --readme` makes this table."
 
 
-def performance(files: Iterable[tuple[Path, Results]]) -> str:
+def performance(
+    files: Iterable[tuple[Path, Results]], only: Collection[str] | None = None, place: str = "benchmarks/"
+) -> str:
     """Returns the text between the two marks.
 
     Args:
         files: Results to show, each with its path.
+        only: Headlines to show; None for all.
+        place: Path of the benchmarks' folder from the page.
     """
     parts = []
     for path, results in files:
-        lines = [line for headline in HEADLINES if (line := _line(headline, results)) is not None]
+        shown = [headline for headline in HEADLINES if only is None or headline.what in only]
+        lines = [line for headline in shown if (line := _line(headline, results)) is not None]
         if lines:
-            report = f"benchmarks/results/{path.stem}.md"
+            report = f"{place}results/{path.stem}.md"
             where = f"{results['hardware']}, {results['date']}"
             source = f"{where}: medians. All results, with their spread, are in [{report}]({report})."
             parts += [source, table_of(HEADING, lines)]
     if not parts:
         return NONE
-    return "\n\n".join([*parts, COMMANDS])
+    return "\n\n".join([*parts, COMMANDS] if only is None else parts)
 
 
-def rewritten(readme: str, folder: Path) -> str:
-    """Returns the README with the table of the newest results in a folder.
+def rewritten(readme: str, folder: Path, only: Collection[str] | None = None, place: str = "benchmarks/") -> str:
+    """Returns a page with the table of the newest results in a folder.
+
+    Args:
+        readme: Text of the page.
+        folder: Folder of the results.
+        only: Headlines to show; None for all.
+        place: Path of the benchmarks' folder from the page.
 
     Raises:
-        ValueError: If the README does not have each mark exactly once.
+        ValueError: If the page does not have each mark exactly once.
     """
     counts = readme.count(BEGIN), readme.count(END)
     if counts != (1, 1):
@@ -49,7 +62,27 @@ def rewritten(readme: str, folder: Path) -> str:
         )
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{performance(newest(folder))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{performance(newest(folder), only, place)}\n\n{END}{after}"
+
+
+def write_pages(root: Path) -> None:
+    """Writes the tables of README.md and of benchmarks/README.md.
+
+    Args:
+        root: Folder of the repository.
+    """
+    for page, text in pages(root).items():
+        page.write_text(text, encoding="utf-8")
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Returns the two pages with the tables of the newest results; see :func:`write_pages`."""
+    first, every = root / "README.md", root / "benchmarks" / "README.md"
+    results = root / "benchmarks" / "results"
+    return {
+        first: rewritten(first.read_text(encoding="utf-8"), results, FIRST),
+        every: rewritten(every.read_text(encoding="utf-8"), results, place=""),
+    }
 
 
 def _line(headline: Headline, results: Results) -> list[str] | None:

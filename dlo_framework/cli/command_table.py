@@ -8,8 +8,8 @@ group ``dlo_framework.commands``::
         hello = my_package.hello:main
 
 ``dlo --help`` reads the function's docstring from the source: the first paragraph describes the command, and lines that
-begin with ``dlo hello`` are its examples. The module is imported when the command runs, so that a broken or slow
-package costs the other commands nothing.
+begin with ``dlo hello`` are its examples. A name of two words, ``config hello``, is a command of ``dlo config``. The
+module is imported when the command runs, so that a broken or slow package costs the other commands nothing.
 """
 
 from __future__ import annotations

@@ -1,28 +1,45 @@
-"""``dlo fit --dry-run``: all checks of a run, and what it would do, without ranks, a run folder or a step."""
+"""``dlo fit --dry-run``: all checks of a run, and what it would do, without ranks, a run folder or a step.
+
+The memory of a rank with its activations is predicted by an installed package, whose function is the entry point in the
+group ``dlo_framework.memory``: ``predict(config, model, datamodule, ranks, device)`` returns bytes by part, or raises a
+:class:`DloError` for a run that it does not predict.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy
 
 from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.object_cli import ObjectCLI
+from dlo_framework.errors import DloError
+from dlo_framework.extensions import load_function
 from dlo_framework.run_setup import check_data, check_parts, check_run
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes, format_duration
 from dlo_framework.watch.state_bytes import paper_bytes
 
+MEMORY_GROUP = "dlo_framework.memory"
+
 
 class DryRun(ObjectCLI):
     """``dlo fit`` that checks its objects and describes the run."""
 
     prog = "dlo fit --dry-run"
+
+    def before_instantiate_classes(self) -> None:
+        """Keeps the config as the user means it: all files and overrides, without Lightning's defaults."""
+        super().before_instantiate_classes()
+        config = self.config[self.command]
+        self.user_config = yaml.safe_load(self._parser(self.command).dump(config, skip_default=True))
 
     def _parse_ckpt_path(self) -> None:
         """Finds the checkpoint that the run would start from."""
@@ -73,10 +90,17 @@ class DryRun(ObjectCLI):
     def _describe_memory(
         self, trained: int, frozen: int, ranks: int, axes: dict[str, int]
     ) -> Iterator[tuple[str, str]]:
-        """Yields the bytes of a rank by kind, by the ZeRO paper's formula; none for a mesh that splits the model."""
+        """Yields the bytes of a rank by kind: of a mesh that splits the model all predicted, else by the ZeRO paper."""
         strategy = contract_of(self.trainer.strategy)
+        predicted, reason = self._predict(ranks) if self.command == "fit" else ({}, "only for fit")
         if strategy.zero_stage is None or any(axes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep")):
-            yield "memory", "of a model that is split by a mesh: see the options of its strategy"
+            total = format_bytes(sum(predicted.values()))
+            yield (
+                "memory",
+                f"{total} on the rank that needs most, predicted" if predicted else f"not predicted: {reason}",
+            )
+            for part, size in predicted.items():
+                yield f"  {part.replace('_', ' ')}", format_bytes(size)
             return
         shards = axes.get("dp_shard", ranks)
         masters = strategy.has_master_weights
@@ -84,7 +108,21 @@ class DryRun(ObjectCLI):
         yield "  parameters", f"{format_bytes(found.parameters)} a rank"
         yield "  gradients", f"{format_bytes(found.gradients)} a rank"
         yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
-        yield "  activations", "measured on the second step, and logged as memory/state/activations"
+        working = sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss"))
+        told = f"{format_bytes(working)} a rank, predicted" if predicted else f"not predicted: {reason}"
+        yield "  activations", told
+
+    def _predict(self, ranks: int) -> tuple[dict[str, float], str]:
+        """Returns the predicted bytes of a rank by part, and why there are none."""
+        reason = "no installed package predicts memory"
+        for point in metadata.entry_points(group=MEMORY_GROUP):
+            predict = load_function(point, "memory prediction")
+            device = self.trainer.strategy.root_device.type
+            try:
+                return predict(self.user_config, self.model, self.datamodule, ranks, device), ""
+            except DloError as error:
+                reason = str(error)
+        return {}, reason
 
 
 def mesh_axes(strategy: Strategy) -> dict[str, int]:

@@ -29,7 +29,7 @@ def make_parser(registry: Registry) -> argparse.ArgumentParser:
     for name, summary in RUN_COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         _add_run_options(command, registry, names, CKPT_PATH[name])
-    for name in installed_commands():
+    for name in (name for name in installed_commands() if " " not in name):
         command = commands.add_parser(name, help=name)
         _add_run_options(command, registry, names, CKPT_PATH["fit"])
     for name, summary in CORE_COMMANDS.items():

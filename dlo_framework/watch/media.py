@@ -1,13 +1,15 @@
 """Images and texts for the loggers of a run.
 
-Lightning has no common method for them. TensorBoard's writer has its own; ``WandbLogger`` has ``log_image`` and
-``log_text``, which a logger of your own may define too. ``CSVLogger`` gets files in its folder:
-``media/<tag>/<step>.png`` and ``.md``. For any other logger a message says once that it gets none.
+Lightning has no common method for them. TensorBoard's writer has its own, and so have the experiments of
+``MLFlowLogger`` and ``CometLogger``; ``WandbLogger`` has ``log_image`` and ``log_text``, which a logger of your own may
+define too. ``CSVLogger`` gets files in its folder: ``media/<tag>/<step>.png`` and ``.md``. For any other logger a
+message says once that it gets none.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.atomic_file import open_atomic, write_atomic
@@ -38,15 +40,33 @@ def log_image(trainer: Trainer, tag: str, make: Callable[[], Tensor]) -> None:
     image = make() if loggers else None
     for logger in loggers:
         assert image is not None
+        pixels, step = image.permute(1, 2, 0).cpu().numpy(), trainer.global_step  # [H, W, RGB]
         if is_tensorboard(logger):
-            logger.experiment.add_image(tag, image, trainer.global_step)
+            logger.experiment.add_image(tag, image, step)
         elif callable(getattr(logger, "log_image", None)):
-            logger.log_image(key=tag, images=[image.permute(1, 2, 0).cpu().numpy()], step=trainer.global_step)
+            logger.log_image(key=tag, images=[pixels], step=step)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_image(logger.run_id, pixels, key=tag, step=step, synchronous=True)
+        elif isinstance(logger, CometLogger):
+            logger.experiment.log_image(pixels, name=tag, step=step)
         else:
             from PIL import Image
 
-            with open_atomic(_file(logger, tag, trainer.global_step, "png")) as path:
-                Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).save(path, format="png")
+            with open_atomic(_file(logger, tag, step, "png")) as path:
+                Image.fromarray(pixels).save(path, format="png")
+
+
+def draw_figure(owner: str, draw: Callable[[], Figure | None]) -> Figure | None:
+    """Returns the figure that a function draws; None where matplotlib is not installed, which a message says once.
+
+    Args:
+        owner: Name of the callback or command, for the message.
+        draw: Function that imports matplotlib and returns the figure.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        _name_missing_matplotlib(owner)
+        return None
+    return draw()
 
 
 def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:
@@ -69,12 +89,17 @@ def log_text(trainer: Trainer, tag: str, make: Callable[[], str]) -> None:
         make: Function that returns the text; called only if a logger takes texts.
     """
     for logger in _taking(trainer, "log_text", tag):
+        text, step = make(), trainer.global_step
         if is_tensorboard(logger):
-            logger.experiment.add_text(tag, make(), trainer.global_step)
-        elif not callable(getattr(logger, "log_text", None)):
-            write_atomic(_file(logger, tag, trainer.global_step, "md"), make())
+            logger.experiment.add_text(tag, text, step)
+        elif callable(getattr(logger, "log_text", None)):
+            logger.log_text(key=tag, columns=["text"], data=[[text]], step=step)
+        elif isinstance(logger, MLFlowLogger):
+            logger.experiment.log_text(logger.run_id, text, f"texts/{tag}/{step}.md")
+        elif isinstance(logger, CometLogger):
+            logger.experiment.log_text(text, step=step, metadata={"tag": tag})
         else:
-            logger.log_text(key=tag, columns=["text"], data=[[make()]], step=trainer.global_step)
+            write_atomic(_file(logger, tag, step, "md"), text)
 
 
 def _taking(trainer: Trainer, method: str, tag: str) -> list[Any]:
@@ -83,7 +108,9 @@ def _taking(trainer: Trainer, method: str, tag: str) -> list[Any]:
     taking = [
         logger
         for logger in loggers
-        if is_tensorboard(logger) or callable(getattr(logger, method, None)) or isinstance(logger, CSVLogger)
+        if is_tensorboard(logger)
+        or callable(getattr(logger, method, None))
+        or isinstance(logger, CSVLogger | MLFlowLogger | CometLogger)
     ]
     names = ", ".join(type(logger).__name__ for logger in taking)
     for logger in loggers:
@@ -97,6 +124,11 @@ def _file(logger: Any, tag: str, step: int, ending: str) -> Path:
     path = Path(logger.log_dir, "media", *tag.split("/"), f"{step}.{ending}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@functools.cache
+def _name_missing_matplotlib(owner: str) -> None:
+    rank_zero_warn(f"{owner} draws no figure: matplotlib is not installed; pip install 'dlo_framework[plots]'")
 
 
 @functools.cache

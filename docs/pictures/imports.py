@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("", ("__main__", "__init__")),
     ),
     "dlo_plugins": (
-        ("sharding", ("sharding/", "sweep/")),
+        ("sharding", ("sharding/", "sweep/", "loggers/")),
         (
             "techniques",
             (

@@ -71,7 +71,17 @@ def test_several_ranks_and_a_mesh(dry):
     mesh = ["--trainer.strategy.class_path", "MeshStrategy", "--trainer.strategy.init_args.tp", "2"]
     rows = dry(*mesh, "--trainer.devices", "2")
     assert "tp 2" in rows["mesh"]
-    assert "gradients" not in rows
+    assert rows["memory"].endswith("on the rank that needs most, predicted")
+    activations, halved = (number_of_bytes(each["activations"]) for each in (one, rows))
+    assert 0.4 * activations < halved < activations, "tp 2 splits the block's inner activations, and not its inputs"
+    assert number_of_bytes(rows["optimizer"]) < number_of_bytes(one["optimizer"])
+    rows = dry("--trainer.strategy", "deepspeed_2", "--trainer.devices", "2")
+    assert rows["activations"].startswith("not predicted: ")
+
+
+def number_of_bytes(text: str) -> float:
+    number, unit = text.split()[:2]
+    return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit.rstrip(",")]
 
 
 def test_what_a_run_refuses_is_refused(dry, capsys):

@@ -1,18 +1,66 @@
-"""A wheel of the tree works far from it."""
+"""A wheel of the tree works far from it, without the packages of any extra."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from dlo_framework.registry import KINDS
 
 ROOT = Path(__file__).parents[2]
+
+#: Loaded by a .pth file: modules and distributions that cannot be found, as if they were not installed.
+HIDDEN = """
+import importlib.machinery, importlib.metadata
+find, from_name = importlib.machinery.PathFinder.find_spec, importlib.metadata.Distribution.from_name
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {modules!r} else find(name, path, target)
+def visible(name):
+    if name.lower().replace("_", "-") in {distributions!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return from_name(name)
+importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
+importlib.metadata.Distribution.from_name = staticmethod(visible)
+"""
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required(name: str, extras: tuple[str, ...], found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Adds the installed distributions that a distribution requires, with its extras, and what those require."""
+    for text in metadata.requires(name) or ():
+        need = Requirement(text)
+        if need.marker is not None and not any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            continue
+        new = {*need.extras} - found.get(normal(need.name), set())
+        if normal(need.name) in found and not new:
+            continue
+        found.setdefault(normal(need.name), set()).update(new)
+        try:
+            required(need.name, tuple(found[normal(need.name)]), found)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def packages_of_extras() -> tuple[set[str], set[str]]:
+    """Returns the top-level packages that only extras bring, and their distributions."""
+    core = set(required("dlo_framework", (), {}))
+    named = metadata.metadata("dlo_framework").get_all("Provides-Extra") or ()
+    every = set(required("dlo_framework", tuple(named), {}))
+    modules = {module: {*map(normal, names)} for module, names in metadata.packages_distributions().items()}
+    found = {module for module, names in modules.items() if names & every and not names & core}
+    return found, every - core
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +86,13 @@ def far(wheel, tmp_path_factory) -> Path:
     venv.create(folder, with_pip=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     # A path in a .pth adds that folder, and does not read the .pth files in it: the editable install stays away.
-    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    own = [sysconfig.get_paths()["purelib"], *(path for path in sys.path if path.endswith("site-packages"))]
+    (site / "borrowed.pth").write_text("\n".join(dict.fromkeys(own)) + "\n")
+    hidden, distributions = packages_of_extras()
+    assert {"matplotlib", "deepspeed", "optuna", "transformers"} <= hidden
+    assert not hidden & {"torch", "timm", "sklearn", "numpy", "PIL"}
+    (site / "hidden_packages.py").write_text(HIDDEN.format(modules=hidden, distributions=distributions))
+    (site / "hidden.pth").write_text("import hidden_packages\n")
     python = folder / "bin" / "python"
     subprocess.run(
         [python, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", wheel],
@@ -48,12 +102,12 @@ def far(wheel, tmp_path_factory) -> Path:
     return folder
 
 
-def run(far: Path, *words: str) -> str:
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(far)}
+def run(far: Path, *words: str, code: int = 0) -> str:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(far), "OMP_NUM_THREADS": "1"}
     command = [far / "bin" / "dlo", *words]
     done = subprocess.run(command, cwd=far, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stdout if not code else done.stderr
 
 
 def test_the_wheel_holds_the_packages_the_configs_and_the_types(wheel):
@@ -83,6 +137,34 @@ def test_it_works_far_from_the_checkout(far):
     assert "quickstart" in run(far, "configs")
     names = {plugin["name"] for plugin in json.loads(run(far, "plugins", "--json"))}
     assert {"OneCycle", "ImageClassifier", "DigitsData", "ImageFolderData"} <= names
-    out = run(far, "fit", "--config", "quickstart", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu")
+    small = ["--trainer.max_steps", "2", "--trainer.accelerator", "cpu"]
+    finder = ["--trainer.callbacks+", "LRFinder", "--trainer.callbacks.num_steps", "20"]
+    out = run(far, "fit", "--config", "quickstart", *small, *finder)
     assert "tensorboard --logdir" in out
+    assert "lr_finder.json" in out
+    assert not list(far.rglob("lr_finder.png"))
     assert (far / "runs" / "quickstart" / "version_0" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["fit", "--config", "quickstart", "--trainer.strategy", "deepspeed_2", "--trainer.accelerator", "cpu"],
+            "DeepSpeedBridge needs DeepSpeed, which is not installed; pip install 'dlo_framework[deepspeed]'",
+        ),
+        (
+            ["sweep", "--config", "quickstart", "--space", "digits/sweep_space"],
+            "dlo sweep needs optuna, which is not installed; pip install 'dlo_framework[hpo]'",
+        ),
+        (
+            ["fit", "--config", "llm/quickstart"],
+            "which is not installed; pip install 'dlo_framework[llm]'",
+        ),
+    ],
+    ids=["deepspeed", "optuna", "transformers"],
+)
+def test_a_package_of_an_extra_is_one_line_with_the_command(far, words, message):
+    lines = run(far, *words, code=2).splitlines()
+    assert lines[-1].endswith(message)
+    assert "Traceback" not in lines

@@ -14,6 +14,7 @@ import pytest
 
 from dlo_framework import runs
 from dlo_framework.testing.dlo_process import DloProcess
+from support.doc_pages import read_page
 from support.named_sets import isolate_named_sets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,11 +23,10 @@ EXAMPLES = DOCS / "examples"
 
 
 def python_blocks() -> dict[str, list[str]]:
-    """Each page's blocks of Python, without those that a snippet fills."""
+    """Each page's blocks of Python, without those that `docs/fill.py` fills."""
     fence = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    pages = {path.relative_to(DOCS).as_posix(): fence.findall(path.read_text()) for path in DOCS.rglob("*.md")}
-    own = {page: [code for code in found if "--8<--" not in code] for page, found in pages.items()}
-    return {page: found for page, found in own.items() if found}
+    pages = {path.relative_to(DOCS).as_posix(): fence.findall(read_page(path)) for path in DOCS.rglob("*.md")}
+    return {page: found for page, found in pages.items() if found}
 
 
 @pytest.mark.parametrize("page", python_blocks())
@@ -80,7 +80,7 @@ def test_the_scaffolded_callback_joins_a_run_as_the_page_says(project):
 def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The site's own module, imported as mkdocs does: with its folder on the path."""
     monkeypatch.syspath_prepend(DOCS)
-    for name in ("hooks", "markup", "pictures", "pictures.imports"):
+    for name in ("fill", "hooks", "markup", "pictures", "pictures.imports"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("hooks")
     assert Path(str(module.__file__)) == DOCS / "hooks.py"
@@ -89,10 +89,29 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_directive_of_the_pages_is_one(hooks):
     found = [match for path in DOCS.rglob("*.md") for match in re.findall("<!-- dlo: (.+) -->", path.read_text())]
-    used = {directive.split()[0] for directive in found}
-    assert used == {"files", "kinds", "plugins", "recipes", "scaffold", "tags", "upward"}
+    assert {directive.split()[0] for directive in found} == {"files", "recipes"}
     for directive in found:
         assert hooks.expand(*directive.split())
+
+
+def test_pages_hold_the_code_and_the_tables_that_are_in_the_tree(hooks):
+    fill = importlib.import_module("fill")
+    texts = {path: path.read_text() for path in DOCS.rglob("*.md")}
+    used = {match for text in texts.values() for match in re.findall("<!-- fill: (\\w+)", text)}
+    assert used == {"code", "kinds", "plugins", "recipe_list", "scaffold", "tags", "upward"}
+    stale = [str(path.relative_to(ROOT)) for path, text in texts.items() if fill.fill(text) != text]
+    assert stale == [], "run python docs/fill.py"
+
+
+def test_a_filled_block_is_replaced_and_a_missing_section_is_refused(hooks):
+    fill = importlib.import_module("fill")
+    page = "a\n<!-- fill: code docs/examples/tumours.py:imports -->\nold\n<!-- end of fill -->\nb\n"
+    filled = fill.fill(page)
+    assert "old" not in filled
+    assert '```python title="tumours.py"\nimport torch\n' in filled
+    assert fill.fill(filled) == filled
+    with pytest.raises(ValueError, match="must have a section nothing"):
+        fill.code("docs/examples/tumours.py:nothing")
 
 
 def test_recipes_show_each_config_with_its_header(hooks):
@@ -137,3 +156,25 @@ def test_the_picture_of_one_cycle_is_what_the_schedule_draws():
 def test_the_pictures_of_parallelism_are_what_the_parts_are_divided_by():
     drawn = runpy.run_path(str(DOCS / "pictures" / "parallelism.py"))["draw"]()
     assert {name: (DOCS / "images" / name).read_text() for name in drawn} == drawn
+
+
+def test_the_notebook_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(runs.ENVIRONMENT, raising=False)
+    notebook = json.loads((DOCS / "notebooks/first_steps.ipynb").read_text())
+    assert (notebook["nbformat"], {cell["cell_type"] for cell in notebook["cells"]}) == (4, {"markdown", "code"})
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), names)
+    assert "finished 22 steps" in capsys.readouterr().out
+    assert names["trainer"].current_epoch == 2
+
+
+def test_llms_txt_lists_every_page(hooks):
+    fill = importlib.import_module("fill")
+    text = (DOCS / "llms.txt").read_text()
+    assert text == fill.llms_txt(), "run python docs/fill.py"
+    links = re.findall(r"\]\((.+?)\)", text)
+    assert sorted(links) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))

@@ -19,6 +19,7 @@ from dlo_framework.cli.parse_errors import list_parameters
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.registry import GROUP_PREFIX, KINDS
+from support.doc_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -26,7 +27,14 @@ PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 #: Names that the pages make up for the reader's own files and classes.
-MADE_UP_CONFIGS = {"my.yaml", "tumours.yaml", "own_transformer.yaml", "x.yaml", "runs/quickstart/version_0/config.yaml"}
+MADE_UP_CONFIGS = {
+    "my.yaml",
+    "machine.yaml",
+    "tumours.yaml",
+    "own_transformer.yaml",
+    "x.yaml",
+    "runs/quickstart/version_0/config.yaml",
+}
 MADE_UP_CLASSES = {
     "LineLogger": {"path"},
     "MyCallback": {},
@@ -55,11 +63,10 @@ def nav_pages(nav: Any) -> Iterator[str]:
 
 
 def blocks(language: str) -> list[tuple[Path, str]]:
-    """Every fenced block of a language, without those that a snippet fills."""
+    """Every fenced block of a language, without those that `docs/fill.py` fills."""
     fence = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-    found = [(path, match) for path in TEXTS for match in fence.finditer(path.read_text()) if match[2] == language]
-    texts = [(path, re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)) for path, match in found]
-    return [(path, text) for path, text in texts if "--8<--" not in text]
+    found = [(path, match) for path in TEXTS for match in fence.finditer(read_page(path)) if match[2] == language]
+    return [(path, re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)) for path, match in found]
 
 
 def identify(values: list[tuple[Path, str]]) -> list[str]:

@@ -119,3 +119,16 @@ def test_light_commands_import_nothing_heavy(statement: str) -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert "dlo_framework" in loaded
     assert loaded & (HEAVY | {"dlo_plugins", "dlo_tasks"}) == set()
+
+
+#: Clients of networks, and the modules that may use them: docs/concepts/telemetry.md says what for.
+CLIENTS = re.compile(
+    r"^\s*(?:import|from) (requests|httpx|aiohttp|urllib3|urllib\.request|http\.client|fsspec)\b", re.M
+)
+CONNECTS = {"dlo_framework/data/remote.py": {"fsspec"}, "tasks/dlo_tasks/llm/hub_names.py": {"urllib.request"}}
+
+
+def test_only_named_modules_open_connections() -> None:
+    files = [file for folder, _ in RULES.values() for file in sorted(folder.rglob("*.py"))]
+    found = {file.relative_to(ROOT).as_posix(): set(CLIENTS.findall(file.read_text())) for file in files}
+    assert {file: clients for file, clients in found.items() if clients} == CONNECTS

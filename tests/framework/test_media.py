@@ -94,3 +94,15 @@ def test_a_figure_is_logged_as_it_is_drawn(tmp_path):
     (pixels,) = board.images[0]["images"]
     assert pixels.shape == (20, 30, 3)
     assert pixels[10, 15].tolist() == [255, 0, 0]
+
+
+def test_without_matplotlib_no_figure_is_drawn_and_one_message_says_so(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(media, "rank_zero_warn", said.append)
+    media._name_missing_matplotlib.cache_clear()
+    assert media.draw_figure("LRFinder", Figure) is not None
+    monkeypatch.setattr(media.importlib.util, "find_spec", lambda name: None)
+    assert media.draw_figure("LRFinder", Figure) is None
+    assert media.draw_figure("LRFinder", Figure) is None
+    assert said == ["LRFinder draws no figure: matplotlib is not installed; pip install 'dlo_framework[plots]'"]
+    media._name_missing_matplotlib.cache_clear()

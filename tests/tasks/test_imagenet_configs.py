@@ -9,8 +9,11 @@ from lightning.pytorch import Trainer
 
 from dlo_tasks.imagenet.classifier import ImageClassifier
 
+pytestmark = pytest.mark.recipes
+
 FOLDER = Path(__file__).parents[2] / "configs" / "imagenet"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
+DIGITS = [FOLDER.parent / "quickstart.yaml", *sorted((FOLDER.parent / "digits").glob("*.yaml"))]
 DATA = {"ImageFolderData": "dlo_tasks.imagenet.folder", "DigitsData": "dlo_tasks.imagenet.digits"}
 
 
@@ -55,23 +58,26 @@ def test_a_recipe_opens_with_what_one_must_know(path):
         assert word in head, word
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*CONFIGS, *DIGITS], ids=lambda path: path.stem)
 def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
     config = yaml.safe_load(path.read_text())
     assert set(config) <= {"seed_everything", "trainer", "model", "data", "callbacks", "plugins"}
     assert set(config["trainer"]) <= accepted(Trainer)
     assert config["model"]["class_path"] == "ImageClassifier"
+    if config["model"]["init_args"].get("optimizer") == "OneBitAdam":
+        importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
     task = ImageClassifier(**config["model"]["init_args"])
     data = config["data"]
     cls = getattr(importlib.import_module(DATA[data["class_path"]]), data["class_path"])
     given = data["init_args"]
-    cls(**given)
-    task.check(Thousand(given["image_size"], given.get("eval_image_size")))
+    module = cls(**given)
+    classes = module.num_classes if path in DIGITS else 1000
+    task.check(module if path in DIGITS else Thousand(given["image_size"], given.get("eval_image_size")))
     with torch.device("meta"):
         task.configure_model()
         size = data["init_args"]["image_size"]
         (images,), _ = task.inputs((torch.zeros(2, 3, size, size), None))
-        assert task(images).shape == (2, 1000)
+        assert task(images).shape == (2, classes)
     task.parallel_plan().validate(task.model)
 
 

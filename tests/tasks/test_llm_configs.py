@@ -25,6 +25,8 @@ from dlo_tasks.llm.preference_data import PreferenceData
 from dlo_tasks.llm.preference_lm import PreferenceLM
 from dlo_tasks.llm.text_data import TextData
 
+pytestmark = pytest.mark.recipes
+
 FOLDER = Path(__file__).parents[2] / "configs" / "llm"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 #: Those that a laptop trains.

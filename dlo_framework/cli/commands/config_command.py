@@ -1,10 +1,11 @@
-"""``dlo config``: compares two configs."""
+"""``dlo config``: compares two configs; installed packages add further commands to it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.command_table import installed_commands, load_command
 from dlo_framework.cli.config_difference import ABSENT, compare_configs
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.cli.shipped_configs import resolve_config
@@ -20,8 +21,12 @@ compared with the config.yaml of a run:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the difference of two configs; returns 1 if there is one."""
-    parser = CommandParser("dlo config", description="Compare two configs.")
+    """Prints the difference of two configs, and returns 1 if there is one; or runs an installed command."""
+    installed = [name.split()[1] for name in installed_commands() if name.startswith("config ")]
+    if argv and argv[0] in installed:
+        return load_command(f"config {argv[0]}")(argv[1:]) or 0
+    more = f" Further commands: {', '.join(installed)}." if installed else ""
+    parser = CommandParser("dlo config", description=f"Compare two configs.{more}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
     diff = commands.add_parser("diff", help="print the keys in which two configs differ", description=DESCRIPTION)
     diff.add_argument("first", metavar="A", help="a path, or a name that `dlo configs` lists")

@@ -24,7 +24,7 @@ from dlo_framework.experts.balance import (
 from dlo_framework.experts.router_training import token_group
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
-from dlo_framework.watch.media import log_figure
+from dlo_framework.watch.media import draw_figure, log_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,11 +113,11 @@ class ExpertBalance(Callback):
         if self._handles and any(load.counts is not None for load in self._loads):
             self._log(trainer)
         path = self._plot(trainer)
-        if path is not None:
+        if self.history and trainer.is_global_zero:
             last = balance_scalars(self.history[-1][1], False)
             rank_zero_info(
                 f"experts: busiest {last['experts/peak']:.2f} times the mean load, {last['experts/dropped']:.1%} of"
-                f" choices dropped; plotted in {path}"
+                f" choices dropped{f'; plotted in {path}' if path is not None else ''}"
             )
         self._remove()
 
@@ -128,7 +128,9 @@ class ExpertBalance(Callback):
     def _plot(self, trainer: Trainer) -> Path | None:
         if not self.history or not trainer.is_global_zero:
             return None
-        figure = draw_load(self.history)
+        figure = draw_figure("ExpertBalance", lambda: draw_load(self.history))
+        if figure is None:
+            return None
         path = Path(trainer.default_root_dir) / "expert_balance.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

@@ -30,7 +30,7 @@ from dlo_framework.recompute import recompute, undo_recompute
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
-from dlo_framework.watch.media import log_figure
+from dlo_framework.watch.media import draw_figure, log_figure
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
@@ -292,10 +292,11 @@ class Rotor(Callback):
             rank_zero_info(f"Rotor: activations of a step take {amounts[0]}, predicted {amounts[1]}")
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
-        figure = draw_schedule(
-            *(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link),
-            measured=self.measured if len(self.plans) == plan.measured.in_flight == 1 else 0,
-        )
+        args = plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link
+        measured = self.measured if len(self.plans) == plan.measured.in_flight == 1 else 0
+        figure = draw_figure("Rotor", lambda: draw_schedule(*args, measured=measured))
+        if figure is None:
+            return
         path = Path(trainer.default_root_dir) / "rotor.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

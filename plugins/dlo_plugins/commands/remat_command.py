@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,8 @@ def main(argv: list[str]) -> int:
 def _draw(plan: Any, path: str) -> None:
     from dlo_plugins.remat.schedule_plot import draw_schedule
 
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DloError("remat: --png needs matplotlib, which is not installed; pip install 'dlo_framework[plots]'")
     figure = draw_schedule(plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link)
     try:
         figure.savefig(path, dpi=120)

@@ -98,8 +98,9 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
     Raises:
         DloError: One is missing or out of range.
     """
-    from dlo_plugins.sweep.search_methods import check_methods
+    from dlo_plugins.sweep.search_methods import check_installed, check_methods
 
+    check_installed(options.sampler)
     if not options.space:
         raise DloError("sweep: --space must name a YAML file of config keys and values, got none; add --space s.yaml")
     for name, least in (("trials", 1), ("jobs", 1), ("first", 1), ("factor", 2)):
@@ -307,10 +308,13 @@ def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int
 
 def report(argv: list[str]) -> int:
     """Prints a sweep's table, and writes its best config and its plots."""
+    from dlo_plugins.sweep.search_methods import check_installed
+
     parser = CommandParser("dlo sweep report", description="Report on a sweep: table, best config and plots.")
     parser.add_argument("folder", help="folder of the sweep, such as runs/sweeps/my")
     parser.add_argument("--top", type=int, default=10, help="number of trials in the table (default: 10)")
     options = parser.parse_args(argv)
+    check_installed()
     if options.top < 1:
         raise DloError(f"sweep: --top must be at least 1, got {options.top}; 10 is the default")
     print_report(Path(options.folder), options.top)

@@ -237,13 +237,15 @@ class Rounds:
     def _report(self, last: int) -> None:
         """Writes ``ticket.json`` and ``ticket.png``, and the picture for TensorBoard."""
         from dlo_framework.atomic_file import write_atomic
+        from dlo_framework.watch.media import draw_figure
         from dlo_plugins.pruning.sparsity_plot import draw_tickets, log_to_tensorboard
 
         points = self.points(last)
         write_atomic(self.folder / "ticket.json", json.dumps({**self.settings, "points": points}, indent=1) + "\n")
-        figure = draw_tickets(points)
-        figure.savefig(self.folder / "ticket.png", dpi=120)
-        log_to_tensorboard(figure, self.folder / "report", "ticket/accuracy_over_sparsity", last)
+        figure = draw_figure("dlo ticket", lambda: draw_tickets(points))
+        if figure is not None:
+            figure.savefig(self.folder / "ticket.png", dpi=120)
+            log_to_tensorboard(figure, self.folder / "report", "ticket/accuracy_over_sparsity", last)
 
     def _print(self) -> None:
         points = self.points(self.number)
@@ -253,7 +255,7 @@ class Rounds:
             ticket, other = own["ticket"], own.get("reinit")
             line = f"{number:>5} {ticket['kept']:>7.1%} {_number(ticket['value']):>9} {ticket['seconds']:>8.0f}"
             print(line + (f" {_number(other['value']):>9}" if other else ""))
-        print(f"report: {self.folder / 'ticket.png'}, {time.strftime('%H:%M')}")
+        print(f"report: {self.folder / 'ticket.json'}, {time.strftime('%H:%M')}")
 
 
 def _number(value: float | None) -> str:

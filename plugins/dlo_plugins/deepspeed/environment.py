@@ -25,7 +25,9 @@ def check_installed() -> None:
         DloError: If it is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise DloError("DeepSpeedBridge needs DeepSpeed, which is not installed; run: pip install deepspeed")
+        raise DloError(
+            "DeepSpeedBridge needs DeepSpeed, which is not installed; pip install 'dlo_framework[deepspeed]'"
+        )
 
 
 def adopt_launcher() -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
+from dlo_framework.watch.media import draw_figure
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
@@ -28,6 +29,9 @@ from dlo_plugins.planner.plan_report import first_batch, state_format
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.run_layout import read_layout
 from dlo_plugins.planner.step_time import TimeModel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "loss", "overhead")
 
@@ -173,6 +177,12 @@ def write_memory_table(table: MemoryTable, folder: Path) -> None:
         "rows": [{"batch": row.batch, "length": row.length, **asdict(row.memory)} for row in table.rows],
     }
     write_atomic(folder / "memory_table.json", json.dumps(content, indent=1) + "\n")
+    figure = draw_figure("dlo profile", lambda: _draw(table))
+    if figure is not None:
+        figure.savefig(folder / "memory_table.png", dpi=120)
+
+
+def _draw(table: MemoryTable) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -194,4 +204,4 @@ def write_memory_table(table: MemoryTable, folder: Path) -> None:
             axes.spines[side].set_visible(False)
     every[0].set_ylabel("GB")
     every[-1].legend(fontsize=7, frameon=False)
-    figure.savefig(folder / "memory_table.png", dpi=120)
+    return figure

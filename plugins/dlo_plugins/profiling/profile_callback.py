@@ -26,7 +26,7 @@ from dlo_framework.rehearsal import run_folder
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import is_compiled
-from dlo_framework.watch.media import log_figure, log_text
+from dlo_framework.watch.media import draw_figure, log_figure, log_text
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.profiling.device_waits import WaitRecorder
@@ -352,7 +352,10 @@ class Profile(Callback):
         text = report.text()
         write_atomic(self._folder / f"report.{number}.txt", text + "\n")
         write_atomic(self._folder / f"report.{number}.json", json.dumps(report.to_json(), indent=1) + "\n")
-        figures = {"time": report.figure(), "memory": report.memory_figure()}
+        figures = {
+            "time": draw_figure("Profile", report.figure),
+            "memory": draw_figure("Profile", report.memory_figure),
+        }
         for name, figure in figures.items():
             if figure is not None:
                 figure.savefig(self._folder / f"{name}.{number}.png", dpi=120)

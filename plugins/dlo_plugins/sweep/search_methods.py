@@ -12,6 +12,7 @@ paper pauses and resumes. BOHB is Hyperband with a TPE a bracket, not the paper'
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 from typing import Any
 
@@ -33,6 +34,20 @@ def check_methods(sampler: str, pruner: str) -> None:
             raise DloError(f"sweep: --{option} must be one of {', '.join(known)}, got {name}{near} choose one of them")
     if pruner == "bohb" and sampler != "tpe":
         raise DloError(f"sweep: --sampler must be tpe with --pruner bohb, got {sampler}; use --pruner hyperband")
+
+
+def check_installed(sampler: str = "tpe") -> None:
+    """Checks that Optuna is installed, and the package of the sampler.
+
+    Args:
+        sampler: Name, of ``SAMPLERS``.
+
+    Raises:
+        DloError: One is missing.
+    """
+    for name in ("optuna", *(["cmaes"] if sampler == "cmaes" else [])):
+        if importlib.util.find_spec(name) is None:
+            raise DloError(f"dlo sweep needs {name}, which is not installed; pip install 'dlo_framework[hpo]'")
 
 
 def trial_seed(seed: int, number: int) -> int:

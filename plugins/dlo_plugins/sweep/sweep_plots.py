@@ -32,8 +32,11 @@ def write_plots(study: optuna.Study, folder: Path, metric: str) -> list[str]:
     done = [trial for trial in study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
     if not done:
         return ["plots: none, since no trial has completed"]
+    kinds = [f"*.{kind}" for kind, package in (("png", "matplotlib"), ("html", "plotly")) if has_package(package)]
+    if not kinds:
+        return ["plots: none, since matplotlib and plotly are not installed (pip install 'dlo_framework[hpo]')"]
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"plots: {folder}/*.png" + (" and *.html" if has_plotly() else "")]
+    lines = [f"plots: {folder}/{' and '.join(kinds)}"]
     for name in PLOTS:
         why = _left_out(name, done)
         if why is not None:
@@ -41,11 +44,14 @@ def write_plots(study: optuna.Study, folder: Path, metric: str) -> list[str]:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            write_png(study, name, folder / f"{name}.png", metric)
-            if has_plotly():
+            if "*.png" in kinds:
+                write_png(study, name, folder / f"{name}.png", metric)
+            if "*.html" in kinds:
                 write_html(study, name, folder / f"{name}.html", metric)
-    if not has_plotly():
-        lines.append("plots as HTML: none, since plotly is not installed (pip install 'dlo_framework[sweep]')")
+    if "*.png" not in kinds:
+        lines.append("plots as PNG: none, since matplotlib is not installed (pip install 'dlo_framework[hpo]')")
+    if "*.html" not in kinds:
+        lines.append("plots as HTML: none, since plotly is not installed (pip install 'dlo_framework[hpo]')")
     return lines
 
 
@@ -90,6 +96,6 @@ def write_html(study: optuna.Study, name: str, path: Path, metric: str) -> None:
     draw(study, **_arguments(name, metric)).write_html(path, include_plotlyjs=True)
 
 
-def has_plotly() -> bool:
-    """Returns whether plotly is installed."""
-    return find_spec("plotly") is not None
+def has_package(name: str) -> bool:
+    """Returns whether a package is installed."""
+    return find_spec(name) is not None

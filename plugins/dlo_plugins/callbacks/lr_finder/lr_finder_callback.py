@@ -22,7 +22,7 @@ from tqdm import tqdm
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
-from dlo_framework.watch.media import log_figure
+from dlo_framework.watch.media import draw_figure, log_figure
 from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
 if TYPE_CHECKING:
@@ -147,13 +147,14 @@ class LRFinder(BeforeTraining):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        figure = draw_sweep(sweep, self.suggestions, self.suggestion)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-        write_atomic(folder / f"{NAME}.png", picture.getvalue())
         write_atomic(folder / f"{NAME}.json", self.to_json(sweep))
-        log_figure(trainer, NAME, figure)
-        self._print(trainer, sweep, str(folder / f"{NAME}.png"))
+        figure = draw_figure("LRFinder", lambda: draw_sweep(sweep, self.suggestions, self.suggestion))
+        if figure is not None:
+            picture = io.BytesIO()
+            figure.savefig(picture, format="png")
+            write_atomic(folder / f"{NAME}.png", picture.getvalue())
+            log_figure(trainer, NAME, figure)
+        self._print(trainer, sweep, str(folder / f"{NAME}.{'json' if figure is None else 'png'}"))
 
     def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
         lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]

@@ -34,7 +34,7 @@ from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fracti
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.shards import Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
-from dlo_framework.watch.media import log_figure
+from dlo_framework.watch.media import draw_figure, log_figure
 from dlo_plugins.callbacks.gradients import last_linear
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.mesh.mesh_description import prepare_model
@@ -440,12 +440,14 @@ class Prune(Callback):
             return
         from dlo_plugins.pruning.sparsity_plot import draw_training
 
-        figure = draw_training(self._curve, layers)
-        log_figure(trainer, "prune/report", figure)
+        figure = draw_figure("Prune", lambda: draw_training(self._curve, layers))
+        if figure is not None:
+            log_figure(trainer, "prune/report", figure)
         report = {"sparsity": sparsity, "layers": layers, "curve": self._curve}
         if folder.is_dir() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_atomic(folder / "pruning.json", json.dumps(report, indent=1) + "\n")
-            figure.savefig(folder / "pruning.png", dpi=120)
+            if figure is not None:
+                figure.savefig(folder / "pruning.png", dpi=120)
         rank_zero_info(f"Prune: {sparsity:.1%} of {sum(self.shards.sizes):,} weights in {len(layers)} layers are zero")
 
     # --- evaluation ----------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Loggers that Lightning does not have."""
