@@ -144,11 +144,11 @@ class LowPrecision(Callback):
                 self._installed.install(module.get_submodule(name))
         else:
             names = _agree(names, self._linear_layers(module, plan), tp, state.sharded.device)
+            assert tp.group is not None
             for name in names:
                 cut = state.sharded.layout.slices.get(f"{prefix}{name}.weight")
-                self._installed.install(
-                    module.get_submodule(name), None if cut is None else cut.dim, tp.group.group_name
-                )
+                sliced: Any = None if cut is None else cut.dim  # 0 or 1: a weight has two dims.
+                self._installed.install(module.get_submodule(name), sliced, tp.group.group_name)
         if self.float8_all_gather:
             assert state is not None
             self._install_gather(module, names, state, prefix)

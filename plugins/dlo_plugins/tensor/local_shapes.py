@@ -77,9 +77,9 @@ def local_shape(given: Sequence[int], shape: Sequence[int], sizes: LocalSizes) -
         wanted[at] = full
     if sizes.ranks * numel != math.prod(wanted):
         return wanted
-    at = _divided(list(given), wanted, sizes)
-    if at is not None:
-        wanted[at] //= sizes.ranks
+    divided = _divided(list(given), wanted, sizes)
+    if divided is not None:
+        wanted[divided] //= sizes.ranks
     return wanted
 
 
@@ -161,7 +161,8 @@ def install_local_shapes(module: nn.Module, sizes: LocalSizes, region: Any) -> N
         region: State of the region.
     """
     module.__dict__[_SIZES] = _State((sizes, region))
-    module.__class__ = _shaped_class(type(module))  # type: ignore[assignment]
+    kind: Any = type(module)
+    module.__class__ = _shaped_class(kind)
 
 
 @functools.cache

@@ -105,8 +105,9 @@ class BlockProof:
             parts = [result.grads[name] for result in results]
             if name in found.divisions:
                 division = found.divisions[name]
-                slices = [None if expected is None else division.slice_for(ranks, rank) for rank in range(ranks)]
-                wanted = [expected if made is None else made.slice_tensor(expected) for made in slices]
+                wanted: list[Tensor | None] = [None] * ranks
+                if expected is not None:
+                    wanted = [division.slice_for(ranks, rank).slice_tensor(expected) for rank in range(ranks)]
                 self._compare(f"gradient of {name}", parts, wanted)
                 continue
             local = name.removeprefix("block.")
@@ -193,7 +194,8 @@ class BlockProof:
         made: nn.Module = copy.deepcopy(block, {id(tensor): tensor for tensor in tensors})
         known: dict[int, Tensor] = {}
         for part in made.modules():
-            for entries in (part._parameters, part._buffers):
+            registers: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for entries in registers:
                 for key, tensor in list(entries.items()):
                     if tensor is not None:
                         entries[key] = known.setdefault(id(tensor), self._value(tensor))
