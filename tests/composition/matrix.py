@@ -289,7 +289,7 @@ def make_strategy(name: str, what: With) -> Any:
     for option, _ in what.options:
         if isinstance(kind, str) or option not in inspect.signature(kind).parameters:
             why = dict(what.absent)
-            raise DloError(f"{option} is no option of {text}: {why.get(text) or why['']}")
+            raise DloError(f"{option} is not an option of {text}: {why.get(text) or why['']}")
     return kind if isinstance(kind, str) else kind(**options(), **dict(what.options))
 
 
