@@ -123,6 +123,7 @@ def test_weights_are_those_of_the_uncompiled_step_and_rates_are_no_new_code(name
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # As in `dlo`.
 def test_inductor_compiles_both_on_a_cpu(tmp_path: Any) -> None:
     expected = fit(net())
