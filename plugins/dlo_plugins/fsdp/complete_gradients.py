@@ -28,7 +28,7 @@ def complete_gradients(unit: FSDPModule) -> None:
         unit: Module that ``fully_shard`` was called with.
     """
     for group in own_groups(unit._get_fsdp_state()):
-        if any(hasattr(parameter, "unsharded_accumulated_grad") for parameter in group.fsdp_params):
+        if any(_has_second_gradient(parameter) for parameter in group.fsdp_params):
             group.post_backward = _CompleteFirst(group)
         elif hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -45,7 +45,7 @@ def accumulate_gradients(root: FSDPModule) -> None:
     """
     for group in all_groups(root._get_fsdp_state()):
         for parameter in _trained(group):
-            if hasattr(parameter, "unsharded_accumulated_grad"):
+            if _has_second_gradient(parameter):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
@@ -72,6 +72,11 @@ class _CompleteFirst:
             if accumulated:
                 parameter.to_accumulated_grad_if_needed()
         return self.post_backward(*unused)
+
+
+def _has_second_gradient(parameter: Any) -> bool:
+    """Returns whether FSDP2 adds gradients to one of its own, before torch 2.15, where it has the attribute too."""
+    return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
 
 def _trained(group: Any) -> Iterator[Any]:
