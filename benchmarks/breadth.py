@@ -8,7 +8,7 @@ backward of the cut model in double precision, and the largest difference from t
 gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
 or so there. `packing` is whether a batch may hold several documents in a row.
 
-It prints the counts, and one line of JSON with the reason of each refusal.
+It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from measuring.record import Record, Table
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
@@ -170,6 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    record = Record.of(__file__, __doc__, args)
     for kind in args.kinds:
         names = [name for name in (TYPES if kind == "text" else IMAGE_MODELS) if not args.only or name in args.only]
         axes = [axis for axis in args.axes if kind == "text" or axis != "packing"]
@@ -177,15 +180,20 @@ def main() -> None:
         for name in names:
             found[name] = measure(name, axes)
             print(name, {key: str(value)[:100] for key, value in found[name].items()}, flush=True)
+        title = "causal language models of transformers" if kind == "text" else "models of timm"
+        table = Table(title, "all of them", "models", "higher")
         for axis in axes:
             counts = Counter(one[axis] if one[axis] in ("ok", "inferred") else "refused" for one in found.values())
-            print(f"{kind} {axis}: {dict(counts)} of {len(names)}")
+            works = counts["ok"] + counts["inferred"]
+            table.add(axis, [works / len(names)], ours=True, models=works, inferred=counts["inferred"], of=len(names))
+        record.add(table)
         differences = sorted(one["difference"] for one in found.values() if "difference" in one)
         if differences:
             same = sum(value <= SAME for value in differences)
             print(f"{kind} tp: {same} within {SAME:g}, median {differences[len(differences) // 2]:.0e},", end=" ")
             print(f"largest {differences[-1]:.0e}")
         print(json.dumps({kind: found}))
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -78,11 +78,6 @@ class Command:
         return err
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: tests wait for commands, ranks and time limits."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests an hour, unless they say otherwise: the timeout in setup.cfg is for the ordinary ones."""
     for item in items:

@@ -39,6 +39,7 @@ def _entry(name: str, minutes: float, arguments: str = "", quick: str = "") -> E
 
 _SMALL_LOSS = "--rounds 1 --tokens 64 --width 32 --vocabularies 512"
 ENTRIES = (
+    _entry("breadth", 120, "", "--only gpt2 vit_tiny_patch16_224 --axes tp packing"),
     _entry("overhead", 10, "", "--rounds 1 --model mlp"),
     _entry("callbacks", 4, "", "--rounds 1 --steps 20"),
     _entry("startup", 8, "", "--rounds 1"),

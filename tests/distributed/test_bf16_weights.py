@@ -242,6 +242,7 @@ def _cut(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_axes_of_the_mesh_learn_as_with_master_weights_and_copies_stay_equal() -> None:
     ranks = run_distributed(_cut, 2, timeout=280)
     mean = {key: [sum(pair) / 2 for pair in zip(*(rank[key][0] for rank in ranks), strict=True)] for key in ranks[0]}

@@ -135,7 +135,7 @@ def test_images_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["zero3", "tp", pytest.param("cp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "cp"))])
 def test_texts_on_two_ranks_are_those_of_one_process(folder, alone, strategy):
     compare(folder, alone, strategy, "texts")
 

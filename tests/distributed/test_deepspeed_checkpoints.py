@@ -116,6 +116,7 @@ def _both(rank: int, world_size: int, folder: Path) -> None:
     leave_group()
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_folders_become_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_distributed(_both, 3, tmp_path, backend=None)
     for name in FOLDERS:

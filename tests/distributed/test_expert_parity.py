@@ -91,6 +91,7 @@ def sharded(**options: Any) -> list[Case]:
 STAGES = {"aux_loss": 0.0, "z_loss": 0.1, "bias_rate": 0.01}
 
 
+@pytest.mark.slow
 def test_a_vit_with_mixtures_trains_on_two_ranks_as_in_one_process() -> None:
     cases = [*sharded(top_k=2, **ALL), case(mesh(pp=2), "pp", top_k=2, **STAGES)]
     assert_parity(vit, cases, steps=4, rtol=1e-6)

@@ -21,11 +21,11 @@ from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.strategies.mesh import MeshStrategy
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    **matrix.STRATEGIES,
-    "sequence parallel": lambda: MeshStrategy(tp=2, dp_shard=1, sequence_parallel=True),
-    "tp, compiled": lambda: MeshStrategy(tp=2, dp_shard=1, appliers=[CompileBlocks(backend="aot_eager")]),
-    "zero bubble": lambda: MeshStrategy(pp=2, dp_shard=1, micro_batches=2, schedule="ZBH1"),
+#: Options of meshes that the composition table does not have.
+MESHES: dict[str, Callable[[], dict[str, Any]]] = {
+    "sequence parallel": lambda: {"tp": 2, "dp_shard": 1, "sequence_parallel": True},
+    "tp, compiled": lambda: {"tp": 2, "dp_shard": 1, "appliers": [CompileBlocks(backend="aot_eager")]},
+    "zero bubble": lambda: {"pp": 2, "dp_shard": 1, "micro_batches": 2, "schedule": "ZBH1"},
 }
 
 
@@ -41,7 +41,8 @@ def run(rank: int, world_size: int, folder: Path, task: str, strategy: str, sche
         return [Quantise(scheme, when="aware", start="30%", report=False, **options)] if scheme else []
 
     matrix.BESIDE["tested"] = matrix.With(rounding, trainer=(("precision", "32-true" if bits else "64-true"),))
-    found = matrix.run_cell(folder, task, "tested", STRATEGIES[strategy] if strategy else None, world_size)
+    matrix.STRATEGIES.update({name: (MeshStrategy, options) for name, options in MESHES.items()})
+    found = matrix.run_cell(folder, task, "tested", strategy, world_size)
     leave_group()
     return found
 

@@ -28,7 +28,18 @@ for name in sys.argv[1:]:
 #: Which take long: one is compiled in C++ first, others train several times, or start ranks, of which one is not left
 #: out. What they switch on has tests of its own.
 LONG = ("compile", "deepspeed", "fsdp", "lr_finder", "mesh", "micro_batch_finder", "one_bit_adam", "race")
-LONG += ("diloco", "distill", "freeze_out", "gradients", "layer_drop", "profile", "prune", "prune_2_4", "quantise")
+LONG += (
+    "batch_mix",
+    "diloco",
+    "distill",
+    "freeze_out",
+    "gradients",
+    "layer_drop",
+    "profile",
+    "prune",
+    "prune_2_4",
+    "quantise",
+)
 LONG += (
     "rotor",
     "rotor_offload",

@@ -141,25 +141,27 @@ def test_it_works_far_from_the_checkout(far):
     finder = ["--trainer.callbacks+", "LRFinder", "--trainer.callbacks.num_steps", "20"]
     out = run(far, "fit", "--config", "quickstart", *small, *finder)
     assert "tensorboard --logdir" in out
-    assert "lr_finder.json" in out
-    assert not list(far.rglob("lr_finder.png"))
+    assert "lr_find.json" in out
+    assert not list(far.rglob("lr_find.png"))
     assert (far / "runs" / "quickstart" / "version_0" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
+        pytest.param(
             ["fit", "--config", "quickstart", "--trainer.strategy", "deepspeed_2", "--trainer.accelerator", "cpu"],
             "DeepSpeedBridge needs DeepSpeed, which is not installed; pip install 'dlo_framework[deepspeed]'",
+            marks=pytest.mark.slow,
         ),
         (
             ["sweep", "--config", "quickstart", "--space", "digits/sweep_space"],
             "dlo sweep needs optuna, which is not installed; pip install 'dlo_framework[hpo]'",
         ),
-        (
+        pytest.param(
             ["fit", "--config", "llm/quickstart"],
             "which is not installed; pip install 'dlo_framework[llm]'",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["deepspeed", "optuna", "transformers"],

@@ -95,8 +95,9 @@ def test_a_model_of_fewer_channels_is_written_trained_and_exported(tmp_path):
     assert f"-> {sum(parameter.numel() for parameter in loaded.parameters()):,}" in out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("more", [(), pytest.param(("--reinit",), marks=pytest.mark.slow)], ids=["", "reinit"])
+@pytest.mark.parametrize("more", [(), ("--reinit",)], ids=["", "reinit"])
 def test_a_search_for_tickets_is_resumed_and_reported(trained, more):
     out = f"t{len(more)}"
     words = ("ticket", "--config", "tiny.yaml", "--rounds", "1", "--amount", "50%", "--rewind", "2", "--output", out)

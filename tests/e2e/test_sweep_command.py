@@ -33,8 +33,9 @@ def start(place: Path, *words: str) -> DloProcess:
     return DloProcess(["sweep", *WORDS, *words], place, mine | {"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("trials", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [1, 2])
 def test_a_killed_sweep_goes_on_and_its_best_config_is_a_config(place, trials):
     """The worker is killed (SIGKILL) in its first trial, once that has a checkpoint; a second start ends the sweep."""
     options = ("--trials", str(trials), "--sampler", "random")

@@ -257,7 +257,7 @@ def count_forwards(callback: runs.Teacher) -> None:
     callback.look = look
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_hit_needs_no_forward_and_gives_the_same_outputs(
     teacher: tuple[str, Path], tmp_path: Path, dtype: str | None
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_wrong_table_is_refused() -> None:
         parse_machine(content, "mine.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
