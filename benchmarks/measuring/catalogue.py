@@ -39,7 +39,6 @@ def _entry(name: str, minutes: float, arguments: str = "", quick: str = "") -> E
 
 _SMALL_LOSS = "--rounds 1 --tokens 64 --width 32 --vocabularies 512"
 ENTRIES = (
-    _entry("breadth", 120, "", "--only gpt2 vit_tiny_patch16_224 --axes tp packing"),
     _entry("overhead", 10, "", "--rounds 1 --model mlp"),
     _entry("callbacks", 4, "", "--rounds 1 --steps 20"),
     _entry("startup", 8, "", "--rounds 1"),
@@ -81,6 +80,7 @@ ENTRIES = (
     _entry("sweep", 40, "", "--seeds 1 --trials 4 --epochs 1 --kills 2 --rounds 1 --overhead-epochs 1"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),
     _entry("accelerator", 0.2, "", "--size tiny --rounds 1"),
+    _entry("breadth", 25, "", "--only gpt2 vit_tiny_patch16_224 --axes tp packing"),
 )
 
 
