@@ -51,7 +51,8 @@ def main() -> None:
     machine = load_machine("h100")
 
     def search(memory: float, fix: dict[str, str]) -> PlanSearch:
-        return PlanSearch(profile, machine, StateFormat(), Request(GPUS, memory, BATCH, fix, top=1))
+        request = Request(GPUS, memory, BATCH, {"offload": "false", **fix}, top=1)
+        return PlanSearch(profile, machine, StateFormat(), request)
 
     plans = [search(MEMORY, fix).run().candidates[0] for fix in SHOWN]
     sizes = [12e9, 14e9, 16e9, 20e9, 24e9, 32e9, 40e9, 56e9, 80e9]
