@@ -100,7 +100,7 @@ class With:
         model_args: further arguments of the images' model.
         task_args: further arguments of the task.
         joint: whether ranks have the gradients of all when the optimizer steps; else no norms are compared.
-        options: of the strategy.
+        options: options of the strategy.
         absent: why a class of strategy, by its name, has no such options; the empty name is for all others.
         single: makes the strategy of one process, which has the options too.
     """

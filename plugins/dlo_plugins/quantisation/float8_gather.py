@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dlo_plugins.fsdp.step_state import own_groups
+
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -35,11 +37,8 @@ class Float8Gather:
         over_shards: Callable[[Tensor], Tensor],
         over_slices: Callable[[Tensor], Tensor],
     ) -> None:
-        sliced, self._over_shards, self._over_slices = (
-            {id(layer): cut for layer, cut in layers},
-            over_shards,
-            over_slices,
-        )
+        self._over_shards, self._over_slices = over_shards, over_slices
+        sliced = {id(layer): cut for layer, cut in layers}
         found = [(param, param._module_info) for param in sharded_params(module)]
         own = [(param, id(info.module)) for param, info in found if info.param_name == "weight"]
         self._params = [param for param, layer in own if layer in sliced]
@@ -106,10 +105,8 @@ def sharded_params(module: nn.Module) -> Iterator[Any]:
     """Yields FSDP2's objects for the parameters that it shards; torch (2.11 to 2.15) shows them in its state alone."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            state: Any = part._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in groups:
-                yield from () if group is None else group.fsdp_params
+            for group in own_groups(part._get_fsdp_state()):
+                yield from group.fsdp_params
 
 
 def forget_gathered(params: Iterable[Any]) -> None:
