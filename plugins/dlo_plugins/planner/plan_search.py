@@ -143,9 +143,12 @@ class PlanSearch:
         self.second = SecondModels(second, machine, state) if second else None
         self.memory = MemoryModel(self.times, self.second)
         self.rotor = RotorModel(self.times, self.memory)
-        if request.fix.get("offload", "").lower() == "true" and machine.host is None:
+        # On a CPU the callback's link is simulated.
+        self._offloads = machine.host is not None and machine.device != "cpu"
+        if request.fix.get("offload", "").lower() == "true" and not self._offloads:
+            had = "of CPUs" if machine.device == "cpu" else "without"
             raise DloError(
-                f"--fix offload=true must be for a machine with links.host, got {machine.name} without; add links:"
+                f"--fix offload=true must be for accelerators with links.host, got {machine.name} {had}; add links:"
                 " {host: {bandwidth: {value: 25.0e+9, source: ...}, memory: {value: 64.0e+9, source: ...}}} to its file"
             )
         self._least: dict[tuple[int, ...], float] = {}
@@ -381,7 +384,7 @@ class PlanSearch:
         slower: list[Rejection] = []
         if self.request.rotor and self.profile.blocks and allows("recompute", "rotor") and not alone:
             for offload in (False, True):
-                if not allows("offload", offload) or (offload and self.machine.host is None):
+                if not allows("offload", offload) or (offload and not self._offloads):
                     continue
                 margin = 1 - _GAIN if offload else 1.0
                 shortest = min([limit, *(candidate.time.total * margin for candidate in found)])

@@ -122,8 +122,12 @@ def test_a_slow_link_offloads_nothing_and_a_machine_without_one_refuses() -> Non
     assert found[1][0].host_bytes == 0
     assert all(candidate.host_bytes <= 1e7 for candidate in found[2])
     fixed = replace(search.request, fix={"offload": "true"})
-    with pytest.raises(DloError, match=r"--fix offload=true must be for a machine with links.host, got h100 without"):
+    with pytest.raises(
+        DloError, match=r"--fix offload=true must be for accelerators with links.host, got h100 without"
+    ):
         PlanSearch(search.profile, replace(search.machine, host=None), StateFormat(), fixed)
+    with pytest.raises(DloError, match=r"must be for accelerators with links.host, got h100 of CPUs"):
+        PlanSearch(search.profile, replace(search.machine, device="cpu"), StateFormat(), fixed)
     with pytest.raises(DloError, match="--fix offload must be true or false, got yes"):
         _search(offload="yes")
     with pytest.raises(DloError, match="must come with Rotor, which offloads, got recompute=full"):
