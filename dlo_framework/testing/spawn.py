@@ -41,7 +41,7 @@ _HEAVY = (
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
 )
-_HEAVY_LIBRARIES = ("pytest", "timm", "transformers")
+_HEAVY_LIBRARIES = ("deepspeed", "pytest", "timm", "transformers")
 
 
 class RankFailed(RuntimeError):
