@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dlo_framework.errors import DloError
 
@@ -39,7 +39,7 @@ def installed_points() -> metadata.EntryPoints:
 
 @lru_cache(maxsize=1)
 def _read_points(path: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:
-    return metadata.entry_points()
+    return cast(metadata.EntryPoints, metadata.entry_points())  # Python 3.11 has another class of the same methods.
 
 
 def _modified(entry: str) -> int:

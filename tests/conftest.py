@@ -21,6 +21,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.testing.dlo_process import DloProcess
+from dlo_framework.testing.spawn import PRELOADED_PACKAGES
 
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
@@ -110,6 +111,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for name in late if module in sys.modules else ():
             importlib.import_module(name)
     del os.environ["DS_ACCELERATOR"]
+    PRELOADED_PACKAGES.add("deepspeed")
     gc.collect()
     gc.freeze()
 

@@ -85,7 +85,9 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
     points = installed_points()
     for point in (p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)):
         kind = point.group.removeprefix(GROUP_PREFIX)
-        if point.dist not in origins:  # Each look at a name or version parses the distribution's metadata.
+        if (
+            point.dist is not None and point.dist not in origins
+        ):  # Each look at a name or version parses the distribution's metadata.
             origins[point.dist] = (point.dist.name, point.dist.version)
         distribution, version = origins[point.dist]
         problem = _problem(kind, point)
