@@ -54,7 +54,7 @@ def check_sent_dtype(option: str, given: str | None, dtype: torch.dtype) -> None
 
     Args:
         option: Name of the option.
-        given: Its value; None if it is unset.
+        given: Value of the option; None if it is unset.
         dtype: Dtype of the callback.
 
     Raises:
