@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -158,8 +159,12 @@ def test_a_run_resumes_in_mid_epoch_with_other_workers(mixed, tmp_path):
     assert len(whole.seen) == 320
 
 
-def consume(options: dict, folder: str, ranks: int, workers: int) -> None:
-    """Loads three epochs on some ranks, logs their samples, and commits the position after each batch."""
+def consume(options: dict, folder: str, ranks: int, workers: int, lives: float | None = None) -> None:
+    """Loads three epochs on some ranks, logs their samples, and commits the position after each batch.
+
+    It kills itself so many seconds after the first batch.
+    """
+    killer = None if lives is None else threading.Timer(lives, os.kill, (os.getpid(), signal.SIGKILL))
     data = TextData(**options)
     data.setup("fit")
     dataset, order = data._datasets["train"], data.train_dataloader().sampler.order
@@ -187,6 +192,8 @@ def consume(options: dict, folder: str, ranks: int, workers: int) -> None:
                 state = {**loaders[0].state_dict(), "bytes": os.fstat(log.fileno()).st_size}
                 Path(folder, "new").write_text(json.dumps(state))
                 os.replace(f"{folder}/new", kept)
+                if killer is not None and not killer.is_alive():
+                    killer.start()
                 time.sleep(0.01)
             state = {"epoch": state["epoch"] + 1, "samples": 0, "bytes": os.fstat(log.fileno()).st_size}
 
@@ -201,30 +208,19 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, cache, mixed)
     mixed().setup("fit")  # the caches are there: starts are fast
     context = multiprocessing.get_context("fork")
 
-    def start(name: str, ranks: int, workers: int) -> multiprocessing.process.BaseProcess:
+    def run(name: str, ranks: int, workers: int, lives: float | None = None) -> int | None:
         (tmp_path / name).mkdir(exist_ok=True)
-        process = context.Process(target=consume, args=(options, str(tmp_path / name), ranks, workers))
+        process = context.Process(target=consume, args=(options, str(tmp_path / name), ranks, workers, lives))
         process.start()
-        return process
+        process.join(120)
+        return process.exitcode
 
-    whole = start("whole", 1, 0)
-    whole.join(120)
-    assert whole.exitcode == 0
+    assert run("whole", 1, 0) == 0
     generator, kills = random.Random(0), 0
     for ranks, workers in [(1, 0), (2, 1), (4, 0), (2, 0), (8, 0), (1, 1)]:
-        process = start("killed", ranks, workers)
-        state, before = tmp_path / "killed" / "state", time.time()
-        while process.is_alive() and not (state.exists() and state.stat().st_mtime > before):
-            time.sleep(0.005)
-        time.sleep(generator.uniform(0.0, 0.05))
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.join(30)
+        kills += run("killed", ranks, workers, generator.uniform(0.0, 0.05)) == -signal.SIGKILL
     assert kills >= 3
-    last = start("killed", 4, 0)
-    last.join(120)
-    assert last.exitcode == 0
+    assert run("killed", 4, 0) == 0
     found = {name: (tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed")}
     assert len(found["whole"]) == 3 * (200 // 16 * 16)
     assert found["killed"] == found["whole"]
