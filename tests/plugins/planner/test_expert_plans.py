@@ -24,6 +24,7 @@ from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.rank_verification import shorten_axes
 from dlo_plugins.planner.run_layout import read_layout
 from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.planner.work import Share
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
@@ -160,6 +161,10 @@ def test_the_exchange_is_part_of_a_step_and_experts_have_more_rows() -> None:
     assert divided.experts == pytest.approx(2 * LAYERS * 4 * once)
     again = times.step(Layout(MeshSpec(dp_shard=4, ep=4), 4, 2, zero=3, recompute="full"))
     assert again.experts == pytest.approx(2 * LAYERS * 6 * once)
+    own, (product, _) = Share(ep=4), next(item for item in block.forward.products if item[0].is_grouped)
+    assert (product.on(own).m, product.on(own).batch) == (4 * product.m, product.batch / 4)
+    right = product.gradients()[1]  # Of the weights: the sum is over the tokens.
+    assert (right.on(own).k, right.on(own).batch) == (4 * right.k, right.batch / 4)
     assert divided.compute < alone.compute
     assert divided.gathering + divided.gradients < alone.gathering + alone.gradients
 
