@@ -131,3 +131,7 @@ def _backward_flops(
     _: tuple[int, ...], rows: tuple[int, ...], weight: tuple[int, ...], *__: object, **___: object
 ) -> int:
     return 4 * rows[0] * weight[1] * weight[2]
+
+
+#: Operators of the products in forward and in backward, as dispatch modes see them.
+OPERATORS = (torch.ops.dlo.grouped_linear, torch.ops.dlo.grouped_linear_backward)

@@ -69,6 +69,7 @@ def profile_block(
     args: Any,
     kwargs: Any,
     rows: int,
+    experts: set[int],
 ) -> tuple[Part, Any]:
     """Returns a block's profile for one row, without its parameters, and its outputs.
 
@@ -81,6 +82,7 @@ def profile_block(
         args: Positional arguments.
         kwargs: Keyword arguments.
         rows: Rows of the micro-batch.
+        experts: Ids of the parameters that `ep` divides.
     """
     args, kwargs = tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
@@ -102,7 +104,7 @@ def profile_block(
     output = Amount(0.0, float(sum(leaf.untyped_storage().nbytes() for leaf in found)))
     second, turn = Record(), recorder.mark()
     recorder.record = second
-    _backward(recorder, found, block)
+    _backward(recorder, found, block, experts)
     recorder.record = None
     modes = _modes(first.operations, saved, left_out, ends, rows)
     work = summarise(first.operations, ends | set(saved.sizes))
@@ -137,7 +139,7 @@ def _unsaved_peak(recorder: Recorder, regions: Any, forward: Callable[..., Any],
     return recorder.peak(0)
 
 
-def _backward(recorder: Recorder, outputs: list[Tensor], module: nn.Module) -> None:
+def _backward(recorder: Recorder, outputs: list[Tensor], module: nn.Module, experts: set[int]) -> None:
     """Runs backward; gradients of parameters are freed at once, as they are counted elsewhere."""
     roots = [leaf for leaf in outputs if leaf.requires_grad]
     if not roots:
@@ -145,7 +147,7 @@ def _backward(recorder: Recorder, outputs: list[Tensor], module: nn.Module) -> N
 
     def free(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        recorder.leave_out(parameter.grad)
+        recorder.leave_out(parameter.grad, always=id(parameter) in experts)
         parameter.grad = None
 
     handles = [p.register_post_accumulate_grad_hook(free) for p in module.parameters() if p.requires_grad]

@@ -59,7 +59,11 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """Returns the candidate as JSON data: seconds and bytes."""
         return {
-            "layout": {**asdict(self.layout), "mesh": self.layout.mesh.sizes, "split": self.split},
+            "layout": {
+                **asdict(self.layout),
+                "mesh": {**self.layout.mesh.sizes, "ep": self.layout.mesh.ep},
+                "split": self.split,
+            },
             "step_seconds": self.time.total,
             "interval_seconds": self.interval,
             "throughput": self.throughput,
@@ -125,4 +129,5 @@ _WORDS = {
     "bubble": "the pipeline's bubble",
     "optimizer": "the optimizer's step",
     "second_model": "forwards of second models",
+    "experts": "the exchange of tokens between the ranks of ep",
 }

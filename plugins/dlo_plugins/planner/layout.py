@@ -67,6 +67,11 @@ class Layout:
         return self.mesh.dp_shard * self.mesh.cp
 
     @property
+    def expert_sharers(self) -> int:
+        """Number of ranks that share the state of one rank's experts."""
+        return self.mesh.expert_shards
+
+    @property
     def uses_zero_strategy(self) -> bool:
         """Whether the run has ZeroStrategy, stage 1, in place of a mesh."""
         return self.zero == 1 and not self.delays

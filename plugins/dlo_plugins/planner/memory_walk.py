@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
 from dlo_plugins.planner.work import Part, Share
@@ -57,6 +58,7 @@ class _Item(NamedTuple):
         unit: Bytes of its parameters as computation uses them, which are gathered together.
         casts: Bytes of their casts that autograd keeps.
         trained: Number of trained parameters.
+        own_trained: Number of those of which the rank computes gradients: of its own experts alone.
         times: Number of these parts.
         is_block: Whether it is a block, and so gathered by itself.
         is_head: Whether it is the head with the loss.
@@ -68,6 +70,7 @@ class _Item(NamedTuple):
     unit: float
     casts: float
     trained: float
+    own_trained: float
     times: int
     is_block: bool
     is_head: bool
@@ -138,12 +141,14 @@ class MemoryWalk:
         mesh, state = layout.mesh, self.state
         parts = tuple(item for stage in own for item in stages[stage])
         trained, profile = local_count(parts, mesh.tp, trained=True), self._times.profile
-        size, full = (local_bytes(parts, mesh.tp, element) for element in (state.parameter, state.gathered))
+        size, full = local_bytes(parts, mesh.tp, state.parameter), local_bytes(parts, mesh.tp, state.gathered, mesh.ep)
+        own_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
         tied = 0.0
         if mesh.pp > 1 and layout.stages - 1 in own and profile.tied.total:
             tied = profile.tied.inside / mesh.tp + profile.tied.outside
             size, full, trained = size + tied * state.parameter, full + tied * state.gathered, trained + tied
-        walk = _Walk(layout, state, full, trained, tied)
+            own_trained += tied
+        walk = _Walk(layout, state, full, trained, own_trained, tied)
         items = {stage: self._items(layout, stages[stage]) for stage in own}
         moments = walk.step(items[0]) if mesh.pp == 1 else walk.pipeline(items, actions, self._received(layout, own))
         stored = walk.stored
@@ -159,24 +164,23 @@ class MemoryWalk:
 
     def _received(self, layout: Layout, own: Sequence[int]) -> dict[int, float]:
         """Returns the bytes of a stage's input, which the stage before has sent, less an output that is freed."""
-        mesh, blocks = layout.mesh, self._times.profile.blocks
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
-        hidden = blocks[0].output.on(share) if blocks else 0.0
+        hidden = self._times.hidden(layout)
         freed = hidden if self.state.frees_sent else 0.0
         return {stage: hidden * (stage > 0) - freed * (stage < layout.stages - 1) for stage in own}
 
     def _items(self, layout: Layout, stage: Stage) -> list[_Item]:
         """Returns the parts of a stage in the order of forward."""
         mesh = layout.mesh
-        share = Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        share = self._times.share(layout)
         profile, compiled = self._times.profile, self.state.compiled
         found = []
         for part, name, times in stage:
             one = ((part, name, 1),)
             counts = (
-                local_bytes(one, mesh.tp, self.state.gathered),
-                self.state.casts(layout) * local_count(one, mesh.tp),
+                local_bytes(one, mesh.tp, self.state.gathered, mesh.ep),
+                self.state.casts(layout) * local_count(one, mesh.tp, ep=mesh.ep),
                 local_count(one, mesh.tp, trained=True),
+                local_count(one, mesh.tp, trained=True, ep=mesh.ep),
             )
             everything = part.modes["none"].kept(compiled).on(share)
             if part is profile.head:
@@ -189,6 +193,8 @@ class MemoryWalk:
             kept, again = saved + part.output.on(share), everything - saved
             if again > 0:  # Forward runs again before backward.
                 backward = again + max(backward, part.peaks.forward.on(share))
+            buffers = exchanged_bytes(part, layout)
+            forward, backward = forward + buffers, backward + buffers
             found.append(_Item(kept, forward, backward, *counts, times, part is not profile.stem, False))
         return found
 
@@ -215,11 +221,15 @@ class _Walk:
         state: Bytes of the run's tensors.
         full: Bytes of the rank's parameters as computation uses them.
         trained: Number of trained parameters.
+        own_trained: Number of those of which the rank computes gradients: of its own experts alone.
         tied: Number of those that another stage has too.
     """
 
-    def __init__(self, layout: Layout, state: StateFormat, full: float, trained: float, tied: float) -> None:
+    def __init__(
+        self, layout: Layout, state: StateFormat, full: float, trained: float, own_trained: float, tied: float
+    ) -> None:
         self.layout, self.state, self.full, self.trained, self.tied = layout, state, full, trained, tied
+        self.own_trained = own_trained
         self.stored = layout.stored_sharers(state)
         #: Whether parameters are gathered in units: FSDP2 does so for copies of the model too.
         self.gathers = self.stored > 1 or (layout.zero == 0 and layout.mesh.dp_replicate > 1 and not layout.delays)
@@ -230,7 +240,7 @@ class _Walk:
         state, layout = self.state, self.layout
         reduced = self.trained * state.gradient / self.stored
         accumulates = layout.micro_batches > 1
-        full = self.trained * state.reduced if self.gathers and not layout.reduce_each else reduced
+        full = self.own_trained * state.reduced if self.gathers and not layout.reduce_each else reduced
         before = full if accumulates else 0.0 if state.steps_in_backward else reduced
         yield from self._forward(items, before)
         is_persistent = state.accumulates_in_products
@@ -243,7 +253,7 @@ class _Walk:
         kept = {s: received[s] + sum(item.times * item.kept for item in items[s] if not item.is_head) for s in items}
         heads = {s: sum(item.kept for item in items[s] if item.is_head) for s in items}
         size = self.state.reduced if self.gathers else self.state.gradient
-        counts = {s: size * sum(item.times * item.trained for item in items[s]) for s in items}
+        counts = {s: size * sum(item.times * item.own_trained for item in items[s]) for s in items}
         counts[max(items)] += size * self.tied
         for action in actions:
             others = sum(number * kept[s] for s, number in action.live)
@@ -305,10 +315,10 @@ class _Walk:
         state = self.state
         if not self.gathers or self.layout.mesh.pp > 1:
             # One tensor's at a time, if they are added: of a block about a quarter.
-            return item.trained * state.gathered * ((0.25 if item.is_block else 1.0) if accumulates else 1.0)
+            return item.own_trained * state.gathered * ((0.25 if item.is_block else 1.0) if accumulates else 1.0)
         # Its gradients, a buffer of them all that is reduced, and their shard.
         once = state.gathered * (not accumulates or self.layout.reduce_each)
-        return item.trained * (once + state.reduced * (1 + 1 / self.stored))
+        return item.own_trained * (once + state.reduced) + item.trained * state.reduced / self.stored
 
     def _gathered(self, items: Sequence[_Item], item: _Item, so_far: float, casts: float) -> float:
         """Returns the bytes of gathered parameters and of their casts, and the buffer that the next arrive in.

@@ -26,6 +26,7 @@ from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
+from dlo_plugins.planner.expert_profile import ExpertProfile
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
 from dlo_plugins.planner.regions_of_tp import PartParameters, TensorRegions
 from dlo_plugins.planner.work import Amount, Part
@@ -53,6 +54,7 @@ class ModelProfile:
         parameters: Number of parameters.
         max_logits: Number of logits that the loss keeps at once; None for all.
         why_not: Reasons why an axis cannot be used, by its name.
+        ep: Sizes of the axis `ep` that divide the experts of all mixtures.
     """
 
     model: str
@@ -67,6 +69,7 @@ class ModelProfile:
     parameters: int
     max_logits: int | None
     why_not: dict[str, str]
+    ep: tuple[int, ...] = (1,)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -165,7 +168,7 @@ class _Profiler:
 
     def __init__(self, task: Any, plan: ParallelPlan | None, model: nn.Module, device: str) -> None:
         self.task, self.plan, self.model, self.device = task, plan, model, device
-        self.regions = TensorRegions(model, plan)
+        self.regions, self.experts = TensorRegions(model, plan), ExpertProfile(model, plan)
         self.stack: list[nn.Module] = []
         self.recorder = Recorder(lambda is_product: self.regions.classify(self.stack, is_product))
         self.names = plan.block_names(model) if plan is not None else []
@@ -179,6 +182,7 @@ class _Profiler:
         rest = RestRecord(self.recorder)
         with (
             running_modules(self.model, self.stack),
+            self.experts.watched(),
             self._replaced_blocks(rest),
             FusedKernels(self.recorder, self.device),
             self.recorder,
@@ -249,8 +253,10 @@ class _Profiler:
         if key not in self.known:
             if self.on_block is not None:
                 self.on_block(name, args, kwargs)
-            profiled = profile_block(self.recorder, self.regions, name, block, forward, args, kwargs, ROWS)
-            self.known[key] = profiled
+            part, like = profile_block(
+                self.recorder, self.regions, name, block, forward, args, kwargs, ROWS, self.experts.parameters
+            )
+            self.known[key] = replace(part, exchanged=self.experts.exchanged_in(name) / ROWS), like
         part, like = self.known[key]
         self.blocks.append(part)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
@@ -264,7 +270,7 @@ class _Profiler:
     def profile(self, task: Any, batch: Any) -> ModelProfile:
         """Returns the profile."""
         model = task.model if self.plan is not None else task
-        counts, tied = self.regions.count_parameters(model, self.names)
+        counts, tied = self.regions.count_parameters(model, self.names, self.experts.names)
         blocks = tuple(_with_parameters(part, counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
         if len(self.blocks) != len(self.names):
             raise DloError(
@@ -291,7 +297,8 @@ class _Profiler:
             cp=is_sequence,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             max_logits=getattr(task, logits, None),
-            why_not=dict(self.regions.why_not),
+            why_not=self.regions.why_not | self.experts.why_not,
+            ep=self.experts.sizes,
         )
 
 
@@ -314,7 +321,10 @@ class _BlockPass(torch.autograd.Function):
 
 
 def _with_parameters(part: Part, counts: PartParameters) -> Part:
-    return replace(part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed)
+    return replace(
+        part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
+        trained_experts=counts.trained_experts,
+    )  # fmt: skip
 
 
 def _kind(block: nn.Module) -> Any:

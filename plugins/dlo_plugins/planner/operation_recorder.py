@@ -14,13 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dlo_framework.experts.grouped_linear import OPERATORS
 from dlo_plugins.planner.kernel_fusion import fuse
 from dlo_plugins.planner.recorded_operation import Operation, Record
 from dlo_plugins.planner.work import Amount, Dim, Product, Work
 
 _aten = torch.ops.aten
 #: Operators that are matrix products.
-_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten.convolution}
+_EXPERTS, _EXPERT_GRADIENTS = OPERATORS
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm, _aten.convolution, _EXPERTS}
 _GRADIENTS = {_aten.convolution_backward}
 #: Operators that move no bytes of their own.
 _FREE = {
@@ -33,7 +35,7 @@ _FREE = {
     _aten.lift_fresh,
 }
 #: Operators whose outputs ActivationCheckpoint's mode `selective` keeps.
-_KEPT = {_aten.mm, _aten.addmm, _aten.convolution, _aten._grouped_mm}
+_KEPT = {_aten.mm, _aten.addmm, _aten.convolution, _aten._grouped_mm, _EXPERTS}
 
 
 class Recorder(TorchDispatchMode):
@@ -56,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._next = 0
         self._events: list[tuple[int, int]] = []  # number of the storage, bytes; negative for a release
         self._left_out: set[int] = set()
+        self._always_left_out: set[int] = set()
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage."""
@@ -84,7 +87,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator, and records it."""
         result = func(*args, **(kwargs or {}))
-        if self.record is not None and func.namespace == "aten" and func.overloadpacket not in _FREE:
+        known = func.namespace == "aten" or func.overloadpacket in (_EXPERTS, _EXPERT_GRADIENTS)
+        if self.record is not None and known and func.overloadpacket not in _FREE:
             self._add(func, args, kwargs or {}, result)
         return result
 
@@ -110,6 +114,9 @@ class Recorder(TorchDispatchMode):
         elif func.overloadpacket in _GRADIENTS:
             self.add_gradients(_convolution_gradients(args))
             return  # It reads and writes what its products do.
+        elif func.overloadpacket is _EXPERT_GRADIENTS:
+            self.add_gradients(_experts_product(args[1], args[2]).gradients())
+            return
         if func.overloadpacket is _aten.copy_ and len(inputs) > 1:
             reads.pop(self.number(inputs[0]), None)
         writes = {self.number(tensor): _bytes(tensor) for tensor in outputs}
@@ -135,18 +142,25 @@ class Recorder(TorchDispatchMode):
         """Returns the current position in the log of allocations."""
         return len(self._events)
 
-    def leave_out(self, tensor: Tensor) -> None:
-        """Leaves a tensor out of the bytes that are alive: a parameter's gradient, which is counted with the state."""
+    def leave_out(self, tensor: Tensor, *, always: bool = False) -> None:
+        """Leaves a tensor out of the bytes that are alive: a parameter's gradient, which is counted with the state.
+
+        Args:
+            tensor: Gradient.
+            always: Whether it is left out where gradients of parameters count, too: an expert's, which `ep` divides.
+        """
         self._left_out.add(self.number(tensor))
+        if always:
+            self._always_left_out.add(self.number(tensor))
 
     def peak(self, start: int, *, with_gradients: bool = False) -> Amount:
         """Returns the most bytes alive at once since a position in the log; releases of older storages do not count.
 
         Args:
             start: Position in the log.
-            with_gradients: Whether the gradients of parameters count.
+            with_gradients: Whether the gradients of parameters count, other than of experts.
         """
-        left_out = set[int]() if with_gradients else self._left_out
+        left_out = self._always_left_out if with_gradients else self._left_out
         live, best = [0, 0], Amount()
         born: set[int] = set()
         for at, (number, size) in enumerate(self._events):
@@ -259,16 +273,24 @@ def _product(packet: Any, args: Any, out: Tensor, role: Dim) -> Product | None:
     size = out.element_size()
     if packet is _aten.convolution:
         return _convolution(out, args[1], args[8], role)
+    if packet is _EXPERTS:
+        return _experts_product(args[0], args[1], role)
     if packet is _aten._grouped_mm:
         a, b = args[0], args[1]
         if b.ndim == 2:  # The gradient of the weights: the sums are over each group's tokens.
             groups = out.shape[0] if out.ndim == 3 else 1
-            return Product(a.shape[-2], b.shape[-1], a.shape[-1] / groups, groups, size, role)
-        return Product(a.shape[-2] / b.shape[0], b.shape[-1], a.shape[-1], b.shape[0], size, role)
+            return Product(a.shape[-2], b.shape[-1], a.shape[-1] / groups, groups, size, role, is_grouped=True)
+        return Product(a.shape[-2] / b.shape[0], b.shape[-1], a.shape[-1], b.shape[0], size, role, is_grouped=True)
     a, b = (args[1], args[2]) if packet in (_aten.addmm, _aten.baddbmm) else (args[0], args[1])
     if a.ndim == 2:
         return Product(a.shape[0], b.shape[1], a.shape[1], 1, size, role)
     return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0], size, role or "", tokens="batch")
+
+
+def _experts_product(rows: Tensor, weight: Tensor, role: Dim = "") -> Product:
+    """Returns the product of rows with as many for each expert, by weights `[E, H, D]`."""
+    experts, features, width = weight.shape
+    return Product(len(rows) / experts, features, width, experts, rows.element_size(), role, is_grouped=True)
 
 
 def _convolution(out: Tensor, weight: Tensor, groups: int, role: Dim = "") -> Product | None:

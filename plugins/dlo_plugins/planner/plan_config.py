@@ -13,7 +13,7 @@ from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import StateFormat
 
 #: Appliers of a config that the plan replaces; others, such as CompileBlocks, stay.
-_REPLACED = ("ActivationCheckpoint", "FullyShard", "TensorParallel", "ContextParallel")
+_REPLACED = ("ActivationCheckpoint", "FullyShard", "TensorParallel", "ContextParallel", "ExpertParallel")
 #: Options of a config's strategy that stay, and the axis of more than one rank that each needs.
 _KEPT_OPTIONS = {
     **{"meta_init": None, "timeout_minutes": None, "bf16_weights": None},
@@ -110,6 +110,7 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
     """
     layout = candidate.layout
     options: dict[str, Any] = {axis: size for axis, size in layout.mesh.sizes.items() if size > 1}
+    options |= {"ep": layout.mesh.ep} if layout.mesh.ep > 1 else {}
     options |= {"dp_shard": layout.mesh.dp_shard, **_kept_options(before, layout.mesh)}
     given = _appliers(before)
     appliers = [entry for entry in given if _class_name(entry) not in _REPLACED]

@@ -37,7 +37,7 @@ _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
 #: Keys of `fix`, beside the axes.
-_FIXABLE = (*AXES, "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
+_FIXABLE = (*AXES, "ep", "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
 #: Values that `recompute` can be fixed at.
 _MODES = ("none", "selective", "full", "rotor")
 
@@ -54,8 +54,8 @@ class Request:
         gpus: Number of ranks.
         memory: Bytes of a rank.
         global_batch: Rows of a step on all ranks.
-        fix: Fixed values by key: an axis, `micro_batch`, `schedule`, `zero`, `recompute` or `offload`; and `gather` and
-            `reduce`, dtypes that the state has already.
+        fix: Fixed values by key: an axis or `ep`, `micro_batch`, `schedule`, `zero`, `recompute` or `offload`; and
+            `gather` and `reduce`, dtypes that the state has already.
         top: Number of plans to return.
         rotor: Whether Rotor may be chosen.
     """
@@ -95,7 +95,7 @@ class Request:
                 "--fix offload=true must come with Rotor, which offloads, got"
                 f" {f'recompute={mode}' if self.rotor else 'the callback Compile with scope: model'}; leave it out"
             )
-        for key in (*AXES, "micro_batch", "zero"):
+        for key in (*AXES, "ep", "micro_batch", "zero"):
             if key in self.fix and not self.fix[key].isdigit():
                 raise DloError(f"--fix {key} must be a number, got {self.fix[key]!r}; such as --fix {key}=2")
 
@@ -243,7 +243,8 @@ class PlanSearch:
         Of plans that differ only in how data parallelism shards, the fastest is kept.
         """
         layout = found.layout
-        key = (layout.mesh.pp, layout.mesh.cp, layout.mesh.tp, layout.micro_batch, layout.schedule)
+        mesh = layout.mesh
+        key = (mesh.pp, mesh.cp, mesh.tp, mesh.ep, layout.micro_batch, layout.schedule)
         rejections = []
         other = kept.get(key)
         if other is not None and other.time.total <= found.time.total:
@@ -290,12 +291,14 @@ class PlanSearch:
         only if it is asked for. It is that of schedules whose gradients have a delay, too: each rank has full weights.
         """
         if schedule in {name for name, _ in _DELAYED}:
+            if mesh.ep > 1:
+                return  # Two versions of full weights: a plan has all experts in each.
             zero = int(mesh.dp_shard > 1)
             if self.request.allows("zero", zero):
                 yield zero, False
             return
         if self.request.fix.get("zero") == "1":
-            if mesh.dp_shard == mesh.world_size > 1:
+            if mesh.dp_shard == mesh.world_size > 1 and mesh.ep == 1:
                 yield 1, micro_batches > 1 and self.times.state.has_masters
             return
         for zero in (2, 3) if mesh.dp_shard * mesh.cp > 1 else (0,):
@@ -318,7 +321,8 @@ class PlanSearch:
                     for shard in _divisors(rest):
                         mesh = MeshSpec(pp=pp, dp_replicate=rest // shard, dp_shard=shard, cp=cp, tp=tp)
                         if request.allows("dp_shard", shard) and request.allows("dp_replicate", rest // shard):
-                            yield mesh
+                            sizes = (ep for ep in profile.ep if shard * cp % ep == 0 and request.allows("ep", ep))
+                            yield from (replace(mesh, ep=ep) for ep in sizes)
 
     def _divides_sequence(self, cp: int, tp: int) -> bool:
         return self.profile.cp and self.profile.length is not None and self.profile.length % (2 * cp * tp) == 0
@@ -342,16 +346,17 @@ class PlanSearch:
     # --- costs ---------------------------------------------------------------------------------------------
 
     def least_time(self, layout: Layout) -> float:
-        """Returns a lower bound of a layout's time: computation and the communication of `tp`, without recomputation.
+        """Returns a lower bound of a layout's time: passes without recomputation, and no reduction of gradients.
 
         Where each rank of a pipeline has one stage, the r-th waits for a pass of the stages before it. The split of the
         work T with the least time then has T / (1 - (1 - 1/m)^p), for m micro-batches on p ranks.
         """
         mesh, count = layout.mesh, layout.micro_batches
-        key = (mesh.tp, mesh.cp, layout.micro_batch)
+        # Parameters that are gathered once are gathered for all micro-batches together.
+        gathers = (layout.sharers, count if layout.zero == 2 else 0) if layout.zero >= 2 else (1, 0)
+        key = (mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, *gathers)
         if key not in self._least:
-            times = (self.times.part_time(part, layout, "none") for part in self.profile.parts)
-            self._least[key] = sum(t.forward + t.backward + t.tensor[0] + t.tensor[1] for t in times)
+            self._least[key] = self.times.least_pass(layout)
         if layout.stages_per_rank > 1 or layout.delays:
             return self._least[key] * count / mesh.pp
         return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
@@ -451,6 +456,8 @@ class PlanSearch:
         why = self.profile.why_not.get(f"tp={request.fix.get('tp')}") or self.profile.why_not.get("tp")
         if why and "tp" in request.fix:
             return DloError(why)
+        if int(request.fix.get("ep", 1)) not in self.profile.ep:
+            return self._no_experts(int(request.fix["ep"]))
         wanted = {axis: int(request.fix[axis]) for axis in ("tp", "pp", "cp") if axis in request.fix}
         most = {"tp": max(self.profile.tp), "pp": self.profile.pp, "cp": request.gpus if self.profile.cp else 1}
         for axis, size in wanted.items():
@@ -473,6 +480,20 @@ class PlanSearch:
             f" fixed; {fix}, or fix less"
         )
 
+    def _no_experts(self, ep: int) -> DloError:
+        profile = self.profile
+        if "ep" in profile.why_not:
+            return DloError(f"--fix ep must be 1 for {profile.model}, got {ep}: {profile.why_not['ep']}")
+        if profile.ep == (1,):
+            return DloError(
+                f"--fix ep must come with a mixture of experts, got {ep} for {profile.model}, which has none; leave it"
+                " out"
+            )
+        nearest = min(profile.ep, key=lambda size: (abs(size - ep), size))
+        return DloError(
+            f"--fix ep must divide the {max(profile.ep)} experts of {profile.model}, got {ep}; use --fix ep={nearest}"
+        )
+
     def _nothing_fits(self, rejections: list[Rejection]) -> DloError:
         nearest = min(rejections, key=lambda rejection: rejection.value)
         gpus = 2 ** math.ceil(math.log2(max(nearest.value / self.request.memory, 1.01))) * self.request.gpus
@@ -485,7 +506,7 @@ class PlanSearch:
 
 def _axes(layout: Layout) -> int:
     """Returns the number of axes of more than one rank; of equally fast plans, the simplest is first."""
-    return sum(size > 1 for size in layout.mesh.sizes.values())
+    return sum(size > 1 for size in (*layout.mesh.sizes.values(), layout.mesh.ep))
 
 
 def _divisors(number: int) -> list[int]:
@@ -498,7 +519,7 @@ def summarise_rejections(rejections: list[Rejection], shown: int = 8) -> list[Re
     """Returns, for the meshes that came nearest, the rejection that came nearest."""
     best: dict[object, Rejection] = {}
     for rejection in rejections:
-        key = (rejection.kind, tuple(rejection.layout.mesh.sizes.values()))
+        key = (rejection.kind, rejection.layout.mesh)
         if key not in best or rejection.value / rejection.limit < best[key].value / best[key].limit:
             best[key] = rejection
     ordered = sorted(best.values(), key=lambda r: r.value / r.limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.in_flight import InFlight, count_in_flight, replay_key
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.memory_walk import MemoryWalk
@@ -105,6 +106,7 @@ class _RankParameters:
         full: Bytes as computation uses them.
         count: Number in the run's dtype.
         trained: Number of trained ones.
+        full_trained: Number of trained ones of which the rank computes gradients: of its own experts alone.
         units: Bytes of the two largest units, as computation uses them.
         unit_trained: Number of trained ones in the two units that have most.
     """
@@ -113,6 +115,7 @@ class _RankParameters:
     full: float
     count: float
     trained: float
+    full_trained: float
     units: float
     unit_trained: float
 
@@ -130,7 +133,7 @@ class MemoryModel:
         self._counts: dict[tuple[object, ...], _RankParameters] = {}
         self._known: dict[tuple[object, ...], StageBytes] = {}
         self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
-        self._even: dict[int, tuple[float, float, float]] = {}
+        self._even: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._walk = MemoryWalk(times)
 
     def largest(self, layout: Layout, rotor: RankActivations | None = None) -> RankMemory:
@@ -167,19 +170,26 @@ class MemoryModel:
         ]
 
     def least_state(self, layout: Layout) -> float:
-        """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved."""
+        """Returns a lower bound of the largest rank's memory: an even share of the state, and what is reserved.
+
+        Gradients that accumulate in full count in place of their shards.
+        """
         mesh, state = layout.mesh, self.state
-        if mesh.tp not in self._even:
+        key = (mesh.tp, mesh.ep)
+        if key not in self._even:
             everything = tuple((part, "", 1) for part in self._times.profile.parts)
-            self._even[mesh.tp] = (
+            self._even[key] = (
                 local_bytes(everything, mesh.tp, state.parameter),
-                local_bytes(everything, mesh.tp, state.gathered),
+                local_bytes(everything, mesh.tp, state.gathered, mesh.ep),
                 local_count(everything, mesh.tp, trained=True),
+                local_count(everything, mesh.tp, trained=True, ep=mesh.ep),
             )
-        local, gathered, trained = (count / mesh.pp for count in self._even[mesh.tp])
+        local, gathered, trained, full_trained = (count / mesh.pp for count in self._even[key])
         stored, sharers = layout.stored_sharers(state), layout.state_sharers
-        gradients = 0.0 if state.steps_in_backward else state.gradient / stored
-        kept = local / stored + trained * (gradients + state.state / sharers)
+        gradients = 0.0 if state.steps_in_backward else trained * state.gradient / stored
+        if stored > 1 and layout.micro_batches > 1 and not layout.reduce_each:
+            gradients = max(gradients, full_trained * state.reduced)
+        kept = local / stored + gradients + trained * state.state / sharers
         if stored > 1 and layout.zero < 3:
             kept += gathered
         machine = self._times.machine
@@ -245,22 +255,25 @@ class MemoryModel:
     def _count(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> _RankParameters:
         """Returns a rank's parameters."""
         mesh, state = layout.mesh, self.state
-        key = (mesh.tp, mesh.pp, *(id(stages[stage]) for stage in own))
+        key = (mesh.tp, mesh.ep, mesh.pp, *(id(stages[stage]) for stage in own))
         if key not in self._counts:
             parts = tuple(item for stage in own for item in stages[stage])
-            stored, full = (local_bytes(parts, mesh.tp, size) for size in (state.parameter, state.gathered))
-            count, trained = local_count(parts, mesh.tp), local_count(parts, mesh.tp, trained=True)
+            stored = local_bytes(parts, mesh.tp, state.parameter)
+            full = local_bytes(parts, mesh.tp, state.gathered, mesh.ep)
+            count, trained = local_count(parts, mesh.tp, ep=mesh.ep), local_count(parts, mesh.tp, trained=True)
+            full_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
             tied = self._times.profile.tied
             if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
                 copy = tied.inside / mesh.tp + tied.outside
                 stored, full = stored + copy * state.parameter, full + copy * state.gathered
-                count, trained = count + copy, trained + copy
-            units, unit_trained = full, trained
+                count, trained, full_trained = count + copy, trained + copy, full_trained + copy
+            units, unit_trained = full, full_trained
             if sum(times for *_, times in parts) != 1:
                 each = [((*item[:2], 1),) for item in parts]
-                units = sum(sorted(local_bytes(one, mesh.tp, state.gathered) for one in each)[-2:])
-                unit_trained = sum(sorted(local_count(one, mesh.tp, trained=True) for one in each)[-2:])
-            self._counts[key] = _RankParameters(stored, full, count, trained, units, unit_trained)
+                units = sum(sorted(local_bytes(one, mesh.tp, state.gathered, mesh.ep) for one in each)[-2:])
+                trained_each = (local_count(one, mesh.tp, trained=True, ep=mesh.ep) for one in each)
+                unit_trained = sum(sorted(trained_each)[-2:])
+            self._counts[key] = _RankParameters(stored, full, count, trained, full_trained, units, unit_trained)
         return self._counts[key]
 
     def _state(
@@ -275,12 +288,14 @@ class MemoryModel:
         if stored > 1:
             if region > 1:
                 units += (region - 1) * max(
-                    local_bytes(((b, "", 1),), layout.mesh.tp, state.gathered) for b in self._blocks(stages, own)
+                    local_bytes(((b, "", 1),), layout.mesh.tp, state.gathered, layout.mesh.ep)
+                    for b in self._blocks(stages, own)
                 )
             gathered = own_parameters.full if layout.zero < 3 else min(units, own_parameters.full)
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.
             accumulates = layout.micro_batches > 1 and not layout.reduce_each
-            gradients = state.reduced * trained if accumulates else state.gathered * own_parameters.unit_trained
+            full_trained = own_parameters.full_trained
+            gradients = state.reduced * full_trained if accumulates else state.gathered * own_parameters.unit_trained
         gathered += state.casts(layout) * own_parameters.count
         copies = 0.0
         if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
@@ -312,7 +327,8 @@ class MemoryModel:
                     loss = self.loss_bytes(layout)
                     continue
                 kept += times * (saved + part.output.on(share))
-                working = max(working, everything - saved + part.transient.on(share))
+                buffers = exchanged_bytes(part, layout)
+                working = max(working, everything - saved + part.transient.on(share) + buffers)
             self._known[key] = StageBytes(kept, working, loss)
         return self._known[key]
 

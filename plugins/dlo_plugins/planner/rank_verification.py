@@ -37,12 +37,24 @@ PLANNED = (MeshStrategy, FullyShard, ActivationCheckpoint)
 
 
 def shorten_axes(mesh: MeshSpec) -> MeshSpec:
-    """Returns a mesh with the same axes, each but `tp` of its smallest factor above 1."""
+    """Returns a mesh with the same axes, each but `tp` of its smallest factor above 1.
+
+    Under `ep`, `dp_shard` is larger where several ranks share one rank's experts.
+    """
 
     def smallest(size: int) -> int:
         return next((factor for factor in range(2, math.isqrt(size) + 1) if size % factor == 0), size)
 
-    return MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
+    found = MeshSpec(**{axis: size if axis == "tp" else smallest(size) for axis, size in mesh.sizes.items()})
+    if mesh.ep == 1:
+        return found
+    found = replace(found, ep=smallest(mesh.ep))
+    for size in range(found.dp_shard, mesh.dp_shard + 1):
+        tried = replace(found, dp_shard=size)
+        divides = mesh.dp_shard % size == 0 and size * found.cp % found.ep == 0
+        if divides and (tried.expert_shards > 1) == (mesh.expert_shards > 1):
+            return tried
+    return mesh
 
 
 class RankVerification:
@@ -102,7 +114,7 @@ class RankVerification:
         """
         found = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)
         if mesh is not None:
-            found["init_args"] = {**found["init_args"], **mesh.sizes, "split": None}
+            found["init_args"] = {**found["init_args"], **mesh.sizes, "ep": mesh.ep, "split": None}
         parser = DloParser()
         parser.add_argument("--strategy", type=Strategy)
         strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,15 @@ class PartParameters(NamedTuple):
         every: Number of parameters in the run's dtype.
         trained: Number of trained ones.
         fixed: Bytes of frozen ones with a dtype of their own.
+        experts: Number of those in `every` that `ep` divides.
+        trained_experts: Number of trained ones.
     """
 
     every: Amount
     trained: Amount
     fixed: Amount
+    experts: Amount
+    trained_experts: Amount
 
 
 class TensorRegions:
@@ -57,6 +62,7 @@ class TensorRegions:
         self._columns = {name for region in found.regions.values() for name in region.columns}
         self._rows = {name for region in found.regions.values() for name in region.rows}
         self._vocabulary = set(found.vocabulary)
+        self._experts = set(found.experts)
         self._state: dict[str, str] = {}
 
     def _divides(self, tp: int) -> bool:
@@ -69,8 +75,8 @@ class TensorRegions:
         return True
 
     def regions_in(self, name: str) -> list[Any]:
-        """Returns the regions inside a module."""
-        regions = (self._found or TPPlan()).regions
+        """Returns the regions inside a module, and the names of divided experts."""
+        regions: dict[str, Any] = {**(self._found or TPPlan()).regions, **{key: key for key in self._experts}}
         return [found for key, found in regions.items() if key == name or key.startswith(f"{name}.") or not name]
 
     def classify(self, stack: list[nn.Module], is_product: bool) -> tuple[Dim, bool | None]:
@@ -85,6 +91,8 @@ class TensorRegions:
             if name in self._vocabulary:
                 is_table = isinstance(module, nn.Embedding)
                 return ("", False) if is_table else ("n", True)
+            if name in self._experts:
+                return self._classify_experts(name, is_product)
             region = region_of(self._found, name) if self._found is not None and name else None
             if name in self._columns:
                 self._state[region or ""] = "inside"
@@ -97,19 +105,30 @@ class TensorRegions:
                 return ("batch", True) if inside else ("", False)
         return "", None
 
+    def _classify_experts(self, name: str, is_product: bool) -> tuple[Dim, bool | None]:
+        """Classifies an operation of stacked experts, whose first product has the hidden features that are divided."""
+        if not is_product:
+            return "", None
+        is_first = self._state.get(name) != "inside"
+        self._state[name] = "inside" if is_first else "after"
+        return ("n", True) if is_first else ("k", False)
+
     def leave_block(self) -> None:
         """Forgets the regions that have run, before the next block."""
         self._state.clear()
 
-    def count_parameters(self, model: nn.Module, blocks: list[str]) -> tuple[dict[str, PartParameters], Amount]:
+    def count_parameters(
+        self, model: nn.Module, blocks: list[str], experts: Collection[str] = ()
+    ) -> tuple[dict[str, PartParameters], Amount]:
         """Returns the parameters of each block, of `stem` and of `head`, and the number of tied ones.
 
         Args:
             model: Model with the dtypes that its parameters have before the run's precision changes them.
             blocks: Names of the blocks.
+            experts: Names of the parameters that `ep` divides.
         """
         divisions = self._found.divisions if self._found is not None else {}
-        found = {name: ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]) for name in (*blocks, "stem", "head")}
+        found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
         known = set(blocks)
@@ -121,12 +140,15 @@ class TensorRegions:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed = found[part]
+            every, trained, fixed, divided, trained_divided = found[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue
             every[at] += parameter.numel()
             trained[at] += parameter.numel() * parameter.requires_grad
+            if name in experts:
+                divided[at] += parameter.numel()
+                trained_divided[at] += parameter.numel() * parameter.requires_grad
         counts = {name: PartParameters(*(Amount(*amount) for amount in amounts)) for name, amounts in found.items()}
         return counts, Amount(*tied)
 

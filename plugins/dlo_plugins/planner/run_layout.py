@@ -92,13 +92,8 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
 
 
 def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: int) -> Layout:
-    if (options.get("ep") or 1) > 1:
-        raise DloError(
-            f"plan: --check must have a run whose ranks have all experts, got ep={options['ep']}, which is not"
-            " predicted; check another run"
-        )
     sizes = {axis: options.get(axis, -1 if axis == "dp_shard" else 1) for axis in AXES}
-    spec = MeshSpec(**sizes).resolve(ranks)
+    spec = MeshSpec(**sizes, ep=options.get("ep") or 1).resolve(ranks)
     appliers = {}
     for applier in options.get("appliers") or []:
         named = applier if isinstance(applier, dict) else {"class_path": applier}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
+from dlo_plugins.planner.expert_exchange import part_exchange
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
@@ -42,6 +43,7 @@ class StepTime:
         bubble: Wait for other stages of the pipeline, messages included.
         optimizer: Optimizer step.
         second_model: Forwards of second models, such as a teacher.
+        experts: Exchange of tokens between the ranks of `ep`.
     """
 
     compute: float
@@ -53,6 +55,7 @@ class StepTime:
     bubble: float
     optimizer: float
     second_model: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
@@ -70,6 +73,7 @@ class PartTime:
         repeated: Computation that backward repeats.
         tensor: Communication of tensor parallelism in forward, in backward and in what backward repeats.
         context: Communication of context parallelism beyond the attention that it overlaps, in forward and backward.
+        experts: Exchange of tokens between the ranks of `ep` in forward, in backward and in what backward repeats.
     """
 
     forward: float
@@ -77,6 +81,7 @@ class PartTime:
     repeated: float
     tensor: tuple[float, float, float]
     context: tuple[float, float]
+    experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class TimeModel:
@@ -98,11 +103,12 @@ class TimeModel:
         self._recomputed: dict[tuple[object, ...], frozenset[int]] = {}
         self._stage_seconds: dict[tuple[object, ...], _Seconds] = {}
         self._gathered: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._everything: Stage | None = None
 
     def share(self, layout: Layout) -> Share:
         """Returns the share of a micro-batch's activations that a rank has."""
         mesh = layout.mesh
-        return Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1)
+        return Share(layout.micro_batch / mesh.cp, mesh.tp, layout.sequence_parallel and mesh.tp > 1, mesh.ep)
 
     def hidden(self, layout: Layout) -> float:
         """Returns the bytes of a block's output on a rank; 0 for a model without blocks."""
@@ -110,9 +116,10 @@ class TimeModel:
         return blocks[0].output.on(self.share(layout)) if blocks else 0.0
 
     def part_time(self, part: Part, layout: Layout, mode: str) -> PartTime:
-        """Returns the times of a micro-batch in a part, which only depend on `tp`, `cp`, the rows and the mode."""
+        """Returns the times of a micro-batch in a part, which depend on `tp`, `cp`, `ep`, the rows and the mode."""
         mesh = layout.mesh
-        key = (id(part.forward), mesh.tp, mesh.cp, layout.micro_batch, layout.sequence_parallel, mode)
+        ep = mesh.ep if part.exchanged else 1
+        key = (id(part.forward), mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
         if key not in self._parts:
             self._parts[key] = self._compute_part(part, layout, mode)
         return self._parts[key]
@@ -131,6 +138,7 @@ class TimeModel:
             seconds(way.repeated),
             (once, once, once if way.gathers_again else 0.0),
             self._ring(part, layout),
+            part_exchange(self.machine, part, mode, layout),
         )
 
     def _ring(self, part: Part, layout: Layout) -> tuple[float, float]:
@@ -160,8 +168,8 @@ class TimeModel:
             return (len(self.profile.blocks),)
         key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every)
         if key not in self._splits:
-            # Costs of one row: the ratios of blocks hardly depend on the number of rows.
-            one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1))
+            # Costs of one row: the ratios of blocks hardly depend on the number of rows, and on `ep`.
+            one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1, ep=1))
             modes = [self.mode_of(layout, number) for number in range(len(self.profile.blocks))]
             costs = [sum(self.seconds(part, one, mode)) for part, mode in zip(self.profile.blocks, modes, strict=True)]
             ends = [sum(self.seconds(part, one, "none")) for part in (self.profile.stem, self.profile.head)]
@@ -172,8 +180,8 @@ class TimeModel:
         """Returns the seconds of a micro-batch in forward and in backward, without gathering."""
         found = self.part_time(part, layout, mode)
         return (
-            found.forward + found.tensor[0] + found.context[0],
-            found.backward + found.repeated + found.tensor[1] + found.tensor[2] + found.context[1],
+            found.forward + found.tensor[0] + found.context[0] + found.experts[0],
+            found.backward + found.repeated + sum(found.tensor[1:]) + found.context[1] + sum(found.experts[1:]),
         )
 
     def mode_of(self, layout: Layout, number: int) -> str:
@@ -205,6 +213,18 @@ class TimeModel:
             at += count
         known_stages: dict[Stage, Stage] = {}
         return tuple(known_stages.setdefault(stage, stage) for stage in found)
+
+    def least_pass(self, layout: Layout) -> float:
+        """Returns a lower bound of a micro-batch's seconds in all stages together, whatever is recomputed.
+
+        It has computation, the communication of `tp` and `ep`, and gathering. Longer computation hides more gathering,
+        but never more than it takes itself.
+        """
+        if self._everything is None:
+            self._everything = self._make_stages(Layout(), (len(self.profile.blocks),))[0]
+        times = [(self.part_time(part, layout, mode), n) for part, mode, n in self._everything]
+        own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
+        return own + sum(self._gathering(self._everything, layout))
 
     def step(self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = ()) -> StepTime:
         """Returns the time of a step.
@@ -250,7 +270,8 @@ class TimeModel:
 
     def _computation(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with the communication of `tp` and `cp`."""
-        key = (id(stage), layout.mesh.tp, layout.mesh.cp, layout.micro_batch, layout.sequence_parallel)
+        mesh = layout.mesh
+        key = (id(stage), mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, layout.sequence_parallel)
         if key not in self._stage_seconds:
             times = [(self.part_time(part, layout, mode), n) for part, mode, n in stage]
             seconds = [(self.seconds(part, layout, mode), n) for part, mode, n in stage]
@@ -262,6 +283,7 @@ class TimeModel:
                     "recompute": sum(n * t.repeated for t, n in times),
                     "tensor": sum(n * sum(t.tensor) for t, n in times),
                     "context": sum(n * sum(t.context) for t, n in times),
+                    "experts": sum(n * sum(t.experts) for t, n in times),
                 },
             )
         return self._stage_seconds[key]
@@ -277,7 +299,8 @@ class TimeModel:
         """Returns the time to add a micro-batch's gradients to those of the step; a single micro-batch adds nothing."""
         if layout.micro_batches == 1 or self.state.accumulates_in_products:
             return 0.0
-        moved = local_count(stage, layout.mesh.tp, trained=True) * (self.state.gathered + 2 * self.state.gradient)
+        trained = local_count(stage, layout.mesh.tp, trained=True, ep=layout.mesh.ep)
+        moved = trained * (self.state.gathered + 2 * self.state.gradient)
         return self.machine.moving_seconds(moved)
 
     def placement(self, layout: Layout) -> Placement:
@@ -344,7 +367,8 @@ class TimeModel:
         if layout.sharers == 1 or layout.zero < 2:
             return 0.0, 0.0
         mesh, keeps = layout.mesh, layout.zero < 3
-        key = (id(stage), mesh.tp, mesh.cp, layout.micro_batch, layout.sequence_parallel, layout.sharers, keeps)
+        own = (id(stage), mesh.tp, mesh.cp, mesh.ep, layout.micro_batch, layout.sequence_parallel)
+        key = (*own, layout.sharers, keeps)
         if key not in self._gathered:
             found = [0.0, 0.0]
             for part, mode, times in stage:
@@ -359,7 +383,9 @@ class TimeModel:
     def _part_gathering(self, part: Part, layout: Layout) -> float:
         mesh = layout.mesh
         size = local_bytes(((part, "", 1),), mesh.tp, self.state.gathered)
-        return self.machine.collective_seconds(size, layout.sharers, mesh.tp)
+        experts = expert_count(((part, "", 1),), mesh.tp) * self.state.gathered if mesh.ep > 1 else 0.0
+        seconds = self.machine.collective_seconds(size - experts, layout.sharers, mesh.tp)
+        return seconds + self.machine.collective_seconds(experts / mesh.ep, layout.expert_sharers, mesh.tp * mesh.ep)
 
     def exposed(self, communication: float, computation: float) -> float:
         """Returns the time by which communication lengthens computation that runs at the same time."""
@@ -377,13 +403,7 @@ class TimeModel:
                 size, layout.sharers * replicas, mesh.tp, reduces_and_gathers=True
             )
             return self.exposed(seconds, backward) if self.state.overlaps else seconds
-        seconds = sum(
-            times * self.machine.collective_seconds(
-                local_count(((part, mode, 1),), mesh.tp, trained=True) * self.state.reduced,
-                layout.sharers, mesh.tp, kind="reduce_scatter",
-            )
-            for part, mode, times in stage
-        )  # fmt: skip
+        seconds = sum(times * self._part_reduction(part, layout) for part, _, times in stage)
         once = 0.0
         if layout.zero == 1:
             element = self.state.parameter if layout.delays else self.state.gathered
@@ -397,6 +417,16 @@ class TimeModel:
             return seconds * times + once
         return self.exposed(seconds + once, backward) + (times - 1) * self.exposed(seconds, backward)
 
+    def _part_reduction(self, part: Part, layout: Layout) -> float:
+        mesh, one = layout.mesh, ((part, "", 1),)
+        experts = expert_count(one, mesh.tp, trained=True) if mesh.ep > 1 else 0.0
+        size = (local_count(one, mesh.tp, trained=True) - experts) * self.state.reduced
+        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp, kind="reduce_scatter")
+        size = experts / mesh.ep * self.state.reduced
+        return seconds + self.machine.collective_seconds(
+            size, layout.expert_sharers, mesh.tp * mesh.ep, kind="reduce_scatter"
+        )
+
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = local_count(stage, layout.mesh.tp, trained=True)
         own = trained / layout.state_sharers
@@ -404,19 +434,30 @@ class TimeModel:
         return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
 
 
-def local_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
-    """Returns the number of parameters of a stage on a rank of the axis `tp`."""
+def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) -> float:
+    """Returns the number of parameters of a stage on a rank of the axes `tp` and `ep`, before they are sharded.
+
+    With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
+    """
     amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
+    found = sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+    return found if ep == 1 else found - expert_count(stage, tp, trained=trained) * (1 - 1 / ep)
+
+
+def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
+    """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
+    amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
     return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
 
 
-def local_bytes(stage: Stage, tp: int, element: int) -> float:
-    """Returns the bytes of a stage's parameters on a rank of the axis `tp`.
+def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:
+    """Returns the bytes of a stage's parameters on a rank of the axes `tp` and `ep`, before they are sharded.
 
     Args:
         stage: Parts of the stage.
         tp: Size of the axis.
         element: Bytes of a parameter in the run's dtype; others have a size of their own.
+        ep: Size of the axis; see :func:`local_count`.
     """
     fixed = sum(times * (part.fixed.inside / tp + part.fixed.outside) for part, _, times in stage)
-    return element * local_count(stage, tp) + fixed
+    return element * local_count(stage, tp, ep=ep) + fixed

@@ -49,8 +49,6 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState) -> list[s
         if options is not None and counts(options):
             found.append(f"{name}: {what}")
     strategy = strategy_options((config.get("trainer") or {}).get("strategy"))
-    if (strategy.get("ep") or 1) > 1:
-        found.append("ep: experts that are divided over ranks; a plan has all of them on each rank")
     if strategy.get("async_tp"):
         found.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
     if optimizer.error:

@@ -24,11 +24,13 @@ class Share(NamedTuple):
         tokens: Rows of the micro-batch over the profiled rows, divided by `cp`.
         tp: Number of ranks that share each layer.
         sequence_parallel: Whether these ranks also share the tokens between the divided layers.
+        ep: Number of ranks among which the experts of each mixture are divided.
     """
 
     tokens: float = 1.0
     tp: int = 1
     sequence_parallel: bool = False
+    ep: int = 1
 
     @property
     def outside(self) -> int:
@@ -78,6 +80,7 @@ class Product:
         tokens: Dim that grows with the number of tokens.
         fraction: Fraction of the result that is computed; half under a causal mask that a kernel makes use of.
         is_attention: Whether a fused attention kernel computes it, which keeps its scores on the chip.
+        is_grouped: Whether each of the batch is an expert's product, of the tokens that are routed to it.
     """
 
     m: float
@@ -89,6 +92,7 @@ class Product:
     tokens: Dim = "m"
     fraction: float = 1.0
     is_attention: bool = False
+    is_grouped: bool = False
 
     @property
     def flops(self) -> float:
@@ -103,8 +107,10 @@ class Product:
         )
 
     def on(self, share: Share) -> Product:
-        """Returns a rank's product."""
+        """Returns a rank's product; under `ep` it has fewer experts, and each has the tokens of more ranks."""
         found = self._scaled(self.tokens, share.tokens)
+        if self.is_grouped and share.ep > 1:
+            found = found._scaled("batch", 1 / share.ep)._scaled(self.tokens, share.ep)
         return found._scaled(self.divided, 1 / share.tp) if self.divided else found
 
     def _scaled(self, dim: Dim, factor: float) -> Product:
@@ -226,6 +232,9 @@ class Part:
         parameters: Numbers of parameters in the run's dtype: divided by tensor parallelism, and not.
         trained: Numbers of trained ones.
         fixed: Bytes of frozen parameters with a dtype of their own, such as 4-bit codes; they are not in `parameters`.
+        experts: Numbers of those of `parameters` that `ep` divides: the experts of mixtures.
+        trained_experts: Numbers of trained ones.
+        exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
         gathered: Bytes of the input of all divided regions together.
     """
@@ -242,3 +251,6 @@ class Part:
     collectives: int = 0
     gathered: float = 0.0
     fixed: Amount = _NOTHING
+    experts: Amount = _NOTHING
+    trained_experts: Amount = _NOTHING
+    exchanged: float = 0.0

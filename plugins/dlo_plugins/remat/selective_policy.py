@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 #: attention's, are recomputed. Operators are given by name, as torch 2.11 lacks some.
 _KEPT_NAMES = (
     *("aten.mm", "aten.addmm", "aten.convolution", "aten._grouped_mm", "aten._scaled_mm"),
+    "dlo.grouped_linear",
     *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
     *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
     *("aten._scaled_dot_product_fused_attention_overrideable", "aten._flash_attention_forward"),
