@@ -6,7 +6,8 @@ Allocations go to a replay of torch's allocator, whose reserved memory is what t
 
 - A block keeps its input, the normalised input, rotated queries, keys with values, the output of attention, the sum,
   the normalised sum, the gate with the up projection, SiLU's output and the product. Two tensors of the tokens more are
-  kept, whose origin the source does not show: without them runs of one stage without `tp` are 2% too low, with them 0.4%.
+  kept, whose origin the source does not show: without them runs of one stage without `tp` are 2% too low, with them
+  within 0.4%.
 - Locals of Python keep the fused projection until attention has returned.
 - Half-precision gradients live from a micro-batch's backward until they are added to those in single precision.
 - ZeRO 1 gathers the parameters into a tensor for each rank, and these into a flat one. This happens after the

@@ -227,7 +227,7 @@ class Part:
         trained: Numbers of trained ones.
         fixed: Bytes of frozen parameters with a dtype of their own, such as 4-bit codes; they are not in `parameters`.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
-        gathered: Bytes of the input of all divided regions together.
+        gathered: Bytes of the input of one divided region.
     """
 
     name: str
