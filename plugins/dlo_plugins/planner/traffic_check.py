@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -81,9 +82,10 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
         if is_end and not part.collectives and part.parameters.inside and profile.blocks:
             # The embedding sums its output, and the head its input's gradient.
             found += (1 + layout.sequence_parallel) * profile.blocks[0].gathered * layout.micro_batch / mesh.cp
-        again = part.modes.get(mode, part.modes["none"]).gathers_again
-        passes = 5 + 2 * again if layout.sequence_parallel else 2 + again
-        found += number * passes * part.collectives * part.gathered * layout.micro_batch / mesh.cp
+        # Recomputation ends before the block's last output, which nothing needs.
+        again = max(0, part.collectives - 1) * part.modes.get(mode, part.modes["none"]).gathers_again
+        passes = 5 * part.collectives + 2 * again if layout.sequence_parallel else 2 * part.collectives + again
+        found += number * passes * part.gathered * layout.micro_batch / mesh.cp
     return found
 
 
@@ -126,9 +128,7 @@ def _gradients(times: TimeModel, layout: Layout, stage: Stage) -> float:
     return found + (size / layout.sharers * repeats if mesh.dp_replicate > 1 else 0.0)
 
 
-def count_traffic(
-    config: dict[str, Any], task: Task, datamodule: Any, layout: Layout, precision: Any = None
-) -> StepTraffic | None:
+def count_traffic(config: dict[str, Any], task: Task, datamodule: Any, layout: Layout) -> StepTraffic | None:
     """Returns the communication of the run's own step on a simulated rank of the first stage.
 
     Args:
@@ -136,7 +136,6 @@ def count_traffic(
         task: Task.
         datamodule: Datamodule of the config.
         layout: Layout of the run.
-        precision: Precision plug-in of the run; None for single precision.
 
     Returns:
         None for a strategy without a mesh, a task without an example of a batch, and a step that simulated ranks
@@ -153,8 +152,11 @@ def count_traffic(
     options = {**((entry.get("init_args") or {}) if isinstance(entry, dict) else {}), **mesh.sizes}
     found = {"class_path": _MESH_STRATEGY, "init_args": options}
     strategy: Any = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
-    if precision is not None:
-        strategy.precision_plugin = precision
+    precision = str((config.get("trainer") or {}).get("precision") or "32-true")
+    if precision in ("bf16-true", "16-true"):
+        strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
+    elif precision.endswith("-mixed"):  # Lightning takes float16 on accelerators only; bytes are the same.
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy.parallel_devices = [torch.device("cpu")] * mesh.world_size
     rows = layout.micro_batch * (layout.micro_batches if mesh.pp > 1 else 1)
 

@@ -42,6 +42,7 @@ def model() -> tuple[CausalLM, TimeModel]:
         (MeshSpec(dp_replicate=2, dp_shard=2), 1, {}),
         (MeshSpec(dp_shard=2, tp=2), 2, {}),
         (MeshSpec(dp_shard=1, tp=2), 1, {"sequence_parallel": True}),
+        (MeshSpec(dp_shard=1, tp=2), 1, {"appliers": [{"class_path": "ActivationCheckpoint"}]}),
         (MeshSpec(dp_shard=1, pp=2), 4, {"micro_batches": 4}),
         (MeshSpec(dp_shard=1, cp=2), 1, {}),
     ],
@@ -52,6 +53,7 @@ def test_predicted_bytes_are_those_of_a_rank(
     task, times = model
     sequence = bool(options.get("sequence_parallel"))
     layout = Layout(mesh, 2, count, zero=3 if mesh.dp_shard * mesh.cp > 1 else 0, sequence_parallel=sequence)
+    layout = replace(layout, recompute="full" if "appliers" in options else "none")
     config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": {**mesh.sizes, **options}}}}
     counted = count_traffic(config, task, _Data(), layout)
     assert counted is not None
@@ -66,6 +68,16 @@ def test_predicted_bytes_are_those_of_a_rank(
     for residual in found:
         # The loss's own collectives, and the pipeline's count of tokens, are not predicted.
         assert residual.predicted == pytest.approx(residual.measured, rel=0.02), residual.name
+
+
+def test_half_precision_halves_what_is_counted(model: tuple[CausalLM, TimeModel]) -> None:
+    layout = Layout(MeshSpec(dp_shard=2), 2, 1)
+    trainer: dict[str, Any] = {"strategy": {"class_path": "MeshStrategy", "init_args": {"dp_shard": 2}}}
+    full = count_traffic({"trainer": trainer}, model[0], _Data(), layout)
+    half = count_traffic({"trainer": trainer | {"precision": "bf16-true"}}, model[0], _Data(), layout)
+    assert full is not None
+    assert half is not None
+    assert 2 * half.gathering == full.gathering
 
 
 def test_a_strategy_without_a_mesh_is_predicted_and_not_counted(model: tuple[CausalLM, TimeModel]) -> None:
