@@ -2,7 +2,7 @@
 
 What is allocated, and when it is freed, follows nanotron's source: `models/llama.py`, `optim/gradient_accumulator.py`,
 `optim/zero.py`, `distributed.py`, `parallel/tensor_parallel/functional.py` and `parallel/pipeline_parallel/engine.py`.
-Allocations go to a replay of torch's allocator, whose reserved memory is what the runs report.
+They are allocated by the rules of torch's allocator, whose reserved memory is what the runs report.
 
 - A block keeps its input, the normalised input, rotated queries, keys with values, the output of attention, the sum,
   the normalised sum, the gate with the up projection, SiLU's output and the product. Two tensors of the tokens more are
