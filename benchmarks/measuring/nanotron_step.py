@@ -2,12 +2,12 @@
 
 What is allocated, and when it is freed, follows nanotron's source: `models/llama.py`, `optim/gradient_accumulator.py`,
 `optim/zero.py`, `distributed.py`, `parallel/tensor_parallel/functional.py` and `parallel/pipeline_parallel/engine.py`.
-Allocations go to a replay of torch's allocator, whose reserved memory is what the runs report.
+They are allocated by the rules of torch's allocator, whose reserved memory is what the runs report.
 
 - A block keeps its input, the normalised input, rotated queries, keys with values, the output of attention, the sum,
   the normalised sum, the gate with the up projection, SiLU's output and the product. Two more tensors of the tokens are
   kept, whose origin the source does not show: without them runs of one stage without `tp` are 2% too low, with them
-  0.4%.
+  within 0.4%.
 - Locals of Python keep the fused projection until attention has returned.
 - Half-precision gradients live from a micro-batch's backward until they are added to those in single precision.
 - ZeRO 1 gathers the parameters into a tensor for each rank, and these into a flat one. This happens after the

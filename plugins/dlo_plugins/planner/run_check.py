@@ -24,6 +24,7 @@ from dlo_plugins.planner.rotor_model import RotorModel
 from dlo_plugins.planner.run_layout import given_host, read_dtypes, read_layout, rotor_budget
 from dlo_plugins.planner.second_model import SecondModels
 from dlo_plugins.planner.step_time import StepTime, TimeModel
+from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
 from dlo_plugins.planner.unmodelled import find_unmodelled
 
 
@@ -52,6 +53,7 @@ class RunCheck:
         residuals: Quantities of both.
         time: Predicted time by part.
         memory: Predicted memory by part.
+        traffic: Communication of a step by part; its measurement is a count on a simulated rank.
         unmodelled: Sentences on what of the run is not in the figures.
     """
 
@@ -61,6 +63,7 @@ class RunCheck:
     residuals: tuple[Residual, ...]
     time: StepTime
     memory: RankMemory
+    traffic: tuple[Residual, ...] = ()
     unmodelled: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class RunCheck:
             "machine": self.machine,
             "layout": str(self.layout),
             "residuals": {r.name: {**asdict(r), "error": r.error} for r in self.residuals},
+            "traffic": {r.name: {**asdict(r), "error": r.error} for r in self.traffic},
             "predicted_seconds": asdict(self.time),
             "predicted_bytes": asdict(self.memory),
             "not_in_figures": list(self.unmodelled),
@@ -78,10 +82,10 @@ class RunCheck:
     def text(self) -> str:
         """Returns the comparison as a table."""
         lines = [f"{self.folder}: {self.layout}, on {self.machine}", f"{'':<24}{'predicted':>12}{'measured':>12}"]
-        for residual in self.residuals:
-            shown = [_shown(residual.name, value) for value in (residual.predicted, residual.measured)]
-            error = "" if residual.error is None else f"{residual.error:+9.1%}"
-            lines.append(f"{residual.name:<24}{shown[0]:>12}{shown[1]:>12}{error}")
+        lines += [_row(residual) for residual in self.residuals]
+        if self.traffic:
+            lines.append(f"{'traffic of a step':<24}{'predicted':>12}{'counted':>12}")
+            lines += [_row(residual) for residual in self.traffic]
         lines += [f"not in the figures: {what}" for what in self.unmodelled]
         return "\n".join(lines)
 
@@ -92,6 +96,12 @@ class RunCheck:
             DloError: The file cannot be written.
         """
         write_atomic(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _row(residual: Residual) -> str:
+    shown = [_shown(residual.name, value) for value in (residual.predicted, residual.measured)]
+    error = "" if residual.error is None else f"{residual.error:+9.1%}"
+    return f"{residual.name:<24}{shown[0]:>12}{shown[1]:>12}{error}"
 
 
 def _shown(name: str, value: float | None) -> str:
@@ -171,7 +181,17 @@ def check_run(
         time = replace(time, second_model=second.seconds(layout))
     largest = memory.largest(layout, plan.activations if plan else None)
     found = _compare(folder, summary, layout, machine, times, time, largest)
-    return replace(found, unmodelled=tuple(find_unmodelled(config, optimizer)))
+    counted = count_traffic(config, model, datamodule, layout) if isinstance(model, Task) else None
+    traffic = compare_traffic(predict_traffic(times, layout), counted)
+    return replace(found, traffic=traffic, unmodelled=tuple(find_unmodelled(config, optimizer)))
+
+
+def compare_traffic(predicted: StepTraffic, counted: StepTraffic | None) -> tuple[Residual, ...]:
+    """Returns the parts of a step's communication that either has."""
+    known = counted.parts if counted is not None else dict.fromkeys(predicted.parts)
+    return tuple(
+        Residual(f"{name}_bytes", size, known[name]) for name, size in predicted.parts.items() if size or known[name]
+    )
 
 
 def _compare(

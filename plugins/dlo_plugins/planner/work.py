@@ -236,7 +236,7 @@ class Part:
         trained_experts: Numbers of trained ones.
         exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
-        gathered: Bytes of the input of all divided regions together.
+        gathered: Bytes of the input of one divided region.
     """
 
     name: str

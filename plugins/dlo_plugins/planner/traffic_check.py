@@ -1,0 +1,191 @@
+"""Communication of a step by part: predicted from the layout, and counted on a simulated rank that runs the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from dlo_framework.cli.lightning_cli import DloParser
+from dlo_framework.errors import DloError
+from dlo_framework.task import Task
+from dlo_plugins.mesh.mesh_simulation import simulate_ranks
+from dlo_plugins.mesh.traffic import Traffic
+from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
+
+#: Kinds of communication that ring and all-to-all attention have, and sharded data parallelism over `cp` has not.
+_PASSED = ("send", "receive", "all_to_all")
+_MESH_STRATEGY = "dlo_plugins.strategies.mesh.MeshStrategy"
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Bytes that a rank of the first stage communicates in an optimizer step.
+
+    A buffer of n bytes counts n, as in the ZeRO paper: the output of an all-gather, the input of a reduce-scatter.
+
+    Attributes:
+        tensor: Collectives of tensor parallelism.
+        context: Keys, values and their gradients that pass the ranks of `cp`.
+        gathering: Gathered parameters.
+        gradients: Reduced gradients.
+        pipeline: Messages of the pipeline, sent and received.
+    """
+
+    tensor: float = 0.0
+    context: float = 0.0
+    gathering: float = 0.0
+    gradients: float = 0.0
+    pipeline: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by part."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+
+def predict_traffic(times: TimeModel, layout: Layout) -> StepTraffic:
+    """Returns the communication of a rank of the first stage of a layout."""
+    mesh, stages = layout.mesh, times.stages(layout)
+    own = [stages[stage] for stage in times.placement(layout).stages_of(0)] if mesh.pp > 1 else [stages[0]]
+    numbers = times.placement(layout).stages_of(0) if mesh.pp > 1 else (0,)
+    hidden, count = times.hidden(layout), layout.micro_batches
+    ends = sum((number > 0) + (number < layout.stages - 1) for number in numbers)
+    return StepTraffic(
+        tensor=count * sum(_tensor(times, layout, stage) for stage in own),
+        context=count * sum(_context(times, layout, stage) for stage in own),
+        gathering=sum(_gathering(times, layout, stage) for stage in own),
+        gradients=sum(_gradients(times, layout, stage) for stage in own),
+        pipeline=2 * count * ends * hidden,
+    )
+
+
+def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
+    """Returns the bytes of a micro-batch.
+
+    Each region sums its output in forward and its input's gradient in backward. With a sharded sequence that is a
+    reduce-scatter, and a gather of the input before it; backward gathers the input once more for weight gradients.
+    """
+    mesh = layout.mesh
+    if mesh.tp == 1:
+        return 0.0
+    profile, found = times.profile, 0.0
+    for part, mode, number in stage:
+        is_end = part is profile.stem or part is profile.head
+        if is_end and not part.collectives and part.parameters.inside and profile.blocks:
+            # The embedding sums its output, and the head its input's gradient.
+            found += (1 + layout.sequence_parallel) * profile.blocks[0].gathered * layout.micro_batch / mesh.cp
+        # Recomputation ends before the block's last output, which nothing needs.
+        again = max(0, part.collectives - 1) * part.modes.get(mode, part.modes["none"]).gathers_again
+        passes = 5 * part.collectives + 2 * again if layout.sequence_parallel else 2 * part.collectives + again
+        found += number * passes * part.gathered * layout.micro_batch / mesh.cp
+    return found
+
+
+def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
+    """Returns the bytes of a micro-batch: keys and values go round in both passes, in backward with their gradients."""
+    cp = layout.mesh.cp
+    if cp == 1:
+        return 0.0
+    share, found = times.share(layout), 0.0
+    for part, _, number in stage:
+        for product, repeats in part.forward.products:
+            if product.is_attention:
+                one = product.on(share)
+                found += 3 * number * repeats * (cp - 1) * one.batch * one.n * one.k * one.size
+    return found
+
+
+def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
+    """Returns the bytes of a step: each block twice a micro-batch under ZeRO 3, everything once otherwise."""
+    if layout.sharers == 1 or layout.zero < 1:
+        return 0.0
+    mesh, state, profile = layout.mesh, times.state, times.profile
+    found = 0.0
+    for part, _, number in stage:
+        size = number * local_bytes(((part, "", 1),), mesh.tp, state.gathered)
+        again = layout.zero == 3 and mesh.pp == 1
+        is_root = part is profile.stem or part is profile.head  # The root's unit stays gathered for backward.
+        found += size * (layout.micro_batches * (1 if is_root else 2) if again else 1)
+    return found
+
+
+def _gradients(times: TimeModel, layout: Layout, stage: Stage) -> float:
+    """Returns the bytes of a step: gradients reduced over the shards, and their shards over the replicas."""
+    mesh = layout.mesh
+    size = local_count(stage, mesh.tp, trained=True) * times.state.reduced
+    repeats = layout.micro_batches if layout.reduce_each else 1
+    if layout.zero == 0:
+        return size if layout.sharers * mesh.dp_replicate > 1 else 0.0
+    found = size * repeats if layout.sharers > 1 else 0.0
+    return found + (size / layout.sharers * repeats if mesh.dp_replicate > 1 else 0.0)
+
+
+def count_traffic(config: dict[str, Any], task: Task, datamodule: Any, layout: Layout) -> StepTraffic | None:
+    """Returns the communication of the run's own step on a simulated rank of the first stage.
+
+    Args:
+        config: Config of the run.
+        task: Task.
+        datamodule: Datamodule of the config.
+        layout: Layout of the run.
+
+    Returns:
+        None for a strategy without a mesh, a task without an example of a batch, and a step that simulated ranks
+        cannot run.
+    """
+    entry = (config.get("trainer") or {}).get("strategy")
+    name = str(entry.get("class_path") if isinstance(entry, dict) else entry).rpartition(".")[2]
+    example = task.example_batch(datamodule)
+    if name not in ("mesh", "MeshStrategy") or example is None:
+        return None
+    mesh = layout.mesh
+    parser = DloParser()
+    parser.add_argument("--strategy", type=Strategy)
+    options = {**((entry.get("init_args") or {}) if isinstance(entry, dict) else {}), **mesh.sizes}
+    found = {"class_path": _MESH_STRATEGY, "init_args": options}
+    strategy: Any = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
+    precision = str((config.get("trainer") or {}).get("precision") or "32-true")
+    if precision in ("bf16-true", "16-true"):
+        strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
+    elif precision.endswith("-mixed"):  # Lightning takes float16 on accelerators only; bytes are the same.
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    strategy.parallel_devices = [torch.device("cpu")] * mesh.world_size
+    rows = layout.micro_batch * (layout.micro_batches if mesh.pp > 1 else 1)
+
+    def with_rows(tensor: Tensor) -> Tensor:
+        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+    batch = tree_map_only(Tensor, with_rows, example)
+    try:
+        (rank,) = simulate_ranks(task, strategy, mesh, [0], batch)
+    except DloError:
+        return None
+    return _by_part(rank.traffic, layout)
+
+
+def _by_part(traffic: Iterable[Traffic], layout: Layout) -> StepTraffic:
+    """Returns the communication of a batch as that of a step, by part."""
+    found = dict.fromkeys(StepTraffic().parts, 0.0)
+    repeats = 1 if layout.mesh.pp > 1 else layout.micro_batches
+    for one in traffic:
+        axes = one.axis.split(" x ")
+        if axes == ["tp"]:
+            name, times = "tensor", repeats
+        elif axes == ["pp"]:
+            name, times = "pipeline", repeats
+        elif "cp" in axes and one.kind in _PASSED:
+            name, times = "context", repeats
+        elif one.kind == "all_gather":
+            name, times = "gathering", repeats if layout.zero == 3 else 1
+        else:
+            name, times = "gradients", repeats if layout.reduce_each else 1
+        found[name] += times * one.bytes
+    return StepTraffic(**found)

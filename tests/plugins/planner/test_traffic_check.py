@@ -1,0 +1,92 @@
+"""Communication of a step by part: what is predicted beside what a simulated rank's step has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dlo_framework.mesh import MeshSpec
+from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.model_profile import profile_model
+from dlo_plugins.planner.run_check import compare_traffic
+from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
+from dlo_tasks.llm.causal_lm import CausalLM
+
+SINGLE = StateFormat("float32", 4, 4, 4, 4, 8.0)
+SIZES = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+class _Data:
+    seq_len = 16
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[CausalLM, TimeModel]:
+    task: Any = CausalLM(config=SIZES).on_meta()
+    profile = profile_model(task, task.example_batch(_Data()), task.parallel_plan(), dtype=torch.float32)
+    return task, TimeModel(profile, replace(load_machine("cpu"), ranks_per_node=64), SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "options"),
+    [
+        (MeshSpec(dp_shard=2), 1, {}),
+        (MeshSpec(dp_replicate=2, dp_shard=2), 1, {}),
+        (MeshSpec(dp_shard=2, tp=2), 2, {}),
+        (MeshSpec(dp_shard=1, tp=2), 1, {"sequence_parallel": True}),
+        (MeshSpec(dp_shard=1, tp=2), 1, {"appliers": [{"class_path": "ActivationCheckpoint"}]}),
+        (MeshSpec(dp_shard=1, pp=2), 4, {"micro_batches": 4}),
+        (MeshSpec(dp_shard=1, cp=2), 1, {}),
+    ],
+)
+def test_predicted_bytes_are_those_of_a_rank(
+    model: tuple[CausalLM, TimeModel], mesh: MeshSpec, count: int, options: dict[str, Any]
+) -> None:
+    task, times = model
+    sequence = bool(options.get("sequence_parallel"))
+    layout = Layout(mesh, 2, count, zero=3 if mesh.dp_shard * mesh.cp > 1 else 0, sequence_parallel=sequence)
+    layout = replace(layout, recompute="full" if "appliers" in options else "none")
+    config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": {**mesh.sizes, **options}}}}
+    counted = count_traffic(config, task, _Data(), layout)
+    assert counted is not None
+    predicted = predict_traffic(times, layout)
+    found = compare_traffic(predicted, counted)
+    assert {residual.name.removesuffix("_bytes") for residual in found} == {
+        *({"gathering", "gradients"} if mesh.dp_shard * mesh.cp > 1 else set()),
+        *({"tensor"} if mesh.tp > 1 else set()),
+        *({"pipeline"} if mesh.pp > 1 else set()),
+        *({"context"} if mesh.cp > 1 else set()),
+    }
+    for residual in found:
+        # The loss's own collectives, and the pipeline's count of tokens, are not predicted.
+        assert residual.predicted == pytest.approx(residual.measured, rel=0.02), residual.name
+
+
+def test_half_precision_halves_what_is_counted(model: tuple[CausalLM, TimeModel]) -> None:
+    layout = Layout(MeshSpec(dp_shard=2), 2, 1)
+    trainer: dict[str, Any] = {"strategy": {"class_path": "MeshStrategy", "init_args": {"dp_shard": 2}}}
+    full = count_traffic({"trainer": trainer}, model[0], _Data(), layout)
+    half = count_traffic({"trainer": trainer | {"precision": "bf16-true"}}, model[0], _Data(), layout)
+    assert full is not None
+    assert half is not None
+    assert 2 * half.gathering == full.gathering
+
+
+def test_a_strategy_without_a_mesh_is_predicted_and_not_counted(model: tuple[CausalLM, TimeModel]) -> None:
+    task, times = model
+    layout = Layout(MeshSpec(dp_replicate=2, dp_shard=1), 2, 1, zero=0)
+    assert count_traffic({"trainer": {"strategy": "ddp"}}, task, _Data(), layout) is None
+    (residual,) = compare_traffic(predict_traffic(times, layout), None)
+    assert residual.name == "gradients_bytes"
+    assert residual.predicted == 4 * sum(parameter.numel() for parameter in task.model.parameters())
+    assert residual.measured is None
+    assert residual.error is None
+    assert compare_traffic(StepTraffic(), None) == ()
