@@ -208,10 +208,6 @@ class StrategyContract:
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def micro_batch_multiple(self) -> int:
-        """Returns the number of which a rank's samples of a micro-batch of the run must be a multiple."""
-        return 1
-
     def check_model(
         self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
     ) -> None:

@@ -153,11 +153,6 @@ class MeshStrategy(ShardedStrategy):
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
 
-    def micro_batch_multiple(self) -> int:
-        """Returns the number of which a rank's samples must be a multiple: that of the pipeline's micro-batches."""
-        spec = self.mesh_spec()
-        return self.pipelining.count_micro_batches(spec.pp) if spec.pp > 1 else 1
-
     def sequence_multiple(self) -> int:
         """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
         spec = self.mesh_spec()
