@@ -38,7 +38,7 @@ from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
 from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_config
-from dlo_plugins.deepspeed.json_file import get, get_source
+from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
@@ -348,7 +348,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
                 f"communication_dtype must be {name} or unset beside a callback that sends gradients in it, got"
                 f" {given}; leave one of the two out"
             )
-        self.asked = {**self.asked, "communication_data_type": name}
+        self.asked = DeepSpeedJson({**self.asked, "communication_data_type": name}, self.asked.source)
         return True
 
     def pre_backward(self, closure_loss: Tensor) -> None:
