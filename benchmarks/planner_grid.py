@@ -1,6 +1,6 @@
 """How near is the memory that `dlo plan` predicts to that of another framework's runs on a grid of layouts?
 
-    python benchmarks/planner_grid.py --rows playbook_1b_8b.csv
+    python benchmarks/planner_grid.py --rows playbook_1b_8b.csv [--table bench_final2_mod_add.csv]
 
 The rows are those of the Ultra-Scale Playbook (nanotron on H100, sequences of 4,096 tokens): model, mbs, grad_acc, dp,
 pp, tp, zero, gpu_gb (empty where the run failed). They are not part of this repository. Its framework differs from dlo,
@@ -27,6 +27,21 @@ in model, `pp`, `tp`, rows and micro-batches in flight, and so keep the same act
 state. The other are runs without ZeRO whose first rank does the same work on the same bytes: there the first guess is
 a lower bound of the error of any model of memory.
 
+A second prediction replays the first rank's allocations on torch's allocator (`measuring/nanotron_step.py`), since what
+a process reserves is more than its tensors. Three constants are fitted on the 40 runs: the number of tensors that
+collectives on NCCL's stream still need when the host frees them, at most and always, and what libraries take.
+
+The published table says of each run whether nanotron's pipeline was fixed before it (column `after_pp_fix`). `--table`
+reads that column, and from `status` which runs failed for memory. Without it, runs with a pipeline count as later ones,
+and the others as earlier ones. What differs, seen with all rows in sight:
+
+- Before, a stage ends with the first block above its share; after, with the first that reaches it.
+- Before, the host runs ahead of the device on one stage: blocks of all micro-batches so far can wait for their two
+  collectives. With a pipeline nothing waits.
+- After, nothing waits on one stage. In a pipeline it runs ahead while its first forwards fill the stages after it, up
+  to the last two of them; and throughout where a block takes the device longer than the host (about 2 ms of products),
+  there are more micro-batches than stages, and `tp` stays in a node.
+
 Runs whose failure has another cause than memory are counted apart: fewer micro-batches than ranks of the pipeline less
 one, which its 1F1B asserts, and a loss that is not on the last rank, which gets the labels. So are failures that a run
 which succeeded proves to fit, whatever the model of memory: a run of the same model, `pp` and ZeRO stage, with no more
@@ -38,14 +53,17 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from measuring.catalogue import parse_options
+from measuring.nanotron_step import Shape, StepLayout, reserved_bytes
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
@@ -65,6 +83,10 @@ MODELS = {"1B": (16, 2048, 8192, 32, True), "8B": (32, 4096, 14336, 32, False)}
 STATE = StateFormat("bfloat16", 2, 2, 4, 4, 12.0, fused=True, compiled=True)
 #: Bytes of the device that a process can reserve.
 CAPACITY = 79.6 * 2.0**30
+#: Floating-point operations of a block's products, above which the device needs longer for it than the host: 2 ms.
+SLOW = 1.2e12
+#: Largest number of ranks of `tp` in a node.
+NODE = 8
 #: Bytes of the loss for each logit: in half precision, in single precision, and their difference to the largest.
 _LOSS = 10
 
@@ -78,12 +100,22 @@ class GridRun:
         model: Name of the model.
         measured: Gibibytes that the first rank reserved; None where the run failed.
         cause: Cause of a failure that is not memory; empty for none that is known.
+        is_after_fix: Whether it ran after the fix of nanotron's pipeline.
+        status: Status of a failed run in the published table; empty without the table.
     """
 
     layout: Layout
     model: str
     measured: float | None
     cause: str
+    is_after_fix: bool = False
+    status: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies a run in the published table."""
+        layout, mesh = self.layout, self.layout.mesh
+        return self.model, mesh.data_size, mesh.pp, mesh.tp, layout.micro_batch, layout.micro_batches
 
 
 class _Windows:
@@ -121,10 +153,47 @@ def grid_split(model: str, stages: int) -> tuple[tuple[int, ...], bool]:
     return tuple(counts), place == at == stages - 1
 
 
-def read_runs(path: Path) -> list[GridRun]:
-    """Returns the runs of a file."""
+def first_blocks(run: GridRun) -> int:
+    """Returns the blocks of the first stage."""
+    layers, width, hidden, _, _ = MODELS[run.model]
+    block, head, pp = 4 * width * width + 3 * hidden * width, VOCABULARY * width, run.layout.mesh.pp
+    share = (layers * block + head) / pp
+    if pp == 1:
+        return layers
+    return math.ceil(share / block) if run.is_after_fix else math.floor(share / block) + 1
+
+
+def read_runs(path: Path, table: Path | None = None) -> list[GridRun]:
+    """Returns the runs of a file.
+
+    Args:
+        path: Rows.
+        table: Published table, which says when each run ran and why it failed; None for a guess of the former.
+    """
     with path.open() as file:
-        return [_read_run(row) for row in csv.DictReader(file)]
+        runs = [_read_run(row) for row in csv.DictReader(file)]
+    if table is None:
+        return [replace(run, is_after_fix=run.layout.mesh.pp > 1) for run in runs]
+    sizes = {(layers, width): name for name, (layers, width, _, _, _) in MODELS.items()}
+    found: dict[tuple[object, ...], list[tuple[float, bool, str]]] = {}
+    with table.open() as file:
+        for row in csv.DictReader(file):
+            model = sizes.get((int(row["num_layers"]), int(row["hidden_size"])))
+            if model and int(row["seq_len"]) == LENGTH and row["batch_accum"]:
+                numbers = (int(float(row[name])) for name in ("dp", "pp", "tp", "mbs", "batch_accum"))
+                entry = float(row["Mem Res (GB)"] or 0.0), row["after_pp_fix"] == "True", row["status"]
+                found.setdefault((model, *numbers, int(row["zero_stage"])), []).append(entry)
+    return [_with_entry(run, found) for run in runs]
+
+
+def _with_entry(run: GridRun, found: Mapping[tuple[object, ...], list[tuple[float, bool, str]]]) -> GridRun:
+    """Returns a run with its entry of the published table: the nearest in memory where a layout ran twice."""
+    stages = (run.layout.zero, 1) if run.layout.mesh.data_size == 1 else (run.layout.zero,)
+    entries = [entry for zero in stages for entry in found.get((*run.key, zero), [])]
+    if not entries:
+        raise ValueError(f"--table must have each run of --rows, got none of {run.model} with {run.layout}")
+    _, is_after_fix, status = min(entries, key=lambda entry: abs(entry[0] - (run.measured or 0.0)))
+    return replace(run, is_after_fix=is_after_fix, status=status if run.measured is None else "")
 
 
 def with_causes(runs: Sequence[GridRun]) -> list[GridRun]:
@@ -224,6 +293,64 @@ def predict(run: GridRun) -> tuple[GridMemory, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class ReplayedMemory:
+    """Reserved gibibytes of the first rank.
+
+    Attributes:
+        replayed: Bytes that the replay of its allocations reserves.
+        full: Bytes of a tensor of all tokens of a micro-batch; 0 without `tp`.
+        waiting: Most tensors that can wait for collectives, if the host is that far ahead.
+    """
+
+    replayed: float
+    full: float
+    waiting: float
+
+    def total(self, constants: Sequence[float]) -> float:
+        """Returns the reserved memory.
+
+        Args:
+            constants: Tensors that wait at most, tensors that always wait, and gibibytes of the libraries.
+        """
+        most, always, libraries = constants
+        base = self.replayed + always * self.full + libraries
+        return base + min(min(most, self.waiting) * self.full, max(0.0, CAPACITY / 2.0**30 - base))
+
+
+#: Values that are tried for the constants of :meth:`ReplayedMemory.total`.
+CONSTANTS = [*product(range(30, 67, 3), range(5), (0.0, 0.05, 0.1, 0.15, 0.2))]
+
+
+@functools.cache
+def replay(run: GridRun) -> ReplayedMemory:
+    """Returns the reserved memory of the first rank."""
+    layout, mesh, blocks = run.layout, run.layout.mesh, first_blocks(run)
+    shape = Shape(*MODELS[run.model], VOCABULARY)
+    count = layout.micro_batches
+    step = StepLayout(mesh.pp, mesh.data_size, mesh.tp, layout.micro_batch, count, layout.zero, blocks, LENGTH)
+    replayed = reserved_bytes(shape, step, CAPACITY)
+    full = 2 * step.tokens * shape.width if mesh.tp > 1 else 0
+    waiting = 0.0
+    if mesh.pp == 1 and not run.is_after_fix:
+        waiting = 2.0 * blocks * count
+    elif mesh.pp > 1 and run.is_after_fix:
+        is_slow = 2 * shape.block_parameters * step.tokens / mesh.tp > SLOW and mesh.tp <= NODE
+        waiting = math.inf if is_slow and count > mesh.pp else 2.0 * blocks * (mesh.pp - 2)
+    return ReplayedMemory(replayed / 2.0**30, full / 2.0**30, waiting)
+
+
+def fit_constants(runs: Sequence[GridRun]) -> tuple[float, ...]:
+    """Returns the constants with the least mean error of runs."""
+    found = [(replay(run), run.measured or 1.0) for run in runs]
+    return min(CONSTANTS, key=lambda values: sum(abs(one.total(values) / measured - 1) for one, measured in found))
+
+
+def replay_errors(runs: Sequence[GridRun], constants: Sequence[float]) -> list[float]:
+    """Returns the errors of the replay."""
+    return [abs(replay(run).total(constants) / (run.measured or 1.0) - 1) for run in runs]
+
+
 def fit(memories: Sequence[GridMemory], measured: Sequence[float]) -> list[float]:
     """Returns the factors, none negative, with the least sum of relative errors, by reweighted least squares."""
     from scipy.optimize import nnls
@@ -305,13 +432,53 @@ def errors_of_groups(groups: Sequence[Sequence[tuple[float, float]]]) -> tuple[f
     return statistics.mean(best), statistics.mean(left_out)
 
 
+def replay_notes(runs: Sequence[GridRun], choices: int) -> list[str]:
+    """Returns the errors of the replay: of runs that were not calibrated on, and of groups that were left out.
+
+    Args:
+        runs: Runs that did not fail.
+        choices: Number of choices of the calibrated runs.
+    """
+    means, medians, constants = [], [], []
+    for choice in range(choices):
+        order = random.Random(choice).sample(range(len(runs)), len(runs))
+        constants.append(fit_constants([runs[n] for n in order[:CALIBRATED]]))
+        errors = replay_errors([runs[n] for n in order[CALIBRATED:]], constants[-1])
+        means.append(statistics.mean(errors))
+        medians.append(statistics.median(errors))
+    most, always, libraries = (statistics.median(values) for values in zip(*constants, strict=True))
+    notes = [
+        f"the allocator's replay, calibrated on {CALIBRATED} of {len(runs)} runs: mean error"
+        f" {statistics.mean(means):.1%} ({min(means):.1%} to {max(means):.1%} for {choices} choices), median error"
+        f" {statistics.mean(medians):.1%}; {most:.0f} tensors wait at most, {always:.0f} always, libraries take"
+        f" {libraries:.2f} GiB"
+    ]
+    groups: tuple[tuple[str, Callable[[GridRun], object]], ...] = (
+        ("model", lambda run: run.model),
+        ("tp", lambda run: run.layout.mesh.tp),
+        ("pp", lambda run: run.layout.mesh.pp),
+        ("ZeRO", lambda run: run.layout.zero),
+        ("rows", lambda run: run.layout.micro_batch),
+    )
+    for name, key in groups:
+        listed = []
+        for value in sorted({key(run) for run in runs}, key=str):
+            left_out = [run for run in runs if key(run) == value]
+            rest = random.Random(0).sample([run for run in runs if key(run) != value], CALIBRATED)
+            error = statistics.mean(replay_errors(left_out, fit_constants(rest)))
+            listed.append(f"{value}: {error:.1%} of {len(left_out)}")
+        notes.append(f"calibrated on {CALIBRATED} runs of other groups, by {name}: " + ", ".join(listed))
+    return notes
+
+
 def main() -> None:
     """Predicts each run, and prints the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="file of the grid")
+    parser.add_argument("--table", type=Path, help="published table of the grid's runs")
     parser.add_argument("--choices", type=int, default=12, help="choices of the calibrated runs")
     options = parse_options(parser, __file__)
-    runs = with_causes(read_runs(options.rows))
+    runs = with_causes(read_runs(options.rows, options.table))
     ran = [run for run in runs if run.measured is not None]
     record = Record.of(__file__, __doc__, options)
     table = Table("memory: predicted over reserved", "the reserved memory of the first rank", ELAPSED)
@@ -322,10 +489,11 @@ def main() -> None:
     for model in MODELS:
         ratios = [predict(run)[0].total(factors) / (run.measured or 1.0) for run in ran if run.model == model]
         table.add(f"{model}, with the median factors", ratios, ours=True)
+    table.notes += replay_notes(ran, options.choices)
     table.notes.append(
-        f"calibrated on {CALIBRATED} of {len(ran)} runs: mean error {statistics.mean(means):.1%} ({min(means):.1%} to"
-        f" {max(means):.1%} for {options.choices} choices), median error {middle:.1%}; fraction of the gathered inputs"
-        f" that stay reserved {factors[0]:.2f}, constant {factors[1]:.2f} GiB"
+        f"dlo's model, calibrated on {CALIBRATED} of {len(ran)} runs: mean error {statistics.mean(means):.1%}"
+        f" ({min(means):.1%} to {max(means):.1%} for {options.choices} choices), median error {middle:.1%}; fraction of"
+        f" the gathered inputs that stay reserved {factors[0]:.2f}, constant {factors[1]:.2f} GiB"
     )
     for title, sizes in (("up to 4", (1, 2, 4)), ("of 8 and more", (8, 16, 32))):
         chosen = [run for run in ran if run.layout.mesh.tp in sizes]
@@ -343,7 +511,10 @@ def main() -> None:
     failed = [run for run in runs if run.measured is None]
     # Inputs that stay reserved are freed before an allocation fails.
     most = {id(run): max(memory.total((0.0, factors[1])) for memory in predict(run)) for run in runs}
-    for name, chosen in (("all", failed), ("without a known cause", [run for run in failed if not run.cause])):
+    chosen_ones = [("all", failed), ("without a known cause", [run for run in failed if not run.cause])]
+    if options.table:
+        chosen_ones.append(("out of memory by the table's status", [run for run in failed if run.status == "OOM"]))
+    for name, chosen in chosen_ones:
         value = auc([most[id(run)] for run in chosen], [most[id(run)] for run in ran])
         table.notes.append(f"AUC of the largest rank's memory, {len(chosen)} failed runs, {name}: {value:.3f}")
     causes = {run.cause: 0 for run in runs if run.cause}

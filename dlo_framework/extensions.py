@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dlo_framework.errors import DloError
 
@@ -18,12 +21,33 @@ def list_extensions() -> list[metadata.EntryPoint]:
     These are commands and their options, checkpoint stores and formats, image models, predictions of memory, LR
     suggestions and pipeline schedules. Nothing is imported.
     """
-    points = metadata.entry_points()
+    points = installed_points()
     groups = [
         group for group in points.groups if group.startswith(_PREFIX) and not group.startswith(f"{_PREFIX}plugins.")
     ]
     found = {point for group in groups for point in points.select(group=group)}
     return sorted(found, key=lambda point: (point.group, point.name))
+
+
+def installed_points() -> metadata.EntryPoints:
+    """Returns the entry points of all installed packages.
+
+    The metadata of every package is read once a process, and again after an install or a change of ``sys.path``.
+    """
+    return _read_points(tuple((entry, _modified(entry)) for entry in sys.path))
+
+
+@lru_cache(maxsize=1)
+def _read_points(path: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:
+    return cast(metadata.EntryPoints, metadata.entry_points())  # Python 3.11 has another class of the same methods.
+
+
+def _modified(entry: str) -> int:
+    """Returns when an entry of ``sys.path`` was last changed, in nanoseconds; 0 if there is none of this name."""
+    try:
+        return os.stat(entry or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def load_function(point: metadata.EntryPoint, kind: str) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
 from itertools import chain
 from typing import TypeAlias
 
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import load_instance
+from dlo_framework.extensions import installed_points, load_instance
 
 GROUP = "dlo_framework.image_models"
 
@@ -61,7 +60,7 @@ class ImageModels(ABC):
 
 @cache
 def _load_image_models(library: str) -> ImageModels | None:
-    for point in metadata.entry_points(group=GROUP, name=library):
+    for point in installed_points().select(group=GROUP, name=library):
         return load_instance(point, "image models of", ImageModels)  # type: ignore[type-abstract]
     return None
 

@@ -146,6 +146,22 @@ class StrategyContract:
         """
         return None
 
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Returns the parameter names of each parameter group, those of other ranks' shards too; the same on all ranks.
+
+        Args:
+            optimizer: Optimizer of the run.
+        """
+        names = {id(tensor): name for name, tensor in self.optimizer_tensors(optimizer).items()}
+        return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+
+    def gradient_scale(self) -> float | None:
+        """Returns the factor by which gradients are scaled when callbacks see them before a step.
+
+        None if callbacks cannot change the gradients that the strategy steps with.
+        """
+        return 1.0
+
     def accumulated_gradients(self) -> Mapping[str, Any]:
         """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.
 
@@ -191,6 +207,10 @@ class StrategyContract:
         return False
 
     # --- before processes start ----------------------------------------------------------------------------
+
+    def micro_batch_multiple(self) -> int:
+        """Returns the number of which a rank's samples of a micro-batch of the run must be a multiple."""
+        return 1
 
     def check_model(
         self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
@@ -266,6 +286,20 @@ class StrategyContract:
         return PlacedModel(_module_of(self), strategy.root_device, context=context, moved=True)
 
     # --- steps ---------------------------------------------------------------------------------------------
+
+    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Makes data-parallel ranks send their gradients in a half precision; called before the strategy's setup.
+
+        Args:
+            dtype: Dtype of what is sent; gradients are summed in it, and kept in their own.
+
+        Returns:
+            Whether the strategy does; False where it does not reduce gradients itself.
+
+        Raises:
+            DloError: An option of the strategy sets another dtype.
+        """
+        return False
 
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
         """Calls a function with each loss of the steps to come on the rank that computes it.

@@ -21,6 +21,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.testing.dlo_process import DloProcess
+from dlo_framework.testing.spawn import PRELOADED_PACKAGES
 
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))
@@ -90,14 +91,27 @@ settings.register_profile("dlo", deadline=None)
 settings.load_profile("dlo")
 
 
+#: Modules that are imported when their key is: what a run imports late, at its first use.
+LATE_IMPORTS = {
+    "dlo_tasks.llm.causal_lm": ["transformers.models.llama.modeling_llama"],  # Imports torchao.
+    "dlo_tasks.imagenet.digits": ["sklearn.datasets"],
+    "dlo_plugins.strategies.deepspeed": ["deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.muon_optimizer"],
+    "dlo_plugins.strategies.mesh": ["dlo_plugins.tensor.inference.inferred_rules"],
+}
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keeps what has been imported, some millions of objects, out of every collection of garbage from here on.
 
-    Language models are imported first, with torchao, which transformers imports for them: each rank and each `dlo` that
-    is forked from the server with this process's imports would import them for itself.
+    What runs import late is imported first: each rank and each `dlo` that is forked from the server with this process's
+    imports would import it for itself, DeepSpeed for two seconds.
     """
-    if "dlo_tasks.llm.causal_lm" in sys.modules:
-        importlib.import_module("transformers.models.llama.modeling_llama")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
+    for module, late in LATE_IMPORTS.items():
+        for name in late if module in sys.modules else ():
+            importlib.import_module(name)
+    del os.environ["DS_ACCELERATOR"]
+    PRELOADED_PACKAGES.add("deepspeed")
     gc.collect()
     gc.freeze()
 

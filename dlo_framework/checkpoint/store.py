@@ -28,7 +28,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,7 +38,7 @@ from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from dlo_framework.checkpoint.tensor_file import memory_of
 from dlo_framework.disk_space import explain_refusal, free_bytes
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import load_instance
+from dlo_framework.extensions import installed_points, load_instance
 from dlo_framework.shards import BUCKET_BYTES, full_box, slice_view, split_box
 
 OLD = ".old"
@@ -232,7 +231,7 @@ def refuse_remote(path: Path, what: str = "a checkpoint in one file") -> None:
 
 @functools.cache
 def _registered(scheme: str) -> CheckpointStore | None:
-    point = next(iter(metadata.entry_points(group=GROUP, name=scheme)), None)
+    point = next(iter(installed_points().select(group=GROUP, name=scheme)), None)
     if point is None:
         return None
     return load_instance(point, "checkpoint store", CheckpointStore)  # type: ignore[type-abstract]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.extensions import format_origin, load_function
+from dlo_framework.extensions import format_origin, installed_points, load_function
 from dlo_framework.registry.class_source import SourceNotFoundError, read_function_doc, summary_of
 
 GROUP = "dlo_framework.commands"
@@ -49,7 +49,7 @@ CORE_COMMANDS = {
 def installed_commands() -> dict[str, list[metadata.EntryPoint]]:
     """Returns the commands of installed distributions by name; two of one name are a conflict."""
     found: dict[str, list[metadata.EntryPoint]] = {}
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(installed_points().select(group=GROUP), key=lambda point: point.name):
         found.setdefault(point.name, []).append(point)
     return found
 

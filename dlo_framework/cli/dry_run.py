@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import yaml
@@ -20,7 +19,7 @@ from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.object_cli import ObjectCLI
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import load_function
+from dlo_framework.extensions import installed_points, load_function
 from dlo_framework.run_setup import check_data, check_parts, check_run
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
@@ -115,7 +114,7 @@ class DryRun(ObjectCLI):
     def _predict(self, ranks: int) -> tuple[dict[str, float], str]:
         """Returns the predicted bytes of a rank by part, and why there are none."""
         reason = "no installed package predicts memory"
-        for point in metadata.entry_points(group=MEMORY_GROUP):
+        for point in installed_points().select(group=MEMORY_GROUP):
             predict = load_function(point, "memory prediction")
             device = self.trainer.strategy.root_device.type
             try:

@@ -12,10 +12,9 @@ returns dlo's options by name::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
 
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import format_origin, load_function
+from dlo_framework.extensions import format_origin, installed_points, load_function
 
 GROUP = "dlo_framework.options"
 
@@ -60,7 +59,7 @@ def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tup
     Raises:
         DloError: If two packages have an option, its function cannot be imported, or the function refuses the value.
     """
-    points = metadata.entry_points(group=GROUP)
+    points = installed_points().select(group=GROUP)
     for option, value in options:
         found = [point for point in points if option == f"--{point.name}"]
         if len(found) > 1:

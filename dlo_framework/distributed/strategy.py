@@ -395,13 +395,19 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
 
 def _refuse_finetuning(trainer: Trainer) -> None:
-    """Refuses Lightning's callbacks that unfreeze during a run: they look for full parameters in the optimizer."""
+    """Refuses Lightning's callbacks that unfreeze during a run.
+
+    Lightning's (2.6) compares each tensor of the optimizer with the module's parameters, and stores it by the name that
+    the same object has in the module: both need an optimizer that steps the module's full parameters. Under DeepSpeed
+    Lightning refuses them itself.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning):
             raise DloError(
                 f"the optimizer's parameters must stay the same during a run under {type(trainer.strategy).__name__},"
-                f" which shards them first, got {type(callback).__name__}; use dlo's own freezing callback (dlo"
-                " plugins), strategy ddp, or train all parameters from the start, some with a lower lr"
+                f" which shards them first, got {type(callback).__name__} of Lightning, which looks for the module's"
+                " full parameters in the optimizer; use dlo's own freezing callback (dlo plugins), which unfreezes"
+                " blocks in turn, strategy ddp, or train all parameters from the start, some with a lower lr"
             )
 
 

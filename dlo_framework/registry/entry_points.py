@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from importlib import metadata
 
 from dlo_framework.errors import did_you_mean
+from dlo_framework.extensions import installed_points
 from dlo_framework.registry.class_source import SourceNotFoundError, read_summary
 
 KINDS: tuple[str, ...] = ("strategy", "callback", "task", "data", "applier")
@@ -80,10 +81,15 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
     """
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     problems = []
-    points = metadata.entry_points()
+    origins: dict[metadata.Distribution | None, tuple[str, str]] = {None: ("unknown", "")}
+    points = installed_points()
     for point in (p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)):
         kind = point.group.removeprefix(GROUP_PREFIX)
-        distribution, version = _origin_of(point)
+        if (
+            point.dist is not None and point.dist not in origins
+        ):  # Each look at a name or version parses the distribution's metadata.
+            origins[point.dist] = (point.dist.name, point.dist.version)
+        distribution, version = origins[point.dist]
         problem = _problem(kind, point)
         if problem:
             problems.append(f"{distribution} {version}: {problem}")
@@ -112,12 +118,6 @@ def own_packages() -> tuple[str, ...]:
     """Returns the packages of dlo's own distribution: the core, and those that contribute entry points to it."""
     points = metadata.distribution("dlo_framework").entry_points
     return tuple(sorted({point.value.partition(".")[0] for point in points}))
-
-
-def _origin_of(point: metadata.EntryPoint) -> tuple[str, str]:
-    if point.dist is None:
-        return "unknown", ""
-    return point.dist.name, point.dist.version
 
 
 def _with_aliases(names: list[str], distribution: str, version: str, kind: str, target: str) -> Plugin:

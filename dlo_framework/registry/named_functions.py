@@ -14,11 +14,10 @@ A user's file under ``plugins:`` registers in the same way. An installed package
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, Generic, TypeVar
 
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.extensions import load_function
+from dlo_framework.extensions import installed_points, load_function
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,7 +69,7 @@ class NamedFunctions(Generic[Value]):
 
     def names(self) -> list[str]:
         """Returns the names in the set: registered ones first, then those of installed packages."""
-        return list(dict.fromkeys([*self._values, *sorted(metadata.entry_points(group=self.group).names)]))
+        return list(dict.fromkeys([*self._values, *sorted(installed_points().select(group=self.group).names)]))
 
     def loaded(self) -> dict[str, Value]:
         """Returns the values whose modules are imported, by name."""
@@ -82,7 +81,7 @@ class NamedFunctions(Generic[Value]):
         Raises:
             DloError: If the set has no such name, or the module cannot be imported.
         """
-        points = metadata.entry_points(group=self.group).select(name=name) if name not in self._values else ()
+        points = installed_points().select(group=self.group, name=name) if name not in self._values else ()
         for point in points:
             function = load_function(point, self.what)
             if name not in self._values:  # The module may have registered it.

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import threading
 import types
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
+from dlo_framework.testing.forked_ranks import serve_ranks
 from dlo_framework.testing.spawn import process_context
 
 
@@ -38,8 +40,9 @@ class DloProcess:
         self.args = ["dlo", *words]
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
-            work = _Work(words, str(folder), environment, writers)
-            self._process = process_context().Process(target=_run, args=(work,))
+            context = process_context()
+            work = _Work(words, str(folder), environment, writers, _server_address(context))
+            self._process = context.Process(target=_run, args=(work,))
             self._process.start()
         finally:
             for writer in writers:
@@ -103,11 +106,33 @@ class DloProcess:
 class _Work:
     """Arguments of the process; its pipes are sent as descriptors."""
 
-    def __init__(self, words: list[str], folder: str, environment: dict[str, str], pipes: Any) -> None:
-        self.words, self.folder, self.environment, self.pipes = words, folder, environment, pipes
+    def __init__(
+        self, words: list[str], folder: str, environment: dict[str, str], pipes: Any, server: str | None
+    ) -> None:
+        self.words, self.folder, self.environment, self.pipes, self.server = words, folder, environment, pipes, server
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Work, (self.words, self.folder, self.environment, [DupFd(number) for number in self.pipes])
+        pipes = [DupFd(number) for number in self.pipes]
+        return _Work, (self.words, self.folder, self.environment, pipes, self.server)
+
+
+def _server_address(context: Any) -> str | None:
+    """Returns the address of the server from which this process's processes are forked; None for other methods."""
+    if context.get_start_method() != "forkserver":
+        return None
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver
+    return str(server._forkserver_address)
+
+
+def _keep_server(address: str) -> None:
+    """Has the processes of this process, such as the ranks of ``dlo parity``, forked from the server it comes from.
+
+    ``multiprocessing`` (Python 3.11 to 3.13) would start another, which imports everything again.
+    """
+    server: Any = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
 
 
 def _run(work: _Work) -> None:
@@ -117,6 +142,8 @@ def _run(work: _Work) -> None:
         descriptor = pipe.detach()
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if work.server is not None:
+        _keep_server(work.server)
     multiprocessing.set_start_method(None, force=True)  # Loader workers are forked from here, not from the server.
     os.chdir(work.folder)
     os.environ.clear()
@@ -127,6 +154,7 @@ def _run(work: _Work) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     from dlo_framework.cli.main import main
 
+    serve_ranks(main)
     try:
         code = main()
     finally:

@@ -41,7 +41,9 @@ _HEAVY = (
     "torch.distributed.tensor",
     "torch.utils.tensorboard",
 )
-_HEAVY_LIBRARIES = ("pytest", "timm", "transformers")
+#: Packages whose modules, where the caller has imported them, the server of ranks imports too. Tests may add to it
+#: before their first ranks.
+PRELOADED_PACKAGES = {"pytest", "timm", "transformers"}
 
 
 class RankFailed(RuntimeError):
@@ -149,7 +151,7 @@ def process_context() -> Any:
     if sys.platform != "linux" or torch.accelerator.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    packages = {*own_packages(), *_HEAVY_LIBRARIES}
+    packages = {*own_packages(), *PRELOADED_PACKAGES}
     here = [name for name in sys.modules if name in _HEAVY or name.partition(".")[0] in packages]
     context.set_forkserver_preload(["torch.distributed", *here])
     return context

@@ -35,7 +35,7 @@ def main() -> None:
     drawn = []
     for step in range(STEPS):
         number = torch.zeros(1)
-        add_noise_([number], noise_deviation(step, 0.3, GAMMA), seed=0, step=step)
+        add_noise_({"weight": number}, noise_deviation(step, 0.3, GAMMA), seed=0, step=step)
         drawn.append(float(number))
     bound = [2 * noise_deviation(step, 0.3, GAMMA) for step in range(STEPS)]
     right.plot(drawn, color="#d9822b", linewidth=0.6)

@@ -20,7 +20,7 @@ KNOWN, PAGE = DOCS / "composition.json", DOCS / "composition.md"
 UPDATE = os.environ.get("DLO_UPDATE_COMPOSITION", "")
 BEGIN, END = "<!-- the tables: written by tests/composition -->\n", "<!-- end of the tables -->\n"
 #: Of one column in the ordinary tests: the machinery, and one that is refused. All columns take a quarter of an hour.
-ORDINARY = ["", "accumulation, clipping", "GradientNoise", "WeightEMA"]
+ORDINARY = ["", "accumulation, clipping", "DiLoCo", "GradientNoise", "WeightEMA"]
 
 
 @pytest.fixture(scope="module")

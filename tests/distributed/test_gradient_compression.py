@@ -13,10 +13,13 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
+from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.compression_by_definition import average_in_one_process
 from support.compression_nets import FREEZE, Net, fit, same, same_on_all_ranks, train, weights
@@ -63,6 +66,44 @@ def test_the_mean_on_ranks_is_its_definition_and_the_same_on_all(ranks: int) -> 
     for found in run_distributed(_by_definition, ranks):
         assert found["apart"] == 0.0
         assert found["sent"] < found["plain"] * elements / 20  # a bit an element, scales of 64, padding
+
+
+# --- strategies that reduce gradients themselves -----------------------------------------------------------
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "zero1": lambda: ZeroStrategy(1),
+    "zero2": lambda: ZeroStrategy(2),
+    "zero3": lambda: ZeroStrategy(3),
+    "fsdp": FSDPStrategy,
+    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
+}
+
+
+def _halved(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("plain", *STRATEGIES):
+        strategy, method = ("ddp", None) if name == "plain" else (STRATEGIES[name](), "bf16")
+        seed_everything(3, workers=True, verbose=False)
+        module, callback = Net("adamw"), GradientCompression("bf16")
+        trainer = fit(module, [callback] if method else [], strategy=strategy, steps=4)
+        found[name] = gather_full_weights(trainer)
+    with pytest.raises(DloError, match="reduce_dtype must be bfloat16 or unset beside a callback"):
+        fit(Net("adamw"), [GradientCompression("bf16")], strategy=FSDPStrategy(reduce_dtype="float32"))
+    leave_group()
+    return found
+
+
+def test_other_strategies_round_what_they_send_as_ddp_does() -> None:
+    """The mean of two ranks in bf16 is the same whoever computes it, and its rounding moves the weights."""
+    found, *_ = run_distributed(_halved, 2)
+
+    def apart(one: str, other: str) -> float:
+        return max(float((value - found[other][name]).abs().max()) for name, value in found[one].items())
+
+    assert apart("plain", "ddp") > 1e-4
+    for name in STRATEGIES:
+        assert apart(name, "ddp") < 1e-6, name
 
 
 # --- training ----------------------------------------------------------------------------------------------
@@ -320,7 +361,7 @@ def test_post_local_sgd_saves_the_mean_of_the_ranks(tmp_path: Path) -> None:
 def _refused(rank: int, world_size: int) -> list[str]:
     found = []
     for optimizer, method, options in (
-        ("adamw", "bf16", {"strategy": ZeroStrategy(2)}),
+        ("adamw", "powersgd", {"strategy": ZeroStrategy(2)}),
         ("adamw", "one_bit", {}),
         ("two", "one_bit", {"module": {"by_hand": False}}),
         ("one_bit_adam", "one_bit", {"module": {"by_hand": True}}),
@@ -341,7 +382,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_fix() -> None:
     wanted = [
-        "strategy must be ddp, whose all-reduce it compresses, got ZeroStrategy",
+        "strategy must be ddp for method powersgd, whose errors are as large as the full gradient",
         "OneBitAdam or OneBitLamb for method one_bit, got AdamW",
         "optimizer",
         "automatic for method one_bit, got Net, which optimizes manually",

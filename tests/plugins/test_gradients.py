@@ -17,7 +17,9 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.shards import Box, FlatShard, SlicedShard
 from dlo_framework.task import Task
+from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.callbacks.gradients import (
     AdaptiveGradientClipping,
     GradientNoise,
@@ -26,9 +28,13 @@ from dlo_plugins.callbacks.gradients import (
     excluded_names,
     last_linear,
     noise_deviation,
-    refuse_sharded,
-    unit_norms,
+    norm_scales,
 )
+from dlo_plugins.sharding import indexed_noise
+from dlo_plugins.sharding.indexed_noise import IndexedNoise, overlaps
+from dlo_plugins.sharding.stepped_gradients import SteppedGradient
+from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]
 
@@ -90,16 +96,16 @@ def test_the_variance_of_the_noise_is_the_papers():
     assert noise_deviation(0, 0.3, 0.55) == pytest.approx(math.sqrt(0.3))
     assert noise_deviation(99, 0.01, 0.55) ** 2 == pytest.approx(0.01 / 100**0.55)
     drawn = torch.zeros(200_000)
-    add_noise_([drawn], 0.25, seed=1, step=7)
+    add_noise_({"weight": drawn}, 0.25, seed=1, step=7)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.003)
     assert float(drawn.std()) == pytest.approx(0.25, rel=0.01)
 
 
 def test_the_noise_follows_from_seed_and_step_alone():
     def noise(seed: int, step: int) -> torch.Tensor:
-        drawn = [torch.zeros(3, 4), torch.zeros(50)]
+        drawn = {"one": torch.zeros(3, 4), "two": torch.zeros(50), "three": torch.zeros(())}
         add_noise_(drawn, 1.0, seed, step)
-        return torch.cat([one.flatten() for one in drawn])
+        return torch.cat([one.flatten() for one in drawn.values()])
 
     state = torch.get_rng_state()
     first = noise(1, 2)
@@ -276,12 +282,67 @@ def test_bad_arguments_are_refused_at_construction(make, message):
         make()
 
 
-def test_sharded_parameters_are_refused():
-    class Sharded:
-        strategy = FSDPStrategy.__new__(FSDPStrategy)
+def test_lightnings_strategies_of_flat_tensors_are_refused():
+    class Foreign:
+        strategy = FSDPStrategy()
 
-    with pytest.raises(DloError, match="got FSDPStrategy, which shards them"):
-        refuse_sharded("GradientNoise", Sharded(), Net())
+    with pytest.raises(DloError, match="got FSDPStrategy of Lightning, which joins parameters"):
+        AdaptiveGradientClipping().setup(Foreign(), Net(), "fit")
+
+
+def test_gradients_on_a_disk_are_refused():
+    class Swapped:
+        strategy = DeepSpeedBridge(stage=3, offload_optimizer="nvme", nvme_path="/tmp")
+
+    with pytest.raises(DloError, match="got DeepSpeedBridge with offload_optimizer: nvme"):
+        GradientNoise().setup(Swapped(), Net(), "fit")
+
+
+# --- slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 3, 4), (40,), (1, 40), (2, 3, 40), (), (3, 0)])
+@pytest.mark.parametrize("chunk", [1, 6, 12, 1 << 20])
+def test_a_slices_noise_is_that_of_the_full_tensor(shape, chunk, monkeypatch):
+    """Rows, columns, a flat range that begins inside a row, and interleaved runs of columns, in chunks of any size."""
+    monkeypatch.setattr(indexed_noise, "CHUNK", chunk)
+    full = torch.zeros(shape)
+    IndexedNoise(1, 2, 3).add_("weight", full, 0.5)
+    assert not (full == 0).any()
+    assert len(full.unique()) == full.numel()
+
+    def check(shard, expected):
+        IndexedNoise(1, 2, 3).add_("weight", shard, 0.5)
+        data = shard
+        while not isinstance(data, torch.Tensor):
+            data = data.data if isinstance(data, FlatShard) else data.shard
+        assert torch.equal(data, expected)
+
+    count = full.numel()
+    for start, stop in ((0, count), (count // 3, count - 1), (1, 1)):
+        if 0 <= start <= stop <= count:
+            check(FlatShard(torch.zeros(stop - start), full.shape, start), full.flatten()[start:stop])
+    for dim, size in enumerate(shape):
+        if size > 3:
+            cut = TensorSlice(dim, size, ((0, 1), (size - 2, 2)))
+            check(SlicedShard(torch.zeros(cut.slice_shape(full.shape)), cut), cut.slice_tensor(full))
+
+
+def test_noise_draws_a_chunk_at_a_time(monkeypatch):
+    """Each element of a box is in one overlap, and no draw is larger than a chunk."""
+    monkeypatch.setattr(indexed_noise, "CHUNK", 12)
+    shape = (3, 50, 4)
+    counts = torch.zeros(shape)
+    for number, drawn, inside, part in overlaps(shape, Box((1, 3, 0), (2, 40, 3))):
+        assert math.prod(drawn) <= 12
+        assert number < 3 * 17
+        assert all(start + size <= most for start, size, most in zip(*inside, drawn, strict=True))
+        view = counts[1:3, 3:43, 0:3]
+        for dim, (start, size) in enumerate(zip(*part, strict=True)):
+            view = view.narrow(dim, start, size)
+        view += 1
+    assert (counts[1:3, 3:43, 0:3] == 1).all()
+    assert counts.sum() == 2 * 40 * 3
 
 
 @pytest.fixture
@@ -291,12 +352,29 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def test_dtensors_are_refused(one_rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 0.0])
+def test_norms_of_slices_clip_as_norms_of_full_tensors(scale, one_rank):
+    """One rank holds each tensor in two flat halves that cut a row, under names of one parameter."""
+    weights, gradients = tensors(scale), [tensor.roll(1) for tensor in tensors()]
+    expected = [g * s for g, s in zip(gradients, agc_scales(weights, gradients, 0.3, 1e-3), strict=True)]
+    stepped = []
+    for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        half = weight.numel() // 2
+        for start, stop in ((0, half), (half, weight.numel())):
+            shards = [FlatShard(t.view(-1)[start:stop], t.shape, start) for t in (weight, gradient)]
+            stepped.append(SteppedGradient(f"{number}", *shards))
+    norms = UnitNorms([f"{number}" for number in range(len(weights))], stepped, torch.device("cpu"))
+    assert norms.copies.unique().tolist() == [1.0]
+    of_weights, of_gradients, is_used = norms.measure(stepped)
+    assert is_used.all()
+    norms.scale_(stepped, norm_scales([of_weights], [of_gradients], 0.3, 1e-3)[0])
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
 
-    module = Net()
-    mesh = init_device_mesh("cpu", (1,))
-    module.head.weight = nn.Parameter(distribute_tensor(module.head.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(DloError, match="AdaptiveGradientClipping: strategy must keep full parameters"):
-        refuse_sharded("AdaptiveGradientClipping", Trainer(accelerator="cpu", logger=False), module)
+
+def test_copies_count_once(one_rank):
+    weight = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    twice = [SteppedGradient("w", weight, weight.clone()), SteppedGradient("w", weight, weight.clone())]
+    norms = UnitNorms(["w", "absent"], twice, torch.device("cpu"))
+    assert norms.measure(twice)[0].tolist() == [5.0, 2.0]
+    assert norms.measure(twice[:0])[2].tolist() == [False, False]

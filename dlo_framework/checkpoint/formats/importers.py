@@ -13,14 +13,13 @@ order of their names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlo_framework.checkpoint.formats.safetensors_file import refuse_existing
 from dlo_framework.checkpoint.saving import save
 from dlo_framework.errors import DloError
-from dlo_framework.extensions import load_instance
+from dlo_framework.extensions import installed_points, load_instance
 
 #: Entry-point group of the importers.
 GROUP = "dlo_framework.checkpoint_formats"
@@ -85,7 +84,7 @@ def find_importer(path: Path) -> Importer | None:
         DloError: if no importer recognises it and one cannot be loaded, with its distribution and the cause.
     """
     failed = None
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(installed_points().select(group=GROUP), key=lambda point: point.name):
         try:
             made = load_instance(point, "checkpoint format", CheckpointFormat)  # type: ignore[type-abstract]
         except DloError as error:

@@ -22,6 +22,7 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.progress import optimizer_steps
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import (
     GradientHook,
@@ -39,12 +40,19 @@ from dlo_plugins.compression.powersgd import PowerSGD
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
 METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Methods that need what a rank has under plain data parallelism alone, and why.
+_NEEDS_FULL = {
+    "powersgd": "whose errors are as large as the full gradient on each rank, which sharding is to avoid",
+    "post_local_sgd": "in which each rank trains weights of its own between averages, so that none can be sharded",
+    "one_bit": "whose ranks each have full momenta, with errors as large, so that none can be sharded",
+}
 #: Optimizers whose names a config can use with the callback.
 OPTIMIZERS = (OneBitAdam, OneBitLamb)
 
 
 class GradientCompression(Callback):
-    """Sends fewer bytes between the ranks of plain data parallelism.
+    """Sends fewer bytes of gradients between ranks.
 
     | method | sent bytes, relative to plain data parallelism | mean of the gradients |
     |---|---|---|
@@ -54,12 +62,14 @@ class GradientCompression(Callback):
     | `one_bit` | 1/28, after the optimizer's `freeze_step` | not computed: momenta are averaged, one bit per element |
 
     `one_bit` needs an optimizer made for it: :class:`OneBitAdam` or :class:`OneBitLamb`. The callback works with
-    strategy `ddp` and automatic optimization, with accumulation, and in any precision. In a single process it has no
-    effect.
+    strategy `ddp` and automatic optimization, with accumulation, and in any precision. `bf16` and `fp16` work under all
+    strategies of dlo: gradients that ranks with different samples sum (ZeRO, FSDP, the data axes of a mesh, DeepSpeed)
+    are sent in half precision, and kept in their own; all-gathers of parameters stay as they are. In a single process
+    it has no effect.
 
     Logged every ``trainer.log_every_n_steps``: ``comm/sent_mb``, the megabytes that each rank sends in a step, and
     ``comm/sent_share``, their ratio to plain data parallelism. Bytes are counted for a ring all-reduce, which sends
-    each element twice, except for a rank's own shard.
+    each element twice, except for a rank's own shard. They are logged under `ddp` alone.
 
     Args:
         method: Method of the table.
@@ -73,8 +83,8 @@ class GradientCompression(Callback):
         block: Number of elements that share a scale, for `one_bit`; a multiple of 8.
 
     Raises:
-        DloError: If a value is out of range, the strategy is not `ddp`, the method does not support manual optimization
-            or several optimizers, or `one_bit` has no optimizer made for it.
+        DloError: If a value is out of range, the strategy does not fit the method, the method does not support manual
+            optimization or several optimizers, or `one_bit` has no optimizer made for it.
     """
 
     #: It reads gradients, or hooks the optimizer's step.
@@ -115,6 +125,7 @@ class GradientCompression(Callback):
         self.hook: GradientHook | None = None
         #: All-reduce that averages momenta; None for other methods than one_bit.
         self.all_reduce: CompressedAllReduce | None = None
+        self._by_strategy = False  # whether the strategy compresses, not a hook of DDP
         self._trainer: Trainer | None = None
         self._precision: Precision | None = None
         self._loaded: Any = None
@@ -127,14 +138,10 @@ class GradientCompression(Callback):
         self.hook = self.all_reduce = self._loaded = None
         if stage != "fit" or isinstance(trainer.strategy, SingleDeviceStrategy):
             return
-        if not isinstance(trainer.strategy, DataParallelStrategy):
-            raise mark_agreed(
-                DloError(
-                    "GradientCompression: strategy must be ddp, whose all-reduce it compresses, got"
-                    f" {type(trainer.strategy).__name__}, which shards gradients or reduces them itself; set strategy"
-                    " ddp, or leave the callback out"
-                )
-            )
+        self._by_strategy = not isinstance(trainer.strategy, DataParallelStrategy)
+        if self._by_strategy:
+            self._ask_strategy(trainer)
+            return
         if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
             raise mark_agreed(
                 DloError(
@@ -158,10 +165,34 @@ class GradientCompression(Callback):
                 )
             )
 
+    def _ask_strategy(self, trainer: Trainer) -> None:
+        """Asks a strategy that reduces gradients itself to send them in half precision.
+
+        Raises:
+            DloError: The strategy or the method cannot do so.
+        """
+        name = type(trainer.strategy).__name__
+        if self.method in _NEEDS_FULL:
+            raise mark_agreed(
+                DloError(
+                    f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
+                    f" got {name}; set method: bf16, or strategy ddp"
+                )
+            )
+        if not contract_of(trainer.strategy).send_gradients_in(_HALVES[self.method]):
+            raise mark_agreed(
+                DloError(
+                    f"GradientCompression: strategy must be one whose gradients dlo reduces, got {name} of Lightning;"
+                    " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
+                )
+            )
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Registers the hook with DDP, and sets the optimizer's communicator."""
         self._trainer = trainer
         self._steps, self._sent, self._plain = trainer.global_step, 0.0, 0.0
+        if self._by_strategy:
+            return
         if trainer.world_size == 1:
             rank_zero_info(f"GradientCompression: {self.method} has no effect in a single process")
             return
@@ -181,7 +212,7 @@ class GradientCompression(Callback):
         if self.method == "one_bit":
             return self._one_bit(trainer)
         if self.method in ("fp16", "bf16"):
-            return HalfHook(torch.float16 if self.method == "fp16" else torch.bfloat16)
+            return HalfHook(_HALVES[self.method])
         start = self.start_step
         if start is None:
             steps = optimizer_steps(trainer)

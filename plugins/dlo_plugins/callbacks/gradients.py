@@ -12,33 +12,31 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 
-from dlo_framework.data.hashing import hash64
-from dlo_framework.distributed.norms import shards_state
+from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, match_names
+from dlo_framework.shards import Shard
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_plugins.sharding.indexed_noise import IndexedNoise
+from dlo_plugins.sharding.stepped_gradients import (
+    SteppedGradient,
+    check_reachable,
+    is_divided,
+    scale_of,
+    stepped_gradients,
+    torch_optimizer,
+)
+from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
 
 _NOISE = 3  # number of the hash's random stream
-
-
-def unit_norms(tensor: Tensor) -> Tensor:
-    """Returns the 2-norm of each unit of a parameter or its gradient, in a shape that broadcasts with it.
-
-    A unit is the slice of the parameter that computes one output feature: a row of a linear layer's weight, a filter of
-    a convolution. A vector, such as a bias or the gain of a norm, is one unit. Half precision is summed in float32.
-    """
-    dim = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
-    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
-    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=tensor.ndim > 1, dtype=dtype)
 
 
 def agc_scales(
@@ -54,13 +52,22 @@ def agc_scales(
         clip_factor: Largest |g| / |w| that is not clipped.
         eps: Lower bound of |w|, so that weights that start at zero can move.
     """
-    limits = [unit_norms(parameter) for parameter in parameters]
-    torch._foreach_clamp_min_(limits, eps)
-    torch._foreach_mul_(limits, clip_factor)
+    return norm_scales(
+        [unit_norms(parameter) for parameter in parameters],
+        [unit_norms(gradient) for gradient in gradients],
+        clip_factor,
+        eps,
+    )
+
+
+def norm_scales(weights: list[Tensor], gradients: list[Tensor], clip_factor: float, eps: float) -> list[Tensor]:
+    """Returns :func:`agc_scales` from the units' norms, which it overwrites."""
+    torch._foreach_clamp_min_(weights, eps)
+    torch._foreach_mul_(weights, clip_factor)
     # A gradient of zero gives infinity, and so 1.
-    torch._foreach_div_(limits, [unit_norms(gradient) for gradient in gradients])
-    torch._foreach_clamp_max_(limits, 1.0)
-    return limits
+    torch._foreach_div_(weights, gradients)
+    torch._foreach_clamp_max_(weights, 1.0)
+    return weights
 
 
 def noise_deviation(step: int, eta: float, gamma: float) -> float:
@@ -68,25 +75,18 @@ def noise_deviation(step: int, eta: float, gamma: float) -> float:
     return math.sqrt(eta / (1 + step) ** gamma)
 
 
-def add_noise_(gradients: Sequence[Tensor], deviation: float, seed: int, step: int) -> None:
-    """Adds Gaussian noise to gradients in place: a pure function of seed and step, whatever was drawn before.
+def add_noise_(gradients: Mapping[str, Shard], deviation: float, seed: int, step: int) -> None:
+    """Adds Gaussian noise to gradients in place: a function of seed, step, name and index of an element alone.
 
     Args:
-        gradients: Gradients on any devices; each device draws with a generator of its own.
+        gradients: Gradients by the parameter's name, full or in shards, on any devices.
         deviation: Standard deviation of the noise.
-        seed: Seed, equal on all ranks, so that replicas stay equal.
+        seed: Seed, equal on all ranks.
         step: Number of the optimizer step.
     """
-    mixed = int(hash64(np.array([step]), seed, _NOISE)[0] >> np.uint64(1))
-    generators: dict[torch.device, torch.Generator] = {}
-    noise = []
-    for gradient in gradients:
-        device = gradient.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(mixed)
-        drawn = torch.randn(gradient.shape, generator=generators[device], device=device, dtype=gradient.dtype)
-        noise.append(drawn)
-    torch._foreach_add_(list(gradients), noise, alpha=deviation)
+    noise = IndexedNoise(seed, step, _NOISE)
+    for name, gradient in gradients.items():
+        noise.add_(name, gradient, deviation)
 
 
 class AdaptiveGradientClipping(Callback):
@@ -95,6 +95,9 @@ class AdaptiveGradientClipping(Callback):
     A step then changes each unit by at most a fraction of its norm, whatever the loss, the batch size or the depth, so
     networks without normalisation train at large batches. It runs after accumulation, unscaling and averaging over
     ranks, and before Lightning's own clipping. It is equal to ``timm.utils.agc.adaptive_clip_grad``, and faster.
+
+    Under strategies that shard parameters, or cut them along a dim, a unit's norm is that of the full unit: each rank
+    adds up the squares of its elements, and one all-reduce of two numbers a unit completes the sums.
 
     It logs the fraction of clipped units as ``optim/agc_clipped``, every ``trainer.log_every_n_steps``.
 
@@ -107,9 +110,12 @@ class AdaptiveGradientClipping(Callback):
             the parallel plan's head in a Task, the last registered one in other modules. ``[]`` clips all.
 
     Raises:
-        DloError: If a value is out of range, a pattern matches no parameter, or the strategy shards parameters, as the
-            norm of a shard is not the norm of its unit.
+        DloError: If a value is out of range, a pattern matches no parameter, or gradients are not in memory before a
+            step.
     """
+
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
 
     def __init__(self, clip_factor: float = 0.01, eps: float = 1e-3, exclude: list[str] | None = None) -> None:
         if clip_factor <= 0 or eps <= 0:
@@ -120,32 +126,51 @@ class AdaptiveGradientClipping(Callback):
         self.clip_factor = clip_factor
         self.eps = eps
         self.exclude = exclude
-        self._excluded: set[int] = set()
+        self._excluded: set[str] = set()
+        self._norms: dict[int, UnitNorms] = {}  # of divided parameters, by optimizer
         self._clipped: Tensor | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the strategy."""
+        if stage == "fit":
+            check_reachable("AdaptiveGradientClipping", trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the excluded parameters."""
-        refuse_sharded("AdaptiveGradientClipping", trainer, pl_module)
-        names = dict(pl_module.named_parameters())
-        self._excluded = {id(names[name]) for name in excluded_names(pl_module, self.exclude)}
+        check_reachable("AdaptiveGradientClipping", trainer)
+        self._excluded = {plain_name(name) for name in excluded_names(pl_module, self.exclude)}
+        self._norms = {}
         self._clipped = None  # It may be left from a fit that raised in a step.
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Clips the gradients."""
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in self._excluded
-        ]
-        if not parameters:
+        logs = (trainer.global_step + 1) % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        stepped = [one for one in stepped_gradients(trainer.strategy, optimizer) if one.name not in self._excluded]
+        if is_divided(trainer.strategy, stepped):
+            self._clip_divided(trainer.strategy, optimizer, stepped, logs)
             return
-        gradients = [parameter.grad for parameter in parameters]
-        scales = agc_scales(parameters, gradients, self.clip_factor, self.eps)
-        torch._foreach_mul_(gradients, scales)
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._clipped = torch.cat([(scale < 1).float().flatten() for scale in scales]).mean()
+        gradients: Any = [one.gradient for one in stepped if one.gradient is not None]
+        weights: Any = [one.weight for one in stepped if one.gradient is not None]
+        if gradients:
+            scales = agc_scales(weights, gradients, self.clip_factor * scale_of(trainer.strategy), self.eps)
+            torch._foreach_mul_(gradients, scales)
+            if logs:
+                self._clipped = torch.cat([(scale < 1).float().flatten() for scale in scales]).mean()
+
+    def _clip_divided(self, strategy: Any, optimizer: Any, stepped: list[SteppedGradient], logs: bool) -> None:
+        """Clips gradients of which ranks have slices; called on all ranks."""
+        inner = torch_optimizer(optimizer)
+        names = [name for group in contract_of(strategy).group_names(inner) for name in group]
+        names = [name for name in dict.fromkeys(names) if name not in self._excluded]
+        norms = self._norms.get(id(inner))
+        if norms is None or norms.names != names:  # Parameter groups may be added during a run.
+            self._norms[id(inner)] = norms = UnitNorms(names, stepped, strategy.root_device)
+        weights, gradients, is_used = norms.measure(stepped)
+        (scales,) = norm_scales([weights], [gradients], self.clip_factor * scale_of(strategy), self.eps)
+        norms.scale_(stepped, scales)
+        if logs:
+            self._clipped = (scales < 1)[is_used].float().mean()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -161,9 +186,10 @@ class GradientNoise(Callback):
     """Adds Gaussian noise to the gradients, with a variance that falls over training (arXiv 1511.06807).
 
     The variance at step t is ``eta / (1 + t)^gamma``. It helps very deep or badly conditioned networks to leave a poor
-    initialisation. The noise depends only on the seed and the step: all ranks add the same noise, a resumed run
-    continues with the noise of the uninterrupted one, and no other random number of the run changes. It is added after
-    accumulation, unscaling and averaging over ranks, and before Lightning's own clipping.
+    initialisation. The noise of an element depends only on the seed, the step, the parameter's name and the element's
+    index: under every strategy it is that of one process, a resumed run continues with the noise of the uninterrupted
+    one, and no other random number of the run changes. It is added after accumulation, unscaling and averaging over
+    ranks, and before Lightning's own clipping.
 
     Args:
         eta: Variance at the first step; the paper tries 0.01, 0.3 and 1.0. 0 adds no noise.
@@ -171,8 +197,11 @@ class GradientNoise(Callback):
         seed: Seed of the noise; None uses that of ``seed_everything``.
 
     Raises:
-        DloError: If a value is out of range, or the strategy shards parameters.
+        DloError: If a value is out of range, or gradients are not in memory before a step.
     """
+
+    #: It reads gradients, or hooks the optimizer's step.
+    needs_gradients = True
 
     def __init__(self, eta: float = 0.01, gamma: float = 0.55, seed: int | None = None) -> None:
         if eta < 0 or gamma < 0:
@@ -192,9 +221,14 @@ class GradientNoise(Callback):
         """Restores the seed of the resumed run."""
         self._seed = state_dict["seed"]
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the strategy."""
+        if stage == "fit":
+            check_reachable("GradientNoise", trainer)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sets the seed, the same on all ranks."""
-        refuse_sharded("GradientNoise", trainer, pl_module)
+        check_reachable("GradientNoise", trainer)
         if self._seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed
             self._seed = int(trainer.strategy.broadcast(seed))
@@ -202,11 +236,14 @@ class GradientNoise(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Adds the step's noise."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.eta and gradients:
-            assert self._seed is not None
-            step = trainer.global_step
-            add_noise_(gradients, noise_deviation(step, self.eta, self.gamma), self._seed, step)
+        if not self.eta:
+            return
+        assert self._seed is not None
+        step = trainer.global_step
+        deviation = noise_deviation(step, self.eta, self.gamma) * scale_of(trainer.strategy)
+        stepped = stepped_gradients(trainer.strategy, optimizer)
+        gradients = {one.name: one.gradient for one in stepped if one.gradient is not None}
+        add_noise_(gradients, deviation, self._seed, step)
 
 
 def excluded_names(pl_module: LightningModule, patterns: list[str] | None) -> list[str]:
@@ -240,17 +277,3 @@ def last_linear(pl_module: LightningModule) -> str | None:
             plan = ParallelPlan()
         head = [name for name in linear if "head" in plan.owners(name.removeprefix("model."))]
     return next(reversed(head or linear), None)
-
-
-def refuse_sharded(callback: str, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Raises a DloError if a rank holds only shards of parameters or their gradients."""
-    sharded = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy) or shards_state(trainer.strategy)
-    if not sharded and torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
-    if sharded:
-        raise DloError(
-            f"{callback}: strategy must keep full parameters and gradients on each rank, got"
-            f" {type(trainer.strategy).__name__}, which shards them; set strategy ddp, or leave the callback out"
-        )

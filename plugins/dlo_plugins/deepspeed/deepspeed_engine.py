@@ -170,6 +170,7 @@ class DeepSpeedEngine:
             self.master_weights.drop_grads()
             self.deepspeed.global_steps += 1
             return
+        self.master_weights.store_grads()
         self.master_weights.hide_partitions()
         try:
             self.deepspeed.step()

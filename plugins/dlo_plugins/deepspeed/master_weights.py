@@ -165,6 +165,10 @@ class MasterWeights(ABC):
             flat.tensor.grad = shown.view_as(flat.tensor)
             self._replace(number, list(shown.split([run.numel() for run in runs])), shown)
 
+    @abstractmethod
+    def store_grads(self) -> None:
+        """Stores gradients that callbacks have changed, where what they see is a copy; before a step."""
+
     @property
     def dropped(self) -> bool:
         """Whether a callback has dropped the exposed gradients, so that the step is skipped."""

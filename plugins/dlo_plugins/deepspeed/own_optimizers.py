@@ -8,51 +8,15 @@ paper: the trust ratio has bounds, and the bias correction scales the step, not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from dlo_framework.optimizers import PerParameterOptimizer, trust_ratio
 
 
-class _Stepped(Optimizer):
-    """Base class of optimizers that step one parameter after the other."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step.
-
-        Args:
-            closure: Function that computes gradients and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel():
-                    self.step_parameter(parameter, parameter.grad, group)
-        return loss
-
-    def step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Takes a step of one parameter."""
-        raise NotImplementedError
-
-    def _moments(self, parameter: Tensor, gradient: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Updates a parameter's moments, and returns them."""
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        first.lerp_(gradient, 1 - betas[0])
-        second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-        return first, second
-
-
-class UncorrectedAdam(_Stepped):
+class UncorrectedAdam(PerParameterOptimizer):
     """Adam whose moments are not corrected for their start at zero, as in BERT's original training.
 
     Args:
@@ -83,11 +47,11 @@ class UncorrectedAdam(_Stepped):
             parameter.mul_(1 - rate * decay)
         elif decay:
             gradient = gradient.add(parameter, alpha=decay)
-        first, second = self._moments(parameter, gradient, group["betas"])
+        first, second = _moments(self.state[parameter], parameter, gradient, group["betas"])
         parameter.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-rate)
 
 
-class DeepSpeedLamb(_Stepped):
+class DeepSpeedLamb(PerParameterOptimizer):
     """DeepSpeed's LAMB.
 
     Args:
@@ -124,13 +88,22 @@ class DeepSpeedLamb(_Stepped):
         state.setdefault("step", torch.tensor(0.0))
         state["step"] += 1
         count, (beta1, beta2), eps = float(state["step"]), group["betas"], group["eps"]
-        first, second = self._moments(parameter, gradient, (beta1, beta2))
+        first, second = _moments(state, parameter, gradient, (beta1, beta2))
         root = (second + eps).sqrt_() if group["eps_inside_sqrt"] else second.sqrt().add_(eps)
         update = (first / root).add_(parameter, alpha=group["weight_decay"])
-        norm, length = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
-        ratio = (norm / length).clamp(group["min_coeff"], group["max_coeff"])
-        ratio = torch.where((norm > 0) & (length > 0), ratio, torch.ones_like(ratio))
+        ratio = trust_ratio(parameter, update, (group["min_coeff"], group["max_coeff"]))
         rate = group["lr"]
         if group["bias_correction"]:
             rate = rate * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
         parameter.sub_(update.mul_(ratio), alpha=float(rate))
+
+
+def _moments(state: dict[str, Any], parameter: Tensor, gradient: Tensor, betas: Any) -> tuple[Tensor, Tensor]:
+    """Updates a parameter's moments, and returns them."""
+    if "exp_avg" not in state:
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    return first, second

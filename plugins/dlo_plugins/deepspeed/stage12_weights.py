@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dlo_framework.shards import FlatShard
 from dlo_plugins.deepspeed.deepspeed_layout import Stage12Layout
@@ -54,6 +55,9 @@ class Stage12Weights(MasterWeights):
 
     def hide_partitions(self) -> None:
         """Does nothing: the partitions stay in the optimizer's parameter groups."""
+
+    def store_grads(self) -> None:
+        """Does nothing: callbacks see the memory that DeepSpeed steps with."""
 
     def load_params(self) -> None:
         """Copies the partitions into the parameters of all ranks."""
@@ -147,6 +151,10 @@ class Stage0Weights(MasterWeights):
 
     sharded = False
 
+    def __init__(self, zero: Any, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._exposed: dict[int, int] = {}  # version counters of exposed gradients
+        super().__init__(zero, optimizer, names)
+
     @torch.no_grad()
     def undo_first_step(self) -> None:
         """Undoes the step on zero gradients by which DeepSpeed creates the optimizer's state.
@@ -197,6 +205,16 @@ class Stage0Weights(MasterWeights):
 
     def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
         """Keeps the gradients in half precision: DeepSpeed copies them once more."""
+        self._exposed[number] = flat._version
+
+    @torch.no_grad()
+    def store_grads(self) -> None:
+        """Rounds gradients that callbacks have changed into those that DeepSpeed copies."""
+        for number, (flat, half) in enumerate(zip(self.partitions, self._halves(), strict=True)):
+            shown = flat.tensor.grad
+            if shown is not None and half.grad is not None and shown._version != self._exposed.get(number):
+                half.grad.copy_(shown.view_as(half))
+        self._exposed.clear()
 
     def buffers(self) -> list[Tensor]:
         """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own: none in stage 0."""

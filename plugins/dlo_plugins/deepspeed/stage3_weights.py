@@ -82,6 +82,9 @@ class Stage3Weights(MasterWeights):
         for group in self.optimizer.param_groups:
             group["params"] = []
 
+    def store_grads(self) -> None:
+        """Does nothing: callbacks see the memory that DeepSpeed steps with."""
+
     def load_params(self) -> None:
         """Copies the partitions into the parameters of all ranks."""
         self.zero._partition_all_parameters()

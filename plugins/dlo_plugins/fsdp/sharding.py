@@ -358,7 +358,11 @@ class ShardedModule:
             alike.setdefault((gradient.dtype, name in self.layout.experts), []).append(gradient)
         for (_, of_experts), same in alike.items():
             for bucket in _buckets(same):
-                joined = self.mean(torch.cat([gradient.reshape(-1) for gradient in bucket]), of_experts)
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                sent = self.options.policy.reduce_dtype
+                if sent is not None and sent.itemsize < flat.element_size() and not flat.is_complex():
+                    flat = flat.to(sent)
+                joined = self.mean(flat, of_experts)
                 for gradient, mean in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(mean.view_as(gradient))
 

@@ -9,32 +9,16 @@ norm is 0. Gradients are not clipped here: set ``trainer.gradient_clip_val``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import PerParameterOptimizer, trust_ratio
 
 
-def bounded_ratio(weight: Tensor, update: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """Returns LAMB's trust ratio |weight| / |update|, in bounds; 1 where a norm is 0. It does not wait for the device.
-
-    Args:
-        weight: Weights.
-        update: Adam's update, weight decay included.
-        bounds: Smallest and largest ratio; None for no bounds.
-    """
-    norm, length = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
-    ratio = norm / length
-    if bounds is not None:
-        ratio = ratio.clamp(*bounds)
-    return torch.where((norm > 0) & (length > 0), ratio, torch.ones_like(ratio))
-
-
-class BoundedLamb(Optimizer):
+class BoundedLamb(PerParameterOptimizer):
     """LAMB whose trust ratio has bounds.
 
     Args:
@@ -73,26 +57,9 @@ class BoundedLamb(Optimizer):
         """Returns a moment of a parameter, zeros."""
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step.
-
-        Args:
-            closure: Function that computes gradients and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel():
-                    self._step_parameter(parameter, group)
-        return loss
-
-    def _step_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
+    def step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Takes a step of one parameter."""
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = self.new_moment(parameter, signed=True)
@@ -108,7 +75,7 @@ class BoundedLamb(Optimizer):
         root = second.div_(1 - beta2**count).sqrt_().add_(group["eps"])
         update = first.div_(1 - beta1**count).div_(root).add_(weight, alpha=group["weight_decay"])
         bounds = group["trust_bounds"]
-        update.mul_(bounded_ratio(weight, update, None if bounds is None else tuple(bounds)))
+        update.mul_(trust_ratio(weight, update, None if bounds is None else tuple(bounds)))
         weight.sub_(update, alpha=group["lr"])
         if weight is not parameter:
             parameter.copy_(weight)

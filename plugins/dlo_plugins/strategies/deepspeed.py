@@ -340,6 +340,17 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
 
     # --- a step --------------------------------------------------------------------------------------------
 
+    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Sends gradients in a half precision, by DeepSpeed's own option."""
+        name, given = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], self.asked.get("communication_data_type")
+        if given not in (None, name):
+            raise DloError(
+                f"communication_dtype must be {name} or unset beside a callback that sends gradients in it, got"
+                f" {given}; leave one of the two out"
+            )
+        self.asked = {**self.asked, "communication_data_type": name}
+        return True
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the engine for a backward."""
         self._started().before_backward()
@@ -368,6 +379,12 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of the gradient over all ranks, before clipping."""
         return self._started().gradient_norm()
+
+    def gradient_scale(self) -> float | None:
+        """Returns the loss scale, by which DeepSpeed divides in its step; None with the optimizer on NVMe."""
+        if get(self.asked, "zero_optimization.offload_optimizer.device") == "nvme":
+            return None
+        return 1.0 if self.engine is None else self.engine.loss_scale()
 
     # --- state ---------------------------------------------------------------------------------------------
 

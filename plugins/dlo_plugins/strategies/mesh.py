@@ -39,6 +39,7 @@ from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
 from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
+from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
@@ -151,6 +152,11 @@ class MeshStrategy(ShardedStrategy):
             DloError: The product of the axes is not the number of ranks; the message computes sizes that fit.
         """
         return self.spec.resolve(self.num_nodes * self.num_processes)
+
+    def micro_batch_multiple(self) -> int:
+        """Returns the number of which a rank's samples must be a multiple: that of the pipeline's micro-batches."""
+        spec = self.mesh_spec()
+        return self.pipelining.count_micro_batches(spec.pp) if spec.pp > 1 else 1
 
     def sequence_multiple(self) -> int:
         """Returns the number of which a sequence's length must be a multiple: 1 where no ranks share sequences."""
@@ -537,6 +543,13 @@ class MeshStrategy(ShardedStrategy):
         if group is None and isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg", "sum"):
             group = self.groups.data_group
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Sends gradients over the data axes in a half precision."""
+        param, reduce, output = self.fully_shard.dtypes
+        check_sent_dtype("reduce_dtype", reduce, dtype)
+        self.fully_shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
+        return True
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
         """Calls a function in backward with this rank's rows whose gradients are reduced, on axes of data alone."""

@@ -28,7 +28,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
-from dlo_plugins.sharding.gathered_dtype import default_param_dtype, parse_dtype
+from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
@@ -105,6 +105,7 @@ class ZeroStrategy(ShardedStrategy):
         )
         self.dtypes, self.meta_init, self.bf16_weights = (param_dtype, reduce_dtype), meta_init, bf16_weights
         self._rounding: StochasticSteps | None = None
+        self._sent_dtype: torch.dtype | None = None
         self.engine: ZeroEngine | None = None
 
     @classmethod
@@ -211,6 +212,7 @@ class ZeroStrategy(ShardedStrategy):
             find_unused=self.find_unused,
             gathered_dtype=gathered,
             reduced_dtype=reduced,
+            sent_dtype=self._sent_dtype,
             rounding=self._rounding,
         )
         engine = ZeroEngine(module, self.optimizers, units, communicator, self.root_device, options, initialise)
@@ -342,6 +344,12 @@ class ZeroStrategy(ShardedStrategy):
         """Finishes the engine's reduction."""
         assert self.engine is not None
         self.engine.after_backward(self._module().automatic_optimization)
+
+    def send_gradients_in(self, dtype: torch.dtype) -> bool:
+        """Sends gradients in a half precision."""
+        check_sent_dtype("reduce_dtype", self.dtypes[1], dtype)
+        self._sent_dtype = dtype
+        return True
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
         """Calls a function in backward with this rank's shards whose gradients are reduced, in stage 3."""

@@ -64,6 +64,7 @@ class ZeroOptions:
         gathered_dtype: Dtype in which parameters in single precision are gathered and used, except batch norms'; None
             for their own dtype.
         reduced_dtype: Dtype in which their gradients are summed; None for their own dtype.
+        sent_dtype: Dtype in which all gradients in wider dtypes are sent and summed; None for no such dtype.
         rounding: Steps of bf16 parameters without master weights, whose gradients are kept in single precision; None
             where there are none.
     """
@@ -75,6 +76,7 @@ class ZeroOptions:
     find_unused: bool = False
     gathered_dtype: torch.dtype | None = None
     reduced_dtype: torch.dtype | None = None
+    sent_dtype: torch.dtype | None = None
     rounding: StochasticSteps | None = None
 
     @property
@@ -164,6 +166,9 @@ class ZeroEngine:
         if self.options.rounding is not None and next(iter(named.values())).dtype == torch.bfloat16:
             kept = torch.float32
             reduced = self.options.reduced_dtype or kept
+        dtype = next(iter(named.values())).dtype
+        if self.options.sent_dtype is not None and dtype.itemsize > 2 and not dtype.is_complex:
+            reduced = self.options.sent_dtype
         return FlatGroup(
             *(named, self.communicator, self.device),
             keep_full=not stage3,

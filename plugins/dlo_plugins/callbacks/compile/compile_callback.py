@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batches import batch_size
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor
@@ -136,10 +137,17 @@ class Compile(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and sets inductor's cache folder before inductor starts."""
-        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+        wraps = isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy)
+        if wraps and isinstance(contract_of(trainer.strategy), ForeignStrategy):
             raise DloError(
                 "Compile: strategy must leave modules unwrapped until callbacks run, got"
-                f" {type(trainer.strategy).__name__}; set strategy ddp, or ModelParallelStrategy (FSDP2)"
+                f" {type(trainer.strategy).__name__} of Lightning; use ddp, zero1 to zero3, fsdp, MeshStrategy or"
+                " DeepSpeedBridge"
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
+            raise DloError(
+                "Compile: strategy must leave a block's parameters in place while it runs, got DeepSpeed's stage 3,"
+                " whose hooks gather them layer by layer and cannot be traced; use zero3, fsdp, or DeepSpeed's stage 2"
             )
         self._cuda_graphs = self.mode in CUDA_GRAPHS and trainer.strategy.root_device.type == "cuda"
         self._refuse_accumulation(trainer)
