@@ -41,10 +41,11 @@ class TimmModels(ImageModels):
             # The object stays the same, and with it its parameters, hooks and the strategy's references.
             part.__class__ = AnySizeAttention2d
 
-    def size_multiples(self, part: nn.Module | Any) -> list[int]:
+    def size_multiples(self, part: nn.Module) -> list[int]:
         """Returns the sides of a ViT's or a Swin's patch, or the stride of a CoAtNet."""
         if isinstance(part, _Swin):
-            return [int(side) for side in part.patch_embed.patch_size]
+            patches: Any = part.patch_embed
+            return [int(side) for side in patches.patch_size]
         if isinstance(part, VisionTransformer):
             return [int(side) for side in part.patch_embed.feat_ratio(as_scalar=False)]
         return [int(part.feature_info[-1]["reduction"])] if isinstance(part, MaxxVit) else []
