@@ -6,7 +6,8 @@ Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check 
 rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
 backward of the cut model in double precision, and the largest difference from the full one is kept: of outputs and
 gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
-or so there. `packing` is whether a batch may hold several documents in a row.
+or so there. `packing` is whether a batch may hold several documents in a row: by the model's own masks (`ok`), or by
+changes to its modules that dlo infers (`inferred`).
 
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
@@ -151,8 +152,11 @@ def measure(name: str, axes: list[str]) -> dict[str, Any]:
     for axis in axes:
         try:
             if axis == "packing":
-                task: Any = make(name).on_meta()
-                found[axis] = "ok" if task._traits.isolates_documents else "documents are not kept apart"
+                task: Any = make(name)
+                task.configure_model()
+                traits = task._traits
+                way = "inferred" if traits.isolation is not None else "ok"
+                found[axis] = way if traits.isolates_documents else "documents are not kept apart: rows are padded"
                 continue
             refused, inferred = checked(name, axis)
             found[axis] = refused or ("inferred" if inferred else "ok")

@@ -21,7 +21,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+#: Attributes of a module with its tensors and parts.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 #: Errors of a forward that cannot run without values; they do not show a fault of the model.
 UNSUPPORTED = (
     DataDependentOutputException,
@@ -80,8 +83,14 @@ def grouped_mm(
 
 
 def fake_copy(module: Any) -> Any:
-    """Returns a copy of a module with fake tensors, in a `FakeTensorMode`; tied tensors stay tied."""
+    """Returns a copy of a module with fake tensors, in a `FakeTensorMode`; tied tensors stay tied.
+
+    Tensors that are neither parameters nor buffers, such as the states of metrics, are not copied.
+    """
     shared = [*module.parameters(), *module.buffers()]
+    for part in module.modules():
+        own_values = {name: value for name, value in vars(part).items() if name not in _REGISTERED}
+        shared += [value for value in tree_leaves(own_values) if isinstance(value, Tensor)]
     own = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
     made: dict[int, Any] = {}
     for part in own.modules():

@@ -11,7 +11,7 @@ from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
+from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection, size_multiple
 from dlo_tasks.imagenet.timm_sizes import bias_at, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -179,6 +179,27 @@ def test_what_a_size_is_a_multiple_of():
     assert size_multiple(timm.create_model("vit_tiny_r_s16_p8_224", img_size=64)) == 32
     assert size_multiple(timm.create_model("resnet18")) is None
     assert size_multiple(nn.ModuleList([build("vit"), build("coatnet")])) == 32
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "swinv2_cr_tiny_224"])
+def test_swin_transformers_keep_their_windows_at_other_sizes(name):
+    """Equal to timm's own model that is built for any size, and at the size of construction to the plain model."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2), "num_classes": 3}
+    plain = timm.create_model(name, **sizes).eval()
+    free = timm.create_model(name, **sizes, strict_img_size=False).eval()
+    free.load_state_dict(plain.state_dict())
+    before, keys = plain(images(32, 32)), list(plain.state_dict())
+    assert find_objection(plain, (48, 64)) is not None
+    accept_any_size(plain)
+    accept_any_size(plain)
+    assert torch.equal(plain(images(32, 32)), before)
+    assert list(plain.state_dict()) == keys
+    for size in ((48, 64), (20, 24)):
+        check_sizes(plain, [size], (32, 32))
+        torch.testing.assert_close(plain(images(*size)), free(images(*size)))
+    with pytest.raises(DloError, match="multiples of 4 pixels, got 34; use 32 or 36"):
+        check_sizes(plain, [(32, 34)], (32, 32))
 
 
 class Holder(LightningModule):

@@ -26,6 +26,14 @@ def test_cross_attentions_of_bart_are_frozen() -> None:
     assert not frozen(CausalLM(config=tiny("llama", dropout=False), freeze="auto"))
 
 
+def test_they_are_found_while_a_task_has_metrics() -> None:
+    """A run makes metrics, whose states are no buffers, before it builds the model."""
+    task = CausalLM(config=tiny("bart", dropout=False), freeze="auto")
+    task.setup("fit")
+    task.configure_model()
+    assert not task.get_parameter("model.model.decoder.layers.0.encoder_attn.q_proj.weight").requires_grad
+
+
 def test_the_error_offers_it() -> None:
     task = CausalLM(config=tiny("bart", dropout=False))
     assert "set --model.init_args.freeze auto, or set find_unused: true" in unused_message(["a"], module=task)

@@ -84,6 +84,39 @@ class MergedOutput:
         return self.sum.to(self.dtype)
 
 
+def add_sinks(out: MergedOutput, sinks: Tensor | None) -> None:
+    """Adds attention sinks: each head has one more score, to which no value belongs (gpt_oss).
+
+    The sum of exponentials grows by the sink's, so with `w = exp(lse) / (exp(lse) + exp(sink))` outputs become `w out`.
+    With the new log-sum-exp, the backward of blocks needs no change.
+
+    Args:
+        out: Output, merged over all blocks; changed in place.
+        sinks: Score of each head, [H]; None without sinks.
+    """
+    if sinks is None:
+        return
+    score = sinks.to(out.lse.dtype)[None, :, None]
+    out.sum.mul_(torch.sigmoid(out.lse - score)[..., None])
+    out.lse.copy_(torch.logaddexp(out.lse, score))
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Returns the gradient of sinks, [H]; None without sinks.
+
+    Args:
+        grad: Gradient of the output, [B, H, S, E].
+        out: Output, with the sinks, [B, H, S, E].
+        lse: Log-sum-exp, with the sinks, [B, H, S].
+        sinks: Score of each head, [H]; None without sinks.
+    """
+    if sinks is None:
+        return None
+    weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # The sink's value is zero.
+    found = -(weight * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2))
+    return found.to(sinks.dtype)
+
+
 def merge(total: Tensor, known: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merges the output of a block into the output of other blocks, in place, in one pass over both.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.blockwise import Attention
+from dlo_plugins.context.blockwise import Attention, sinks_gradient
 from dlo_plugins.context.fused import Dropout, Score
 from dlo_plugins.context.ring import Ring, ring_backward, ring_forward
 from dlo_plugins.context.ulysses import full_backward, full_forward
@@ -128,6 +128,7 @@ def _make_operator(name: str, is_full: bool) -> Any:
     Its arguments:
 
     - ``q``, ``k``, ``v``: queries [B, H, P, D], keys [B, K, P, D] and values [B, K, P, E].
+    - ``sinks``: score of each head's attention sink, [H]; None without sinks.
     - ``ticket``: number of the batch; see :func:`issue`.
     - ``seed``: seed of dropout, an int64 scalar, the same on all ranks; None without dropout.
     - ``scale``, ``softcap``: factor of scores, and their soft bound; None for none.
@@ -142,9 +143,9 @@ def _make_operator(name: str, is_full: bool) -> Any:
             them, instead of those of this rank, as :mod:`dlo_plugins.context.ring` sends them round.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
         what, ring = _attention(q, k, is_full, *settings)
-        return full_forward(q, k, v, what) if is_full else ring_forward(q, k, v, what, ring)
+        return full_forward(q, k, v, what, sinks) if is_full else ring_forward(q, k, v, what, ring, sinks)
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *settings: Any
@@ -154,7 +155,7 @@ def _make_operator(name: str, is_full: bool) -> Any:
         return _unalias(full_backward(*tensors, what) if is_full else ring_backward(*tensors, what, ring))
 
     operator = torch.library.custom_op(
-        f"dlo::{name}", forward, mutates_args=(), schema=f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
+        f"dlo::{name}", forward, mutates_args=(), schema=f"({_TENSORS}, Tensor? sinks, {_SETTINGS}) -> (Tensor, Tensor)"
     )
     gradient = torch.library.custom_op(
         f"dlo::{name}_backward",
@@ -164,7 +165,9 @@ def _make_operator(name: str, is_full: bool) -> Any:
     )
 
     def gradients(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Any, ...]:
-        return *gradient(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
+        q, k, v, sinks, out, lse, *settings = ctx.saved_tensors
+        of_sinks = sinks_gradient(grad, out, lse, sinks)
+        return *gradient(grad, q, k, v, out, lse, *settings, *ctx.rest), of_sinks, *[None] * 6
 
     operator.register_fake(_like_forward)
     gradient.register_fake(_like_backward)
@@ -193,8 +196,8 @@ def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ticket, seed, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, ticket, seed)
+    q, k, v, sinks, ticket, seed, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, ticket, seed)
 
 
 ring_attention = _make_operator("ring_attention", is_full=False)

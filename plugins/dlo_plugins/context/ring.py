@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.distributed import collectives
-from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
+from dlo_plugins.context.blockwise import Attention, MergedOutput, add_sinks, attend, attend_backward, sinks_gradient
 from dlo_plugins.context.sequence_layout import chunks_of
 
 #: Tags by which gloo separates transfers that run at the same time.
@@ -110,7 +110,9 @@ class _Wire:
         return flat[: first.numel()].view(first), flat[first.numel() :].view(second)
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the output of this rank's queries, [B, H, 2 S, E], and its log-sum-exp, [B, H, 2 S].
 
     Args:
@@ -119,6 +121,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -
         v: Values of this rank's two chunks, [B, K, 2 S, E].
         what: Attention to compute.
         ring: Ring of the ranks.
+        sinks: Score of each head's attention sink, [H]; None without sinks.
     """
     out, own, wire = MergedOutput(q, v.shape[-1]), ring.chunks(0), _Wire(k, v)
     at_hand = wire.join(k, v) if ring.size > 1 else None
@@ -131,6 +134,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -
         if coming is not None:
             at_hand = coming.wait()
             keys, values = wire.split(at_hand)
+    add_sinks(out, sinks)
     return out.value(), out.lse
 
 
@@ -181,15 +185,16 @@ class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks; saves only this rank's tensors for backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, what: Attention, ring: Ring) -> Tensor:
         """Returns the output of :func:`ring_forward`."""
-        out, lse = ring_forward(q, k, v, what, ring)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = ring_forward(q, k, v, what, ring, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.what, ctx.ring = what, ring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ring_backward(grad, q, k, v, out, lse, ctx.what, ctx.ring), None, None
+        """Returns the gradients of q, k, v and the sinks."""
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        of_sinks = sinks_gradient(grad, out, lse, sinks)
+        return *ring_backward(grad, q, k, v, out, lse, ctx.what, ctx.ring), of_sinks, None, None

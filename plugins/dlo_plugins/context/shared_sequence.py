@@ -14,7 +14,7 @@ from dlo_plugins.context import operators, sequence_layout
 from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.fused import Dropout, Score
 from dlo_plugins.context.ring import Ring, RingAttention
-from dlo_plugins.context.ulysses import FullAttention, chunk_count, ulysses_attention
+from dlo_plugins.context.ulysses import FullAttention, chunk_count, local_sinks, ulysses_attention
 from dlo_plugins.context.visibility import (
     CountedTensor,
     Documents,
@@ -156,7 +156,14 @@ class SharedSequence:
         return sequence_layout.concat_shards(parts, dim)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, score: Score, window: int | None, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Score,
+        window: int | None,
+        dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns the output of this rank's queries, [B, H, L / ranks, E].
 
@@ -167,6 +174,7 @@ class SharedSequence:
             score: Score function.
             window: Number of tokens that a token sees, including itself; None for all before it.
             dropout: Rate of weights that are dropped.
+            sinks: Score of each head's attention sink, [H]; None without sinks.
 
         Raises:
             DloError: If no batch has been sharded, or the shapes are not those of the sharded batch.
@@ -178,22 +186,33 @@ class SharedSequence:
             dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if torch.compiler.is_compiling():
-            return self._attention_in_graph(q, k, v, score, window, dropout)
+            return self._attention_in_graph(q, k, v, score, window, dropout, sinks)
         documents = operators.documents_for(q.shape[0], q.shape[2], k.shape[2], self.ring, self._current)
         what = Attention(documents, score, window, self._drawn(dropout, documents) if dropout else None)
         if self.method == "ulysses":
-            return ulysses_attention(q, k, v, lambda q, k, v: FullAttention.apply(q, k, v, what), self.ring)
-        return RingAttention.apply(q, k, v, what, self.ring)
+            own = local_sinks(sinks, self.ring)
+            return ulysses_attention(q, k, v, lambda q, k, v: FullAttention.apply(q, k, v, own, what), self.ring)
+        return RingAttention.apply(q, k, v, sinks, what, self.ring)
 
     def _attention_in_graph(
-        self, q: Tensor, k: Tensor, v: Tensor, score: Score, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Score,
+        window: int | None,
+        dropout: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Computes :meth:`attention` by operators that torch.compile puts into its graph."""
         seed = torch.randint(SEEDS, ()) if dropout else None
         rest = self._ticket, seed, score.scale, score.softcap, window, dropout
         if self.method == "ulysses":
-            return ulysses_attention(q, k, v, lambda q, k, v: operators.full_attention(q, k, v, *rest)[0], self.ring)
-        return operators.ring_attention(q, k, v, *rest)[0]
+            own = local_sinks(sinks, self.ring)
+            return ulysses_attention(
+                q, k, v, lambda q, k, v: operators.full_attention(q, k, v, own, *rest)[0], self.ring
+            )
+        return operators.ring_attention(q, k, v, sinks, *rest)[0]
 
     def _drawn(self, rate: float, documents: Documents) -> Dropout:
         """Draws the seed of dropped weights from the common random numbers, which recomputation restores.

@@ -52,8 +52,8 @@ def check_model(module: nn.Module, attention: Sequence[str]) -> None:
     """Checks that a model mixes positions only by attention, and that its attention can be replaced.
 
     Raises:
-        DloError: If the model is not a causal language model of transformers, its attention cannot be replaced, it has
-            attention sinks, or it mixes positions in other ways, such as convolutions and state-space layers.
+        DloError: If the model is not a causal language model of transformers, its attention cannot be replaced, or
+            it mixes positions in other ways, such as convolutions and state-space layers.
     """
     from transformers import AttentionInterface
 
@@ -117,6 +117,7 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention with the signature of transformers' attention functions.
@@ -131,6 +132,7 @@ def attention_forward(
         scaling: Factor on scores; the inverse square root of D by default.
         sliding_window: Number of tokens that a token sees, including itself.
         softcap: Soft bound of the scores.
+        s_aux: Score of each head's attention sink, [H]; None without sinks.
         **others: Further arguments of some families.
 
     Returns:
@@ -147,7 +149,7 @@ def attention_forward(
         )
     _refuse(module, attention_mask, others)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
-    out = sequence.attention(query, key, value, score, sliding_window, dropout)
+    out = sequence.attention(query, key, value, score, sliding_window, dropout, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -160,9 +162,10 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
         )
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise DloError(f"attention must be causal for context parallelism, got is_causal=False from {kind}; set cp=1")
-    for name, what in (("s_aux", "attention sinks"), ("position_bias", "a position bias")):
-        if others.get(name) is not None:
-            raise DloError(f"attention must have no {what} for context parallelism, got {name} from {kind}; set cp=1")
+    if others.get("position_bias") is not None:
+        raise DloError(
+            f"attention must have no position bias for context parallelism, got position_bias from {kind}; set cp=1"
+        )
     if others.get("output_attentions"):
         raise DloError(
             "output_attentions must be off under context parallelism, which does not keep attention weights, got True;"
@@ -208,5 +211,3 @@ def _check_attention(module: nn.Module, name: str) -> None:
             "attention.mask must be causal under context parallelism, whose ranks have no keys after their queries, got"
             " Prefix; set cp=1"
         )
-    if getattr(part, "sinks", None) is not None:
-        raise DloError(f"attention must have no attention sinks for context parallelism, got {kind}; set cp=1")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.errors import DloError
-from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
+from dlo_plugins.context.blockwise import Attention, MergedOutput, add_sinks, attend, attend_backward, sinks_gradient
 from dlo_plugins.context.ring import Ring
 from dlo_plugins.context.visibility import Documents
 
@@ -69,6 +69,11 @@ def chunk_count(length: int, most: int) -> int:
     return max((n for n in range(1, most + 1) if most % n == 0 and length // n >= _CHUNK), default=1)
 
 
+def local_sinks(sinks: Tensor | None, ring: Ring) -> Tensor | None:
+    """Returns the sinks of the heads that this rank has between the all-to-alls, [H / n]; None without sinks."""
+    return None if sinks is None else sinks.chunk(ring.size)[ring.rank]
+
+
 def kv_repeats(kv_heads: int, ranks: int) -> int:
     """Returns the number of repeats of each head of keys and values, so that they are divisible by the ranks."""
     return ranks // math.gcd(kv_heads, ranks)
@@ -84,7 +89,9 @@ def heads_error(heads: int, ranks: int) -> str:
     )
 
 
-def full_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention) -> tuple[Tensor, Tensor]:
+def full_forward(
+    q: Tensor, k: Tensor, v: Tensor, what: Attention, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the output of the full sequence on one rank, [B, H, L, E], and its log-sum-exp, [B, H, L].
 
     It is computed chunk by chunk: no tensor of L x L exists.
@@ -93,6 +100,7 @@ def full_forward(q: Tensor, k: Tensor, v: Tensor, what: Attention) -> tuple[Tens
     chunks = range(what.documents.chunks)
     out = MergedOutput(q, v.shape[-1])
     attend(what, out, q, chunks, k, v, chunks)
+    add_sinks(out, sinks)
     return out.value(), out.lse
 
 
@@ -118,18 +126,19 @@ class FullAttention(torch.autograd.Function):
     """Attention of the full sequence on one rank."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, what: Attention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, what: Attention) -> Tensor:
         """Returns the output of :func:`full_forward`."""
-        out, lse = full_forward(q, k, v, what)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = full_forward(q, k, v, what, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.what = what
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
-        return *full_backward(grad, q, k, v, out, lse, ctx.what), None
+        """Returns the gradients of q, k, v and the sinks."""
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        of_sinks = sinks_gradient(grad, out, lse, sinks)
+        return *full_backward(grad, q, k, v, out, lse, ctx.what), of_sinks, None
 
 
 class _ByHeads(torch.autograd.Function):

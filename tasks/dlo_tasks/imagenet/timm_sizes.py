@@ -3,6 +3,8 @@
 * Vision Transformers accept them by timm's ``dynamic_img_size`` (bicubic, antialiased).
 * CoAtNet (Dai, Liu, Le, Tan 2021, arXiv 2106.04803) interpolates its biases bilinearly, as the paper does for
   fine-tuning at a larger size.
+* Swin Transformers (Liu et al. 2021, arXiv 2103.14030, and V2, 2022, arXiv 2111.09883) keep the windows and tables of
+  biases that they were built with. More windows cover a larger image, and maps that they do not fill are padded.
 """
 
 from __future__ import annotations
@@ -14,26 +16,36 @@ from timm.layers.hybrid_embed import HybridEmbed
 from timm.layers.patch_embed import PatchEmbed
 from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp, gen_relative_log_coords
 from timm.models.maxxvit import Attention2d, MaxxVit
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlo_framework.model_sizes import ImageModels
 
+_Swin = SwinTransformer | SwinTransformerV2 | SwinTransformerV2Cr
+
 
 class TimmModels(ImageModels):
-    """ViTs and CoAtNets."""
+    """ViTs, CoAtNets and Swin Transformers."""
 
     def accept_any_size(self, part: nn.Module) -> None:
-        """Sets ``dynamic_img_size`` of a ViT, and replaces the class of a CoAtNet's attention."""
+        """Sets ``dynamic_img_size`` of a ViT and a Swin, and replaces the class of a CoAtNet's attention."""
         if isinstance(part, VisionTransformer):
             _free_vit(part)
+        elif isinstance(part, _Swin):
+            _free_swin(part)
         elif type(part) is Attention2d and isinstance(part.rel_pos, RelPosBias | RelPosMlp):
             # The object stays the same, and with it its parameters, hooks and the strategy's references.
             part.__class__ = AnySizeAttention2d
 
     def size_multiples(self, part: nn.Module) -> list[int]:
-        """Returns the sides of a ViT's patch, or the stride of a CoAtNet."""
+        """Returns the sides of a ViT's or a Swin's patch, or the stride of a CoAtNet."""
+        if isinstance(part, _Swin):
+            patches: Any = part.patch_embed
+            return [int(side) for side in patches.patch_size]
         if isinstance(part, VisionTransformer):
             return [int(side) for side in part.patch_embed.feat_ratio(as_scalar=False)]
         return [int(part.feature_info[-1]["reduction"])] if isinstance(part, MaxxVit) else []
@@ -52,6 +64,19 @@ def _free_vit(vit: VisionTransformer) -> None:
     patches.flatten = False
     patches.output_fmt = Format.NHWC
     vit.dynamic_img_size = True  # type: ignore[misc]  # Final for TorchScript
+
+
+def _free_swin(swin: Any) -> None:
+    """Sets what ``strict_img_size=False`` sets at construction.
+
+    timm 1.0.31 has no setter for it: the constructors pass it to the patch embedding, and ``dynamic_mask`` to each
+    block, which then masks its shifted windows by the size of its input.
+    """
+    swin.patch_embed.strict_img_size = False
+    swin.dynamic_img_size = True
+    for block in swin.modules():
+        if hasattr(block, "dynamic_mask") and hasattr(block, "shift_size"):
+            block.dynamic_mask = True
 
 
 class AnySizeAttention2d(Attention2d):

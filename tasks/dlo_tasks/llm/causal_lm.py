@@ -46,6 +46,7 @@ from dlo_tasks.llm import (
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.document_isolation import DocumentSpans, documents_of
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
 from dlo_tasks.llm.generation import (
     Sampling,
@@ -213,6 +214,16 @@ class CausalLM(Task):
         check_prompts(twin.model, self.prompts, None, self.sampling.max_new_tokens)  # type: ignore[arg-type]
         self._optimizer(twin.model)
 
+    @property
+    def isolates_documents(self) -> bool:
+        """Whether the model keeps documents of packed rows apart; data are padded where it does not."""
+        if self.has_model:
+            return self._traits.isolates_documents
+        try:
+            return families.probe_traits(self.on_meta().model).isolates_documents  # type: ignore[arg-type]
+        except (DloError, RuntimeError, AttributeError):  # The model itself can be tested only after the data are read.
+            return False
+
     def on_meta(self) -> CausalLM:
         """Returns a copy of this task with its model on the meta device; its vocabulary may not be the data's yet."""
         if self.has_model:
@@ -260,6 +271,8 @@ class CausalLM(Task):
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
         self._traits, self._balance = families.probe_traits(model), find_load_balancing(model)
         self._check_head(model)
+        if self._traits.isolation is not None:
+            self._traits.isolation.install(model, language_models.find_blocks(model)[1])
         self._install_attention(model)
         self.model = self._adapted(model)
         self._freeze_unused()
@@ -392,6 +405,8 @@ class CausalLM(Task):
         names = ("input_ids", "position_ids", "attention_mask")
         found = {name: batch[name] for name in names if batch.get(name) is not None}
         told = families.document_arguments(self.model, found, packs=self._traits.isolates_documents)  # type: ignore[arg-type]
+        if self._traits.isolation is not None and "attention_mask" not in found:
+            told["documents"] = families.isolated_documents(found.get("position_ids"))
         if not self._traits.positions_from_0:
             found.pop("position_ids", None)
         return (), found | told
@@ -401,12 +416,19 @@ class CausalLM(Task):
         names = ("input_ids", "position_ids", "attention_mask")
         return {name: batch[name] for name in names if batch.get(name) is not None}
 
-    def forward(self, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, documents: DocumentSpans | None = None, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the hidden states before the head, `[B, L, D]`; the logits of all tokens are never computed at once.
 
         For a model whose logits are more than a projection, a scale and a soft-cap, it returns the logits, `[B, L, V]`.
         In training with a load-balancing loss, it returns a pair: the hidden states and that loss, a scalar.
+
+        Args:
+            documents: Documents of packed rows, for a model that ignores restarting positions.
+            **inputs: Inputs of the model.
         """
+        if documents is not None:
+            with documents_of(documents):
+                return self.forward(None, **inputs)
         if not self._traits.has_linear_head:
             return language_models.logits(self.model, **inputs)  # type: ignore[arg-type]
         if self._balance is None:

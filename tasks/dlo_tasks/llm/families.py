@@ -7,16 +7,20 @@ type, with random weights in strided tensors that need little memory.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import language_models, packed_attention, sparse_attention
+from dlo_tasks.llm import document_isolation, language_models, packed_attention, sparse_attention
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts, single_documents
+from dlo_tasks.llm.document_isolation import DocumentSpans, Isolation, near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,16 +42,19 @@ class Traits(NamedTuple):
     """Properties of a model.
 
     Attributes:
-        isolates_documents: Whether restarting positions keep documents in one row apart.
+        isolates_documents: Whether restarting positions keep documents in one row apart, with `isolation` where it is
+            set.
         positions_from_0: Whether it takes `position_ids`, and its default ones are 0, 1, 2...; RoBERTa's begin after
             its padding token.
         has_linear_head: Whether logits are the head's output, scaled and soft-capped, so that they can be computed in
             chunks.
+        isolation: Changes to the model that keep documents apart, where its positions alone do not.
     """
 
     isolates_documents: bool
     positions_from_0: bool
     has_linear_head: bool
+    isolation: Isolation | None = None
 
 
 KNOWN_TRAITS = Traits(isolates_documents=True, positions_from_0=True, has_linear_head=True)
@@ -96,6 +103,18 @@ def document_arguments(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, 
     return flash_arguments(positions) if flash else {}
 
 
+def isolated_documents(position_ids: Tensor | None) -> DocumentSpans | None:
+    """Returns the documents of packed rows for :mod:`document_isolation`; None for rows of one document each.
+
+    With several processes, rows of one document have them too: all ranks make equal numbers of calls.
+    """
+    if position_ids is None or isinstance(position_ids, FakeTensor) or position_ids.is_meta:
+        return None
+    if not count_documents(position_ids).restart and not dist.is_initialized():
+        return None
+    return document_isolation.document_spans(position_ids)
+
+
 def enable_packed_attention(model: PreTrainedModel, device: torch.device) -> None:
     """Switches a model from `sdpa` to packed attention without a dense mask, if the model and the device support it.
 
@@ -127,7 +146,7 @@ def matches_dense_mask(model: PreTrainedModel) -> bool:
         twin.set_attn_implementation(packed_attention.NAME)
         told = packed_attention.attention_arguments(twin, positions)
         found = language_models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
-        return "cu_seq_lens_q" in told and _near(found, expected)
+        return "cu_seq_lens_q" in told and near(found, expected)
     except (*_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
 
@@ -169,11 +188,12 @@ def probe_traits(model: PreTrainedModel) -> Traits:
     try:
         with torch.device(tried.device):  # The caller may be under the meta device; test on the weights' device.
             _check_causal(tried)
-            return Traits(
+            found = Traits(
                 isolates_documents=_keeps_apart_by_lengths(tried) if flash else _keeps_apart(tried),
                 positions_from_0=_counts_from_0(tried),
                 has_linear_head=_projects(tried),
             )
+            return found if found.isolates_documents or flash else _isolated(tried, found)
     except DloError:
         raise
     except _FAILURES as error:
@@ -213,7 +233,7 @@ def _counts_from_0(model: PreTrainedModel) -> bool:
     tokens = torch.tensor([_tokens(model)], device=model.device)
     places = torch.arange(tokens.shape[1], device=model.device)[None]
     own = language_models.hidden_states(model, input_ids=tokens)
-    return _near(language_models.hidden_states(model, input_ids=tokens, position_ids=places), own)
+    return near(language_models.hidden_states(model, input_ids=tokens, position_ids=places), own)
 
 
 def _projects(model: PreTrainedModel) -> bool:
@@ -224,7 +244,7 @@ def _projects(model: PreTrainedModel) -> bool:
     if found.shape[-1] != getattr(head.module, "in_features", found.shape[-1]):
         return False
     made = head.logits(found).to(model.dtype)
-    return made.shape == logits.shape and _near(made, logits)
+    return made.shape == logits.shape and near(made, logits)
 
 
 def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
@@ -235,7 +255,30 @@ def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
     told = flash_arguments(positions) if flash else {}
     packed = language_models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
-    return _near(packed[:, 2:], language_models.hidden_states(model, input_ids=rows[:, 2:]))
+    return near(packed[:, 2:], language_models.hidden_states(model, input_ids=rows[:, 2:]))
+
+
+def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
+    """Returns the traits of a model that ignores restarting positions, with the changes that keep documents apart."""
+    try:
+        twin = _twin(model).eval()
+        tokens = _tokens(twin)
+        rows = torch.tensor([tokens, tokens[::-1]], device="cpu")
+        positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device="cpu")
+        run = functools.partial(language_models.hidden_states, twin, input_ids=rows)
+        parts = [[rows[0, :2], rows[0, 2:]], [rows[1, :3], rows[1, 3:]]]
+        alone = [
+            torch.cat([language_models.hidden_states(twin, input_ids=part[None])[0] for part in row]) for row in parts
+        ]
+        _, blocks = language_models.find_blocks(twin)
+        with torch.device("cpu"):
+            found = document_isolation.find_isolation(twin, blocks, positions, run, torch.stack(alone))
+    except _FAILURES:  # such as buffers that a family makes from values that the meta device does not have
+        return traits
+    if found is None:
+        return traits
+    positions_from_0 = traits.positions_from_0 and not found.gathers_positions
+    return traits._replace(isolates_documents=True, positions_from_0=positions_from_0, isolation=found)
 
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
@@ -259,15 +302,6 @@ def _unsupported(model: PreTrainedModel, why: str) -> DloError:
     )
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors agree to half the digits of their dtype, at most those of float32.
-
-    Models in double precision still compute norms, softmax and soft-caps in float32.
-    """
-    eps = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
-    return bool((one.double() - other.double()).abs().max() <= eps**0.5 * float(other.abs().max()))
-
-
 # --- the twin --------------------------------------------------------------------------------------------------
 
 
@@ -285,14 +319,14 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
         text.sliding_window = window
     kind = attention or ("eager" if is_flash(model) else config._attn_implementation)
     with torch.device("meta"):
-        twin: Any = language_models.build_model(None, config, dtype=torch.float32, attention=kind)
+        twin: Any = _build_like(model, config, kind)
     _, blocks = language_models.find_blocks(twin)
     del blocks[_kinds_end(blocks, getattr(config, "layer_types", None)) :]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         for module in twin.modules():
             if next(module.buffers(recurse=False), None) is not None:
                 module.to_empty(device="cpu", recurse=False)
-                twin._init_weights(module)
+        _fill_buffers(twin, twin)
         for module in twin.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(_thin(parameter.shape), requires_grad=False))
@@ -300,6 +334,26 @@ def _twin(model: PreTrainedModel, window: int | None = None, attention: str | No
     if getattr(twin.config, "_experts_implementation", None):
         twin.set_experts_implementation("eager")  # Others need contiguous weights.
     return twin
+
+
+def _build_like(model: PreTrainedModel, config: Any, attention: str) -> Any:
+    """Returns a model of the same class; that of a sub-config (Emu3's text model) is unknown to transformers' lists."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return language_models.build_model(None, config, dtype=torch.float32, attention=attention)
+    return type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+
+def _fill_buffers(model: Any, owner: Any) -> None:
+    """Initialises the modules with buffers, each by the innermost model of transformers around it."""
+    from transformers import PreTrainedModel
+
+    has_buffers = any(True for _ in model.buffers())
+    for child in model.children():
+        _fill_buffers(child, child if isinstance(child, PreTrainedModel) else owner)
+    if has_buffers and (isinstance(model, PreTrainedModel) or next(model.buffers(recurse=False), None) is not None):
+        owner._init_weights(model)  # A model fills the buffers of its blocks, such as FalconH1's multipliers.
 
 
 def _kinds_end(blocks: nn.ModuleList, layer_types: list[str] | None) -> int:

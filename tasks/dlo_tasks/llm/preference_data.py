@@ -65,6 +65,9 @@ class PreferenceData(TextData):
     column_names = COLUMNS
     mixes_sources = False
 
+    #: A row has at least the two answers of a pair.
+    pads_documents = False
+
     def __init__(
         self,
         unpaired: bool = False,

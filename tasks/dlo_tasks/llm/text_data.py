@@ -109,7 +109,8 @@ class TextData(ResumableDataModule):
             number of ranks does not change the loss curve. Must be divisible by the ranks.
         eval_batch_size: Batch size of validation, test and prediction. Changes no metric. Default: `batch_size`.
         packing: `best_fit` fills each window with full documents; `none` pads each document to the longest of its
-            batch, and groups documents of similar length into batches.
+            batch, and groups documents of similar length into batches. A model that cannot keep packed documents apart
+            gets `none`, with a line that says so.
         long_samples: Policy for documents that do not fit a window: `truncate` keeps their start, `split` cuts them
             into several, `drop` removes them, `error` ends the run with the file and line. Default: `split` for plain
             text, `truncate` for data with untargeted tokens, such as chats.
@@ -137,6 +138,8 @@ class TextData(ResumableDataModule):
     column_names: tuple[str, ...] = ("messages", "tools", "prompt", "completion", "text")
     #: Whether `sources` are possible.
     mixes_sources = True
+    #: Whether `packing: none` has one document per row, which models need that cannot keep documents apart.
+    pads_documents = True
 
     def __init__(
         self,
@@ -383,6 +386,7 @@ class TextData(ResumableDataModule):
             self._datasets["predict"] = Prompts(ids, find_filler_id(self.tokenizer))
             return
         names = self._agreed_names()
+        self._pad_if_needed()
         wanted = ("train", "val") if stage == "fit" else ("val",)
         for split in wanted:
             if split not in self._datasets and (split == "train" or self.val_files is not None or self.val_fraction):
@@ -390,6 +394,22 @@ class TextData(ResumableDataModule):
                     self._lay_out_sources(split, names)
                 else:
                     self._lay_out(split, names)
+
+    def _pad_if_needed(self) -> None:
+        """Sets `packing: none` for a model that cannot keep packed documents apart, and says so once."""
+        if self.packing == "none" or self.sources or not self.pads_documents or self.trainer is None:
+            return
+        task = self.trainer.lightning_module
+        if getattr(task, "isolates_documents", True):
+            return
+        self.packing = "none"
+        if self.trainer.is_global_zero:
+            family = getattr(getattr(task, "config", None), "model_type", type(task).__name__)
+            print(
+                f"packing: none in place of best_fit: a model of {family} cannot"
+                " keep the documents of a packed row apart; rows are padded documents, so batch_size counts documents",
+                flush=True,
+            )
 
     def _agreed_names(self) -> dict[str, str]:
         """Returns the names of the caches, broadcast from rank 0."""

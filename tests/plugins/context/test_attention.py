@@ -45,12 +45,15 @@ def seen_by(batch: dict[str, Tensor], window: int | None) -> Tensor:
     return found[:, None]
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, score: Score) -> Tensor:
+def whole(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, score: Score, sinks: Tensor | None = None) -> Tensor:
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * score.scale
     if score.softcap is not None:
         scores = score.softcap * (scores / score.softcap).tanh()
-    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : v.shape[2]] @ v
 
 
 def _worst_errors(rank: int, ranks: int, method: str) -> dict[str, float]:
@@ -73,18 +76,25 @@ def _worst_errors(rank: int, ranks: int, method: str) -> dict[str, float]:
         if "attention_mask" in batch:
             grad[:, :, :LENGTH] *= batch["attention_mask"][:, None, :, None]
         leaves = [x[:, :, :LENGTH].clone().requires_grad_() for x in (q, k, v)]
-        out = whole(*leaves, seen_by(batch, window), score)
-        expected = [out.detach(), *torch.autograd.grad(out, leaves, grad[:, :, :LENGTH])]
+        sinks = torch.randn(H, generator=generator, dtype=torch.float64).requires_grad_() if number % 2 else None
+        out = whole(*leaves, seen_by(batch, window), score, sinks)
+        wanted_of = leaves if sinks is None else [*leaves, sinks]
+        expected = [out.detach(), *torch.autograd.grad(out, wanted_of, grad[:, :, :LENGTH])]
         if "attention_mask" in batch:
             expected[0] = expected[0] * batch["attention_mask"][:, None, :, None]
 
         sequence.shard(batch)
         mine = [shard_sequence(x, rank, ranks, 2).to(dtype).requires_grad_() for x in (q, k, v)]
-        part = sequence.attention(*mine, score, window)
+        own = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
+        part = sequence.attention(*mine, score, window, sinks=own)
         part.backward(shard_sequence(grad, rank, ranks, 2).to(dtype))
         found = [concat_shards(gathered(x, ranks), 2)[:, :, :LENGTH] for x in (part.detach(), *(x.grad for x in mine))]
         if "attention_mask" in batch:
             found[0] = found[0] * batch["attention_mask"][:, None, :, None]
+        if own is not None:
+            assert own.grad is not None
+            dist.all_reduce(own.grad)
+            found.append(own.grad)
         for got, wanted in zip(found, expected, strict=True):
             # A window of one token leaves no gradient of its query and key.
             error = float((got.double() - wanted).norm() / torch.maximum(wanted.norm(), grad.norm()))

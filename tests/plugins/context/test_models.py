@@ -13,6 +13,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_tasks.llm.language_plans import plan_for
+from support.causal_types import tiny
 
 VOCABULARY, B, LENGTH = 97, 3, 43
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -36,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 EVERY = ("llama", "mistral", "gemma2")
 EXPERTS = {**LLAMA, "num_experts_per_tok": 2}
 NEAR = {**LLAMA, "sliding_window": 8}
+#: Those with attention sinks.
+SINKS = ("flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 #: More of them, for the slow test; those of another kind of attention or of experts among them.
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -51,6 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     "olmo3": NEAR,
     "cohere2": NEAR,
     "exaone4": NEAR,
+    **{kind: tiny(kind, dropout=False) | {"vocab_size": VOCABULARY} for kind in SINKS},
     **dict.fromkeys(
         ("phi", "stablelm", "smollm3", "glm4", "helium", "arcee", "ernie4_5", "apertus", "nemotron"), LLAMA
     ),
@@ -60,9 +64,12 @@ MORE: dict[str, dict[str, Any]] = {
 def built(family: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**SPECIAL, **(FAMILIES | MORE)[family]})
+    settings = {name: value for name, value in (FAMILIES | MORE)[family].items() if name != "model_type"}
+    config = AutoConfig.for_model(family, **{**SPECIAL, **settings})
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if family in ("gemma2", *SINKS) else "sdpa"
+    )
     with torch.no_grad():  # Random weights of the usual size hardly attend to anything.
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -170,7 +177,9 @@ def check(found: list[dict[str, Any]]) -> None:
             assert case["gradients"] < 1e-5, case
 
 
-@pytest.mark.parametrize("families", [["llama", "mistral"], pytest.param([*FAMILIES][2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "families", [["llama", "mistral", "flint"], pytest.param([*FAMILIES][2:], marks=pytest.mark.slow)]
+)
 def test_loss_and_gradients_are_one_process_s(families: list[str]) -> None:
     for found in run_distributed(_compare, 2, families):
         check(found)

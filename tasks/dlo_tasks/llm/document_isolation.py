@@ -1,0 +1,437 @@
+"""Keeps the documents of packed rows apart in models that ignore restarting positions.
+
+transformers separates the documents of a row only where it makes the attention mask from the positions. State-space
+layers, linear attention, short convolutions and attention with a mask of its own let documents leak into the next ones.
+Their modules are changed in one of two ways:
+
+* *mask*: attention that takes a mask gets one that is cut between documents; in a *hiding mask*, true hides.
+* *rows*: a module that takes no such mask is called with one document per row. Documents of similar length share a
+  call: lengths are rounded up to a power of two, so that less than half of a call is padding, on the right, where no
+  earlier token of a causal model attends to it. The number of calls depends on the length of a row alone, so that ranks
+  that gather weights or reduce in these modules make equal numbers of calls.
+
+Where a model computes absolute positions by itself, the rows of its position embedding are gathered by the restarting
+positions. Which way a class of modules needs is found by values, on a small copy of the model.
+
+Shapes: B rows, L positions, T = B * L tokens, N documents of a call, W positions of its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm.batch_counts import mark_document_starts
+
+Way = Literal["mask", "hiding mask", "rows"]
+
+#: Parameters of a forward that tell a module that mixes positions: what it has seen before, and what it may see.
+_STATES = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past", "state", "kv_cache")
+_MASK = "attention_mask"
+#: Arguments that describe the documents of all rows to kernels; a call with one document per row has none.
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: Keyword argument of a block in which its documents are kept for recomputation in backward.
+_ARGUMENT = "dlo_documents"
+#: Implementations of attention that read a dense mask.
+_DENSE = ("sdpa", "eager")
+#: Exceptions of a forward that does not take its arguments.
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+#: Positions of the rows of the call with the shortest documents.
+_SHORTEST = 16
+
+
+class DocumentSpans(NamedTuple):
+    """Documents of a batch of packed rows.
+
+    Attributes:
+        position_ids: Positions that restart with each document, int64 `[B, L]`.
+        same: Whether two tokens belong to one document, bool `[B, 1, L, L]`.
+        groups: For each call, the tokens of its rows among all, int64 `[N, W]`; padding repeats the last token.
+        places: Place of each token among the results of all calls in a row, int64 `[T]`.
+    """
+
+    position_ids: Tensor
+    same: Tensor
+    groups: tuple[Tensor, ...]
+    places: Tensor
+
+
+def document_spans(position_ids: Tensor) -> DocumentSpans:
+    """Returns the documents of a batch; reads the positions on the host once.
+
+    Args:
+        position_ids: Positions, `[B, L]`; a document begins with each row, and wherever they do not increase by one.
+    """
+    begins = mark_document_starts(position_ids)
+    number = begins.flatten().cumsum(0).view(begins.shape)  # of each token's document
+    same = (number[:, None, :, None] == number[:, None, None, :])  # fmt: skip
+    length, total = position_ids.shape[1], position_ids.numel()
+    starts = torch.nonzero(begins.flatten().cpu()).flatten()
+    lengths = torch.diff(starts, append=torch.tensor([total]))
+    groups, places, offset = [], torch.empty(total, dtype=torch.long), 0
+    for shortest, width in _widths(length):
+        chosen = (lengths > shortest) & (lengths <= width)
+        first, sizes = starts[chosen], lengths[chosen]
+        if not len(first):
+            groups.append(torch.zeros(1, 1, dtype=torch.long))
+            offset += 1
+            continue
+        within = torch.arange(min(width, int(sizes.max())))
+        tokens = first[:, None] + torch.minimum(within, sizes[:, None] - 1)
+        is_token = within < sizes[:, None]
+        places[tokens[is_token]] = offset + torch.arange(tokens.numel()).view(tokens.shape)[is_token]
+        groups.append(tokens)
+        offset += tokens.numel()
+    device = position_ids.device
+    return DocumentSpans(position_ids, same, tuple(group.to(device) for group in groups), places.to(device))
+
+
+def _widths(length: int) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of the lengths of each call: powers of two up to the length of a row."""
+    shortest, width = 0, _SHORTEST
+    while shortest < length:
+        yield shortest, width
+        shortest, width = width, 2 * width
+
+
+_CURRENT: ContextVar[DocumentSpans | None] = ContextVar("dlo_documents", default=None)
+
+
+@contextlib.contextmanager
+def documents_of(spans: DocumentSpans | None) -> Iterator[None]:
+    """Sets the documents of the forward inside the block; None for rows of one document."""
+    token = _CURRENT.set(spans)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+class Isolation(NamedTuple):
+    """Changes to a model that keep documents apart.
+
+    Attributes:
+        ways: Way of each class of modules that mixes positions.
+        gathers_positions: Whether rows of the position embedding are gathered by the restarting positions, which the
+            model does not take.
+    """
+
+    ways: Mapping[type[nn.Module], Way]
+    gathers_positions: bool
+
+    def install(self, model: nn.Module, blocks: nn.ModuleList) -> None:
+        """Changes a model in place: hooks, and `forward` on the objects, so that names and types do not change.
+
+        Args:
+            model: Model of transformers.
+            blocks: Its blocks.
+        """
+        is_additive = not _takes_bool(model)
+        for module in list(mixers(blocks)):
+            way = self.ways[type(module)]
+            if way == "rows":
+                module.forward = _ByRows(module)
+            else:
+                hook = functools.partial(_cut_mask, is_additive, way == "hiding mask")
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+        if self.gathers_positions:
+            for module in position_embeddings(model):
+                module.register_forward_hook(_gather_positions)
+        _carry_documents(blocks)
+
+
+def _carry_documents(blocks: nn.ModuleList) -> None:
+    """Makes blocks keep their documents among their arguments, from which backward recomputes them."""
+    for block in blocks:
+        block.forward = _Carrying(block)
+        block.register_forward_pre_hook(_add_documents, with_kwargs=True)
+
+
+def find_isolation(
+    twin: Any, blocks: nn.ModuleList, position_ids: Tensor, run: Callable[..., Tensor], expected: Tensor
+) -> Isolation | None:
+    """Returns the changes that keep documents apart in a model; None if there are none.
+
+    Args:
+        twin: Small copy of the model, which is changed.
+        blocks: Its blocks.
+        position_ids: Positions of packed rows.
+        run: Function that returns the twin's hidden states of these rows, with `position_ids` or without.
+        expected: Hidden states of each document by itself.
+    """
+    trial = _Trial(not _takes_bool(twin))
+    modules = list(mixers(blocks))
+    for module in modules:
+        module.forward = trial.replace(module)
+    _carry_documents(blocks)
+    handles: list[Any] = []
+    spans = document_spans(position_ids)
+    try:
+        for gathers in (False, True):
+            if gathers:
+                handles = [part.register_forward_hook(_gather_positions) for part in position_embeddings(twin)]
+                if not handles:
+                    return None
+            trial.ways.clear()
+            try:
+                with documents_of(spans):
+                    found = run() if gathers else run(position_ids=position_ids)
+            except _FAILURES:
+                continue
+            if near(found, expected):
+                return Isolation({type(part): trial.ways.get(type(part), "rows") for part in modules}, gathers)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+class _Trial:
+    """Finds the way of each class: a cut mask, if its result is that of one document per row."""
+
+    def __init__(self, is_additive: bool) -> None:
+        self.is_additive = is_additive
+        self.ways: dict[type[nn.Module], Way] = {}
+
+    def replace(self, module: nn.Module) -> Any:
+        """Returns a forward that tries all ways, and returns the result of one that isolates."""
+        own, by_rows = module.forward, _ByRows(module)
+        takes_mask = _MASK in inspect.signature(own).parameters
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if _CURRENT.get() is None:
+                return own(*args, **kwargs)
+            try:
+                expected = by_rows(*args, **kwargs)
+            except _FAILURES:
+                if not takes_mask:
+                    raise
+                expected = None
+            tried: tuple[Way, ...] = ("mask", "hiding mask") if takes_mask else ()
+            for way in tried:
+                with contextlib.suppress(*_FAILURES):
+                    changed = _cut_mask(self.is_additive, way == "hiding mask", module, args, kwargs)
+                    found = own(*args, **kwargs) if changed is None else own(*changed[0], **changed[1])
+                    if expected is None or near(_first(found), _first(expected)):
+                        self.ways[type(module)] = way
+                        return found
+            self.ways[type(module)] = "rows"
+            if expected is None:
+                raise ValueError(f"{type(module).__name__} takes no mask")
+            return expected
+
+        return functools.update_wrapper(forward, own)
+
+
+def near(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors agree to half the digits of their dtype, at most those of float32.
+
+    Models in double precision still compute norms, softmax and soft-caps in float32.
+    """
+    eps = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((one.double() - other.double()).abs().max() <= eps**0.5 * float(other.abs().max()))
+
+
+# --- the modules -----------------------------------------------------------------------------------------------
+
+
+def mixers(blocks: nn.ModuleList) -> Iterator[nn.Module]:
+    """Yields the modules inside blocks that mix positions: they take a cache, a state or a mask.
+
+    A module that only passes these on, such as a block, is left out, but attention whose parts have states of their own
+    is not.
+    """
+    for block in blocks:
+        stateful = {name: part for name, part in block.named_modules() if name and _is_stateful(part)}
+        for name, part in stateful.items():
+            is_innermost = not any(other.startswith(f"{name}.") for other in stateful)
+            if is_innermost or "Attention" in type(part).__name__:
+                yield part
+
+
+def _is_stateful(module: nn.Module) -> bool:
+    return any(name in (*_STATES, _MASK) for name in inspect.signature(module.forward).parameters)
+
+
+def position_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that embed absolute positions: tables, learned or of sines, but no rotary frequencies."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, part in model.named_modules():
+        kind, own = type(part).__name__, name.rpartition(".")[2]
+        is_named = "PositionalEmbedding" in kind or own in ("embed_positions", "position_embeddings", "wpe")
+        if is_named and "Rotary" not in kind and not any(name.startswith(f"{other}.") for other, _ in found):
+            found.append((name, part))
+    return [part for _, part in found]
+
+
+def _takes_bool(model: Any) -> bool:
+    """Returns whether a model's attention takes masks of truth values, as that of torch does."""
+    return "sdpa" in (getattr(model.config, "_attn_implementation", None) or "")
+
+
+def _add_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spans = _CURRENT.get()
+    return None if spans is None else (args, {**kwargs, _ARGUMENT: spans})
+
+
+class _Carrying:
+    """Forward of a block whose documents are among its arguments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._carried = module.forward
+        functools.update_wrapper(self, module.forward)  # copies attributes too: each wrapper has names of its own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _ARGUMENT not in kwargs:
+            return self._carried(*args, **kwargs)
+        with documents_of(kwargs.pop(_ARGUMENT)):
+            return self._carried(*args, **kwargs)
+
+
+def _cut_mask(
+    is_additive: bool, hides: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments of an attention module with a mask that is cut between documents; None to keep them.
+
+    Implementations other than transformers' with dense masks get the documents in another way.
+    """
+    spans = _CURRENT.get()
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+    if spans is None or implementation not in _DENSE:
+        return None
+    place = list(inspect.signature(module.forward).parameters).index(_MASK)
+    mask = args[place] if place < len(args) else kwargs.get(_MASK)
+    cut = _between_documents(mask, spans, is_additive, hides, _dtype_of(args, kwargs))
+    if cut is None:
+        return None
+    if place < len(args):
+        return (*args[:place], cut, *args[place + 1 :]), kwargs
+    return args, {**kwargs, _MASK: cut}
+
+
+def _between_documents(
+    mask: Any, spans: DocumentSpans, is_additive: bool, hides: bool, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a mask that is cut between documents; None for one that is no dense mask.
+
+    Args:
+        mask: Mask of the model, `[B, 1 or H, L, L]`, of truth values or added to scores; None for causal attention.
+        spans: Documents.
+        is_additive: Whether a mask in place of None is added to scores.
+        hides: Whether true hides in a mask of truth values.
+        dtype: Dtype of a mask that is added.
+    """
+    length = spans.position_ids.shape[1]
+    if mask is None:
+        seen = spans.same & torch.ones(length, length, dtype=torch.bool, device=spans.same.device).tril()
+        if not is_additive:
+            return seen
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, _lowest(dtype))
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2:] != (length, length):
+        return None
+    return mask | ~spans.same if hides else _fill(mask, spans.same)
+
+
+def _fill(mask: Tensor, seen: Tensor) -> Tensor:
+    """Returns a mask, of truth values or added to scores, without what is not seen."""
+    if mask.dtype == torch.bool:
+        return mask & seen
+    return mask.masked_fill(~seen, _lowest(mask.dtype))
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """Returns the lowest number of a mask: the softmax is in float32, where the lowest of float64 is -inf."""
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+
+
+def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+def _gather_positions(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Returns the rows of a position embedding of the positions that restart with each document."""
+    spans = _CURRENT.get()
+    if spans is None or not isinstance(output, Tensor):
+        return None
+    table = output if output.ndim == 2 else output[0]  # all rows are alike: [L, D]
+    return table[spans.position_ids]
+
+
+class _ByRows:
+    """Forward of a module with one document per row."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._of_rows, self._name = module.forward, type(module).__name__
+        functools.update_wrapper(self, module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        spans = _CURRENT.get()
+        if spans is None:
+            return self._of_rows(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if tensors and tensors[0].shape[:2] != spans.position_ids.shape:
+            raise DloError(
+                f"activations must have all {spans.position_ids.shape[1]} tokens of a row for packed documents in"
+                f" {self._name}, got {list(tensors[0].shape)}; set sequence_parallel: false, or"
+                " data.init_args.packing to none"
+            )
+        found = []
+        with documents_of(None):
+            for tokens in spans.groups:
+                own_args = [_rows(value, tokens, spans) for value in args]
+                own = {name: _rows(value, tokens, spans) for name, value in kwargs.items() if name not in _BOUNDARIES}
+                found.append(self._of_rows(*own_args, **own))
+        return _joined(found, spans)
+
+
+def _rows(value: Any, tokens: Tensor, spans: DocumentSpans) -> Any:
+    """Returns an argument for a call with one document per row: the tokens `[N, W]` of what has a value per token."""
+    if isinstance(value, tuple | list):
+        return type(value)(_rows(part, tokens, spans) for part in value)
+    rows, length = spans.position_ids.shape
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    inside, row = tokens % length, (tokens[:, 0] // length) % value.shape[0]
+    if value.ndim == 4 and value.shape[-2:] == (length, length):  # a mask
+        cut = torch.stack([value[r][:, i][:, :, i] for r, i in zip(row.tolist(), inside, strict=True)])
+        seen = torch.ones(cut.shape[-2:], dtype=torch.bool, device=cut.device).tril()  # copies in padding are not
+        hides = cut.dtype == torch.bool and not cut[0, 0, 0, 0]  # A token sees itself.
+        return cut | ~seen if hides else _fill(cut, seen)
+    if value.shape[:2] == (rows, length):
+        return value.flatten(0, 1)[tokens]
+    if value.shape[0] == 1 and value.shape[1] == length:
+        return value[0][inside]
+    if value.ndim == 4 and value.shape[2] == length and value.shape[0] in (1, rows):
+        return torch.stack([value[r][:, i] for r, i in zip(row.tolist(), inside, strict=True)])
+    if value.ndim == 2 and value.shape[0] == length:  # such as frequencies of positions
+        return value[: tokens.shape[1]]
+    return value
+
+
+def _joined(found: list[Any], spans: DocumentSpans) -> Any:
+    """Returns the result of all calls, in the order of the tokens."""
+    first = found[0]
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(list(parts), spans) for parts in zip(*found, strict=True))
+    if not isinstance(first, Tensor) or first.ndim < 2:
+        return found[-1]
+    for part, tokens in zip(found, spans.groups, strict=True):
+        if part.shape[:2] != tokens.shape:
+            return found[-1]  # no value per token, such as attention weights, which nothing reads
+    results = torch.cat([part.flatten(0, 1) for part in found])
+    return results[spans.places].view(*spans.position_ids.shape, *first.shape[2:])
+
+
+def _first(found: Any) -> Tensor:
+    tensor = found[0] if isinstance(found, tuple | list) else found
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -1,0 +1,183 @@
+"""Documents of packed rows are kept apart in models that ignore restarting positions, or their rows are padded."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlo_framework.errors import DloError
+from dlo_tasks.llm import families
+from dlo_tasks.llm.causal_lm import CausalLM
+from dlo_tasks.llm.document_isolation import document_spans, documents_of
+from support.causal_types import REFUSED, TYPES, tiny
+
+#: Lengths of the documents of two rows.
+ROWS = ((5, 19), (1, 2, 21))
+LENGTH = 24
+#: Types whose documents cannot be kept apart, and why; their rows are padded.
+PADDED = {
+    "prophetnet": "a mask of its own in each attention",
+    "deepseek_v4": "a compressor of keys and values whose windows cross documents",
+    "xlm": "a mask of its own, made before the blocks",
+    "xlnet": "a mask of its own, with the positions first",
+}
+#: One of each kind: a state space, linear attention beside sinks, a bias of positions, a table of positions, a mask
+#: where true hides, a model whose positions suffice.
+KINDS = ("mamba", "qwen3_next", "gpt_oss", "bloom", "bart", "mpt", "llama")
+#: Code that computes scans, softmax or norms in single precision inside.
+SINGLE = 1e-6
+
+
+def double_task(kind: str, **options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        task = CausalLM(config=tiny(kind, dropout=False), **options)
+        task.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return task
+
+
+def packed_batch() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(3, 60, (2, len(ROWS), LENGTH), generator=draw)
+    places = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in ROWS])
+    return {"input_ids": ids, "labels": labels, "position_ids": places, "tokens_in_step": torch.tensor(ids.numel())}
+
+
+def single_documents() -> list[dict[str, Tensor]]:
+    found, whole = [], packed_batch()
+    for row, sizes in enumerate(ROWS):
+        edges = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        for first, past in itertools.pairwise(edges):
+            own = {name: tensor[row : row + 1, first:past] for name, tensor in whole.items() if tensor.ndim}
+            found.append(own | {"tokens_in_step": whole["tokens_in_step"]})
+    return found
+
+
+def outputs(task: CausalLM, batch: dict[str, Tensor]) -> Tensor:
+    args, kwargs = task.inputs(batch)
+    with torch.no_grad():
+        hidden = task.forward(*args, **kwargs)
+    assert isinstance(hidden, Tensor)
+    return task.head.logits(hidden)
+
+
+def gradients(task: CausalLM, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    task.zero_grad()
+    for batch in batches:
+        task.training_step(batch, 0)["loss"].backward()
+    return {name: param.grad.clone() for name, param in task.named_parameters() if param.grad is not None}
+
+
+def check_isolated(kind: str) -> None:
+    """Checks logits, gradients and that a document changes no other, against each document by itself."""
+    task = double_task(kind).train()
+    assert task._traits.isolates_documents
+    batch, alone = packed_batch(), single_documents()
+    found, expected = gradients(task, [batch]), gradients(task, alone)
+    assert set(found) == set(expected)
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, grad in expected.items():
+        assert float((found[name] - grad).abs().max()) <= SINGLE * largest, name
+    task.eval()
+    logits = outputs(task, batch)
+    each = torch.cat([outputs(task, document)[0] for document in alone])
+    torch.testing.assert_close(logits.flatten(0, 1), each, rtol=SINGLE, atol=SINGLE * float(each.abs().max()))
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][0, : ROWS[0][0]] = 7
+    after = outputs(task, changed)
+    atol = 1e-12 * float(each.abs().max())
+    torch.testing.assert_close(after[0, ROWS[0][0] :], logits[0, ROWS[0][0] :], rtol=0, atol=atol)
+    assert not torch.allclose(after[0, : ROWS[0][0]], logits[0, : ROWS[0][0]])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_have_the_logits_and_gradients_of_each_by_itself(kind: str) -> None:
+    check_isolated(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in KINDS])
+def test_every_type_keeps_documents_apart_or_is_padded(kind: str) -> None:
+    task = CausalLM(config=tiny(kind, dropout=False))
+    if kind in REFUSED:
+        pytest.skip(f"{kind} does not train: {REFUSED[kind]}")
+    task.configure_model()
+    assert task._traits.isolates_documents is (kind not in PADDED)
+    if task._traits.isolation is not None:
+        check_isolated(kind)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_next", "bart"])
+def test_recomputed_blocks_keep_the_documents_of_their_forward(kind: str) -> None:
+    """Backward of one batch comes after the forward of another, as in a pipeline."""
+    task = double_task(kind, recompute=True).train()
+    expected = gradients(task, [packed_batch(), *single_documents()])
+    task.zero_grad()
+    losses = [task.training_step(batch, 0)["loss"] for batch in [packed_batch(), *single_documents()]]
+    for loss in losses:
+        loss.backward()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, param in task.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, expected[name], rtol=0, atol=SINGLE * largest)
+
+
+def test_documents_of_similar_length_share_a_call() -> None:
+    batch = packed_batch()
+    spans = document_spans(batch["position_ids"])
+    assert [tuple(group.shape) for group in spans.groups] == [(3, 5), (2, 21)]
+    tokens = torch.cat([group.flatten() for group in spans.groups])
+    assert torch.equal(tokens[spans.places], torch.arange(2 * LENGTH))
+    lonely = document_spans(torch.arange(LENGTH)[None])
+    assert [tuple(group.shape) for group in lonely.groups] == [(1, 1), (1, LENGTH)]  # as many calls as elsewhere
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_of_a_sequence_are_refused_where_documents_become_rows() -> None:
+    task = double_task("mamba")
+    model: Any = task.model
+    mixer = model.backbone.layers[0].mixer
+    spans = document_spans(packed_batch()["position_ids"])
+    with (
+        documents_of(spans),
+        pytest.raises(DloError, match=r"must have all 24 tokens .* in MambaMixer, got \[2, 12, 32"),
+    ):
+        mixer(torch.zeros(2, 12, 32, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_on_the_meta_device_is_judged_as_one_with_memory() -> None:
+    for kind in ("falcon_h1", "bloom"):
+        task = CausalLM(config=tiny(kind, dropout=False))
+        assert task.isolates_documents
+        found = families.probe_traits(task.on_meta().model)  # type: ignore[arg-type]
+        task.configure_model()
+        assert found == task._traits
+        assert found.isolation is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_other_models_are_padded_and_the_run_says_so(make: Any, capsys: Any) -> None:
+    from types import SimpleNamespace
+
+    task = CausalLM(config=tiny("xlnet"))
+    data = make()
+    data.trainer = SimpleNamespace(lightning_module=task, is_global_zero=True)
+    for _ in range(2):
+        data._pad_if_needed()
+    assert data.packing == "none"
+    assert capsys.readouterr().out.count("packing: none in place of best_fit: a model of xlnet cannot keep") == 1
+    kept = make()
+    kept.trainer = SimpleNamespace(lightning_module=CausalLM(config=tiny("llama")), is_global_zero=True)
+    kept._pad_if_needed()
+    assert kept.packing == "best_fit"
