@@ -54,7 +54,7 @@ class DocumentSpans(NamedTuple):
     Attributes:
         position_ids: Positions that restart with each document, int64 `[B, L]`.
         same: Whether two tokens belong to one document, bool `[B, 1, L, L]`.
-        groups: For each call, the tokens of its rows among all, int64 `[N, W]`; padding repeats the last token.
+        groups: Tokens of each call's rows among all, int64 `[N, W]`; padding repeats the last token.
         places: Place of each token among the results of all calls in a row, int64 `[T]`.
     """
 
@@ -132,7 +132,7 @@ class Isolation(NamedTuple):
 
         Args:
             model: Model of transformers.
-            blocks: Its blocks.
+            blocks: Blocks of the model.
         """
         is_additive = not _takes_bool(model)
         for module in list(mixers(blocks)):
@@ -162,7 +162,7 @@ def find_isolation(
 
     Args:
         twin: Small copy of the model, which is changed.
-        blocks: Its blocks.
+        blocks: Blocks of the copy.
         position_ids: Positions of packed rows.
         run: Function that returns the twin's hidden states of these rows, with `position_ids` or without.
         expected: Hidden states of each document by itself.
@@ -320,7 +320,7 @@ def _cut_mask(
 def _between_documents(
     mask: Any, spans: DocumentSpans, is_additive: bool, hides: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns a mask that is cut between documents; None for one that is no dense mask.
+    """Returns a mask that is cut between documents; None for one that has no dense form.
 
     Args:
         mask: Mask of the model, `[B, 1 or H, L, L]`, of truth values or added to scores; None for causal attention.
