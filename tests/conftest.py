@@ -116,6 +116,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves_is_not_collected_again():
+    """Modules and caches that tests leave grow; the finder of a micro-batch, for one, collects after each trial."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 

@@ -31,7 +31,7 @@ from support.token_batches import FAMILIES, LENGTH, VOCABULARY
 
 ROWS, TOLERANCE = 4, 1e-5
 #: Micro-batches of a step of one process; meshes share them among their ranks of data parallelism.
-WINDOW, STEPS = 4, 3
+WINDOW, STEPS = 4, 2
 MESHES: dict[str, dict[str, Any]] = {
     "pp x tp": {"pp": 2, "tp": 2, "dp_shard": 1, "micro_batches": 2},
     "tp x dp": {"tp": 2, "dp_shard": 2, "sequence_parallel": True},

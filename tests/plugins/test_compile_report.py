@@ -153,7 +153,7 @@ def test_strategies_that_wrap_too_early_are_refused():
     class Early:
         strategy = FSDPStrategy.__new__(FSDPStrategy)
 
-    with pytest.raises(DloError, match="until callbacks run, got FSDPStrategy; set strategy ddp"):
+    with pytest.raises(DloError, match="until callbacks run, got FSDPStrategy of Lightning; use ddp"):
         Compile().setup(Early(), Plain(), "fit")
 
 

@@ -80,9 +80,8 @@ def _coatnets(rank: int, world_size: int, names: tuple[str, ...]) -> None:
         compare(functools.partial(image_model, name, img_size=64, num_classes=5), loss, False, name, steps=1)
 
 
-@pytest.mark.parametrize(
-    "name", ["coatnet_nano_rw_224", pytest.param("coatnet_rmlp_nano_rw_224", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["coatnet_nano_rw_224", "coatnet_rmlp_nano_rw_224"])
 def test_coatnets_attention(name: str) -> None:
     run_distributed(_coatnets, 2, (name,))
 

@@ -149,6 +149,12 @@ class Compile(Callback):
                 "Compile: strategy must leave a block's parameters in place while it runs, got DeepSpeed's stage 3,"
                 " whose hooks gather them layer by layer and cannot be traced; use zero3, fsdp, or DeepSpeed's stage 2"
             )
+        if self.optimizer and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise DloError(
+                "Compile: optimizer: true must have an optimizer that steps all its parameter groups at once, got"
+                " DeepSpeed's, which steps one after the other; leave it out, or use zero1 to zero3, fsdp or"
+                " MeshStrategy"
+            )
         self._cuda_graphs = self.mode in CUDA_GRAPHS and trainer.strategy.root_device.type == "cuda"
         self._refuse_accumulation(trainer)
         if self.loss and not isinstance(pl_module, Task):
