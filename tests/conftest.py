@@ -79,6 +79,11 @@ class Command:
         return err
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns one process more than there are cores: tests of ranks that fail or hang wait for most of their time."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives slow tests an hour, unless they say otherwise: the timeout in setup.cfg is for the ordinary ones."""
     for item in items:

@@ -96,8 +96,14 @@ def tensors(kv_heads=HEADS, length=LENGTH, dtype=torch.float64):
 DOCUMENTS = torch.tensor([[0] * 50 + [1] * 80 + [-1] * 20, [0] * 150])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kernel", ["blocks", "flex", "sdpa"])
+@pytest.mark.parametrize(
+    ("kernel", "causal"),
+    [
+        *((kernel, causal) for kernel in ("blocks", "sdpa") for causal in (True, False)),
+        ("flex", True),
+        pytest.param("flex", False, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_equal_attention_with_the_dense_mask(kernel, causal):
     for pattern in [*SOME, Prefix(21, 16)] if causal else SOME:
         mask = AttentionMask(pattern, causal=causal, num_heads=HEADS)

@@ -19,6 +19,7 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_is_written_passes_its_tests_for_every_kind(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind in KINDS:
         assert main(["new", kind, f"np_{kind}"]) == 0

@@ -58,6 +58,7 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
         capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_pipeline_under_mixed_precision_is_written_with_its_schedule_and_split(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

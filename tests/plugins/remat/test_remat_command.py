@@ -8,6 +8,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.commands.remat_command import main
 
 
+@pytest.mark.slow
 def test_it_plans_with_offloading_for_the_ranks_of_the_axes(capsys, tmp_path):
     picture = tmp_path / "schedule.png"
     options = ["--config", "digits/mesh", "--budget", "60%", "--offload", "--link", "1TB/s", "--json"]
