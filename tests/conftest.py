@@ -96,7 +96,7 @@ settings.register_profile("dlo", deadline=None)
 settings.load_profile("dlo")
 
 
-#: Modules that are imported when their key is: what a run imports late, at its first use.
+#: Modules that a run imports late, at its first use, by the module that does so.
 LATE_IMPORTS = {
     "dlo_tasks.llm.causal_lm": ["transformers.models.llama.modeling_llama"],  # Imports torchao.
     "dlo_tasks.imagenet.digits": ["sklearn.datasets"],

@@ -187,9 +187,9 @@ class GradientNoise(Callback):
 
     The variance at step t is ``eta / (1 + t)^gamma``. It helps very deep or badly conditioned networks to leave a poor
     initialisation. The noise of an element depends only on the seed, the step, the parameter's name and the element's
-    index: under every strategy it is that of one process, a resumed run continues with the noise of the uninterrupted
-    one, and no other random number of the run changes. It is added after accumulation, unscaling and averaging over
-    ranks, and before Lightning's own clipping.
+    index. So every strategy adds the noise of one process, a resumed run adds the noise of a run without a stop, and no
+    other random number of the run changes. The noise is added after accumulation, unscaling and averaging over ranks,
+    and before Lightning's own clipping.
 
     Args:
         eta: Variance at the first step; the paper tries 0.01, 0.3 and 1.0. 0 adds no noise.
