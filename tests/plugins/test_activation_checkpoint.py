@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
+from dlo_framework.experts.grouped_linear import grouped_linear
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.remat.selective_policy import _KEPT_NAMES, _policy
+from dlo_plugins.remat.selective_policy import _KEPT_NAMES, _policy, selective_contexts
 from support.late import LateStream
 
 DEPTH, WIDTH = 4, 32
@@ -152,6 +153,18 @@ def test_what_is_computed_again() -> None:
     assert full["addmm"] - plain["addmm"] >= (projections - 1) * DEPTH  # the last one's output is not needed again
     assert selective["addmm"] == plain["addmm"]
     assert selective["gelu"] == full["gelu"] == 2 * DEPTH
+
+
+def test_products_of_dlos_experts_are_kept() -> None:
+    rows, weight = torch.randn(6, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+
+    def forward(rows: Tensor) -> Tensor:
+        return grouped_linear(rows.tanh(), weight, torch.tensor([2, 4])).cos()
+
+    with Count() as count:
+        checkpoint(forward, rows, use_reentrant=False, context_fn=selective_contexts).sum().backward()
+    assert count.calls["grouped_linear"] == 1
+    assert count.calls["tanh"] == 2
 
 
 def test_attention_that_drops_weights_is_computed_again_since_later_random_numbers_follow_its() -> None:
