@@ -32,6 +32,8 @@ _SILENCED = (
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed from .*",
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint.*",
+    # torch.compile's pickler looks for a function's module in all modules, jsonargparse's deprecated ones too.
+    r"\s*(By default only one JsonargparseDeprecationWarning|Only use the public API as described)",
 )
 
 

@@ -111,12 +111,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     What runs import late is imported first: each rank and each `dlo` that is forked from the server with this process's
     imports would import it for itself, DeepSpeed for two seconds.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
-    for module, late in LATE_IMPORTS.items():
-        for name in late if module in sys.modules else ():
-            importlib.import_module(name)
-    del os.environ["DS_ACCELERATOR"]
-    PRELOADED_PACKAGES.add("deepspeed")
+    if "torch" in sys.modules and not sys.modules["torch"].accelerator.is_available():  # Else processes are spawned.
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks for devices where it is not told, and warns.
+        for module, late in LATE_IMPORTS.items():
+            for name in late if module in sys.modules else ():
+                importlib.import_module(name)
+        del os.environ["DS_ACCELERATOR"]
+        PRELOADED_PACKAGES.add("deepspeed")
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention by FlexAttention, compiled on an accelerator. It has not run on a GPU.
+"""Block-sparse attention by FlexAttention, compiled on an accelerator.
 
 FlexAttention: A Programming Model for Generating Optimized Attention Kernels. Dong et al., 2024, arXiv 2412.05496. Its
 C++ kernel for CPUs has no backward (torch 2.14), so that `gathered_blocks` trains there.
@@ -6,10 +6,13 @@ C++ kernel for CPUs has no backward (torch 2.14), so that `gathered_blocks` trai
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -17,6 +20,8 @@ from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
 
 #: Positions per block of FlexAttention; its kernels need multiples of 128.
 BLOCK = 128
+#: Least width of heads of its CUDA kernels (torch 2.11 to 2.15); narrower ones are padded with zeros.
+NARROWEST = 16
 
 
 def attend_flex(
@@ -31,10 +36,66 @@ def attend_flex(
 ) -> Tensor:
     """Returns attention under a mask, `[B, H, L, E]`; arguments as in :func:`~.gathered_blocks.attend_blocks`."""
     blocks = flex_mask(mask, query.shape[2], heads, documents, query.device)
-    compute: Any = flex_attention if query.device.type == "cpu" or torch.compiler.is_compiling() else _compiled()
-    grouped = key.shape[1] != query.shape[1]
-    out: Tensor = compute(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped)
-    return out
+    return run_flex(query, key, value, blocks, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def run_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: BlockMask,
+    scale: float,
+    score_mod: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Returns FlexAttention's output, `[B, H, L, E]`, compiled on an accelerator unless the caller is being compiled.
+
+    Args:
+        query: Queries, `[B, H, L, D]`.
+        key: Keys, `[B, K, L, D]`; H is a multiple of K.
+        value: Values, `[B, K, L, E]`.
+        blocks: Mask.
+        scale: Factor of scores.
+        score_mod: Function of the scaled scores, as in FlexAttention.
+    """
+    if query.device.type == "cpu" or torch.compiler.is_compiling():
+        grouped = key.shape[1] != query.shape[1]
+        found: Any = flex_attention(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
+        return found
+    return run_compiled(query, key, value, blocks, scale, score_mod)
+
+
+def run_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: BlockMask,
+    scale: float,
+    score_mod: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Returns FlexAttention's output, compiled; arguments as in :func:`run_flex`."""
+    grouped, wide = key.shape[1] != query.shape[1], value.shape[-1]
+    query, key, value = (_widen(tensor) for tensor in (query, key, value))
+    with _no_function_modes():
+        out: Tensor = _compiled()(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
+    return out[..., :wide]
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Suspends modes of torch functions, such as ZeRO's, which watches the parameters of a step.
+
+    torch (2.11) traces them with FlexAttention, and fails; later releases do not. It has no public name for this.
+    """
+    with contextlib.ExitStack() as suspended:
+        while torch._C._len_torch_function_stack():
+            suspended.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Returns a tensor padded with zeros to the least width of a head; scores and outputs stay."""
+    narrow = NARROWEST - tensor.shape[-1]
+    return F.pad(tensor, (0, narrow)) if narrow > 0 else tensor
 
 
 def flex_mask(

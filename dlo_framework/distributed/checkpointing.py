@@ -6,10 +6,11 @@ Model tensors are saved under their names. Optimizer state is saved by parameter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -105,6 +106,16 @@ class CanonicalStrategy(Strategy, StrategyContract):
         with keep_dtypes(module):
             super().setup(trainer)
 
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Sets the device and dtype in which Lightning builds the model: CPU memory, from which it is moved.
+
+        So initial weights have the CPU's random numbers under every strategy, on every device. Lightning's own context
+        draws them on the training device, which holds no model that is cut.
+        """
+        with super().tensor_init_context(empty_init), torch.device("cpu"):
+            yield
+
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Restores the full parameters of a module that another strategy has sharded.
 
@@ -160,9 +171,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
             shape: Shape of the full state tensor in the checkpoint.
             dtype: Dtype of the state tensor in the checkpoint.
         """
-        if isinstance(tensor, DTensor) and shape == tensor.shape:
+        if shape == tensor.shape:  # With its strides too: fused optimizers on CUDA require the parameter's.
             return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype, device=tensor.device if shape == tensor.shape else "cpu")
+        return torch.empty(shape, dtype=dtype)
 
     def local_tensors(self) -> list[Tensor]:
         """Returns this rank's local tensors of parameters and buffers, of which WeightEMA takes its average."""

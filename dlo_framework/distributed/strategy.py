@@ -197,8 +197,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     forward_needs_all_ranks = True
     #: Whether `configure_model` builds models on the meta device; they get memory as they are sharded.
     meta_init = False
-    #: Whether other models are built on the training device; else in CPU memory, from which each unit is moved.
-    builds_on_device = True
 
     def __init__(self, timeout_minutes: float = TIMEOUT.total_seconds() / 60, **kwargs: Any) -> None:
         super().__init__(timeout=timedelta(minutes=timeout_minutes), **kwargs)
@@ -213,12 +211,10 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Sets the device and dtype in which Lightning builds the model."""
+        """Sets the device and dtype in which Lightning builds the model: in CPU memory, or on the meta device."""
         # Not Lightning's context: it is entered inside, so that its device, the training device, would win.
-        device = self.root_device if self.builds_on_device else None
-        if self.meta_init if empty_init is None else empty_init:
-            device = torch.device("meta")
-        with device or contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
+        empty = self.meta_init if empty_init is None else empty_init
+        with torch.device("meta" if empty else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
     @abstractmethod

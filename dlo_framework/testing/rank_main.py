@@ -43,8 +43,9 @@ class Streams:
         """Replaces this process's standard output and error by the caller's."""
         for number, sent in zip((1, 2), self._sent, strict=False):
             descriptor = sent.detach()
-            os.dup2(descriptor, number)
-            os.close(descriptor)
+            if descriptor != number:  # A spawned process has inherited the caller's own.
+                os.dup2(descriptor, number)
+                os.close(descriptor)
 
 
 class Job(NamedTuple):

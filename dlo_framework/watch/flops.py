@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dlo_framework.watch.peaks import device_peak
 
+_log = logging.getLogger(__name__)
 #: Shape of one sample: for each tensor of a batch, its sizes without the first.
 SampleShape = tuple[tuple[int, ...], ...]
 
@@ -29,8 +32,74 @@ def grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-#: torch's counter (2.11 to 2.15) does not know this operator.
-_GROUPED = {torch.ops.aten._grouped_mm: grouped_flops}
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of attention, forward; those that a causal mask leaves out count too, as in torch's counter.
+
+    Args:
+        query: Shape `[batch, heads, queries, width]`.
+        key: Shape `[batch, groups, keys, width]`; the number of heads is a multiple of `groups`.
+        value: Shape `[batch, groups, keys, width of a value]`.
+    """
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def attention_backward_flops(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Returns the FLOPs of attention's backward, which computes the scores again; shapes as in the forward."""
+    return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
+def packed_attention_flops(
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, **__: Any
+) -> int:
+    """Returns the FLOPs of attention within packed documents, forward; it reads their lengths from the device.
+
+    Args:
+        query: Queries of all documents, `[tokens, heads, width]`.
+        key: Keys, `[tokens, groups, width]`.
+        value: Values, `[tokens, groups, width of a value]`.
+        ends_q: Ends of the documents in `query`, from 0, `[documents + 1]`.
+        ends_k: Ends of the documents in `key`.
+    """
+    return 2 * _pairs(ends_q, ends_k) * query.shape[1] * (query.shape[2] + value.shape[2])
+
+
+def packed_attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends_q: Tensor, ends_k: Tensor,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Returns the FLOPs of the backward of attention within packed documents; arguments as in the forward."""
+    return 2 * _pairs(ends_q, ends_k) * query.shape[1] * (3 * query.shape[2] + 2 * value.shape[2])
+
+
+def _pairs(ends_q: Tensor, ends_k: Tensor) -> int:
+    """Returns the number of pairs of a query and a key of one document."""
+    return int((ends_q.diff().double() * ends_k.diff().double()).sum())
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Returns FLOPs by operator where torch's counter has none, or (2.11) refuses fewer groups than heads."""
+    from torch.nn.attention import varlen  # noqa: F401  It registers the operators.
+
+    aten, packed = torch.ops.aten, torch.ops.torch_attn
+    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
+    for kind in ("flash", "efficient", "cudnn"):
+        found[getattr(aten, f"_scaled_dot_product_{kind}_attention")] = attention_flops
+        found[getattr(aten, f"_scaled_dot_product_{kind}_attention_backward")] = attention_backward_flops
+    for operator, formula in (
+        (packed._varlen_attn, packed_attention_flops),
+        (packed._varlen_attn_backward, packed_attention_backward_flops),
+    ):
+        if operator not in flop_registry:
+            _take_tensors(formula)
+            found[operator] = formula
+    return found
+
+
+def _take_tensors(formula: Any) -> None:
+    """Marks a formula that gets tensors in place of their shapes, as torch's own are marked."""
+    formula._get_raw = True
 
 
 class FlopCounter:
@@ -58,7 +127,7 @@ class FlopCounter:
         self.counts: dict[SampleShape, float] = {}
         self.running = False
         self.uncompile: Callable[[], None] | None = None
-        self._mode: FlopCounterMode | None = None
+        self._mode: _Mode | None = None
         self._shape: SampleShape = ()
         self._pass_over = self.BATCH - 1
 
@@ -102,7 +171,7 @@ class FlopCounter:
             self.counts[shape] = 0.0
             return
         self._shape, self.running = shape, True
-        self._mode = FlopCounterMode(display=False, custom_mapping=_GROUPED)
+        self._mode = _Mode(display=False, custom_mapping=_formulas())
         self._mode.mod_tracker = _WholeModel()  # type: ignore[assignment]
         self._mode.__enter__()
 
@@ -112,7 +181,7 @@ class FlopCounter:
             return
         self._mode.__exit__(None, None, None)
         if samples:
-            self.counts[self._shape] = self._mode.get_total_flops() / samples
+            self.counts[self._shape] = 0.0 if self._mode.refused else self._mode.get_total_flops() / samples
         self._mode, self.running = None, False
 
     def total(self, samples: Mapping[SampleShape, int]) -> float:
@@ -127,6 +196,25 @@ class FlopCounter:
             return 0.0
         last = next(reversed(self.counts))
         return self.counts[last] * _elements(shape) / _elements(last)
+
+
+class _Mode(FlopCounterMode):
+    """Mode that counts; where a formula refuses an operator's shapes, the step goes on, and the count is left out.
+
+    Attributes:
+        refused: Whether a formula has refused.
+    """
+
+    refused = False
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super()._count_flops(func_packet, out, args, kwargs)
+        except Exception as error:  # Formulas assert what they expect, or unpack it.
+            if not self.refused:
+                _log.warning("the FLOPs of %s are not known, so that the run has no MFU: %s", func_packet, error)
+            self.refused = True
+            return out
 
 
 class _WholeModel(contextlib.nullcontext[None]):

@@ -7,10 +7,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.testing.python_calls import count_python_calls
+from dlo_framework.watch import flops
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter
 from dlo_framework.watch.monitor import RunMonitor, optimizer_scalars
@@ -52,6 +54,49 @@ def test_flops_are_the_models(tmp_path):
     monitor = next(callback for callback in trainer.callbacks if isinstance(callback, RunMonitor))
     # y = x W of 8 x 4: two per multiply-add forward, and again for the weight's gradient; x needs none.
     assert monitor.flops.per_sample == 2 * 2 * 8 * 4
+
+
+def counted(run, device="cuda"):
+    """Returns the FLOPs that are counted in a function of fake tensors on a device, and whether a formula refused."""
+    with FakeTensorMode(), torch.device(device), flops._Mode(display=False, custom_mapping=flops._formulas()) as mode:
+        run()
+    return mode.get_total_flops(), mode.refused
+
+
+def test_flops_of_attention_count_each_head_of_queries_where_heads_share_keys():
+    def attend(groups=2, width=16):
+        q, k, v = torch.empty(3, 8, 10, 16), torch.empty(3, groups, 12, 16), torch.empty(3, groups, 12, width)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False)
+        state = (torch.empty(n, dtype=torch.uint64) for n in (2, 0))
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            out, q, k, v, out, lse, None, None, 10, 12, 0.0, False, *state
+        )
+
+    forward = 2 * 3 * 8 * 10 * 12 * (16 + 16)
+    assert counted(attend) == (forward + forward * 5 // 2, False)
+
+
+def test_flops_of_packed_attention_are_those_within_documents():
+    ends = torch.tensor([0, 3, 10], dtype=torch.int32)
+    q, k = torch.empty(10, 8, 16), torch.empty(10, 2, 16)
+    forward = 2 * (3 * 3 + 7 * 7) * 8 * (16 + 16)
+    assert flops.packed_attention_flops(q, k, k, ends, ends) == forward
+    assert flops.packed_attention_backward_flops(q, q, k, k, q, q, ends, ends) == forward * 5 // 2
+
+
+def test_a_formula_that_refuses_ends_the_count_and_not_the_step(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setattr(flops, "_formulas", lambda: {torch.ops.aten.mm: refuse, torch.ops.aten.addmm: refuse})
+    counter = FlopCounter()
+    counter.count_first()
+    counter.start(torch.nn.Linear(2, 2), ((2,),))
+    assert torch.ones(3, 2).mm(torch.ones(2, 2)).sum() == 12
+    counter.stop(3)
+    assert counter.per_sample == 0
+    assert "the FLOPs of aten.mm are not known" in caplog.text
 
 
 class Sized(Net):

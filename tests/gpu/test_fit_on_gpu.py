@@ -30,7 +30,7 @@ def test_it_learns_and_logs_what_the_accelerator_does(dlo, curve, precision):
     dlo("fit", "--config", "gpu.yaml")
     run = dlo.folder / "runs" / "gpu" / "version_0"
     losses = curve(run)
-    assert losses[max(losses)] < 0.8 * losses[min(losses)]
+    assert losses[max(losses)] < 0.9 * losses[min(losses)]
     assert max(curve(run, "speed/tflops").values()) > 0
     assert max(curve(run, "memory/peak_gb").values()) > 0
     summary = json.loads((run / "summary.json").read_text())

@@ -143,12 +143,12 @@ def test_no_dense_mask_is_made_and_the_device_is_not_waited_for(
         calls.append((rest, options))
         return torch.empty_like(query)
 
-    def flex(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, **options: Any) -> Tensor:
+    def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, score_mod: Any) -> Tensor:
         calls.append(mask)
         return torch.empty_like(query)
 
     monkeypatch.setattr(packed_attention, "varlen_reference", varlen)
-    monkeypatch.setattr(packed_attention, "_flex_attention", lambda device_type: flex)
+    monkeypatch.setattr(packed_attention, "run_flex", flex)
     monkeypatch.setattr(packed_attention, "choose_kernel", lambda *_: kernel)
     length = 64
     positions = torch.arange(length).repeat(2, 2).view(2, -1)  # [2, 128]: two documents a row

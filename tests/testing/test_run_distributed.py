@@ -1,6 +1,7 @@
 """Functions on several ranks: their values, the first failure's traceback, the time limit, and nobody left behind."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
-from dlo_framework.testing import RankFailed, run_distributed
+from dlo_framework.testing import RankFailed, run_distributed, spawn
 
 
 class Pair(NamedTuple):
@@ -42,6 +43,21 @@ def _facts(rank: int, world_size: int, pair: Pair) -> dict:
         "port": f"0100007F:{int(os.environ['MASTER_PORT']):04X}" in listening,
         "environment": {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
     }
+
+
+def _print_twice(rank: int, world_size: int) -> None:
+    print(f"rank {rank} printed", flush=True)
+    os.write(2, b"rank wrote\n")
+
+
+def test_spawned_ranks_have_the_callers_streams(monkeypatch, capfd):
+    """As with an accelerator, whose driver does not survive a fork."""
+    monkeypatch.setattr(spawn, "process_context", lambda: multiprocessing.get_context("spawn"))
+    run_distributed(_print_twice, 2, backend=None)
+    printed = capfd.readouterr()
+    lines = sorted(line for line in printed.out.splitlines() if "printed" in line)
+    assert lines == ["rank 0 printed", "rank 1 printed"]
+    assert printed.err.count("rank wrote") == 2
 
 
 def test_each_rank_returns_its_value():

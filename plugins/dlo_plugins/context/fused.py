@@ -213,9 +213,11 @@ def _efficient_forward(b: Block) -> Any:
 def _efficient_backward(b: Block, r: Result) -> Any:
     # Padded with infinity, as by the kernel's own forward, so that positions after the last query have no weight.
     lse = F.pad(r.lse, (0, -r.lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
+    # The kernel reads the output in the strides of its own forward's, [B, S, H, E], whatever those of the tensor are.
+    out = r.out.transpose(1, 2).contiguous().transpose(1, 2)
     needed = [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
-        *(r.grad, b.q, b.k, b.v, b.bias(heads=True), r.out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
+        *(r.grad, b.q, b.k, b.v, b.bias(heads=True), out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
         scale=b.scale,
     )
 

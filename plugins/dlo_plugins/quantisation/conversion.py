@@ -32,14 +32,19 @@ def convert(
         device: Device on which the model will run.
         input_scales: Scale of each layer's input, for static activations; see :func:`calibrate`.
     """
-    if device.type == "cuda" and scheme.is_grouped:
-        model.to(torch.bfloat16)  # The dtype of torchao's kernel.
+    if computes_in_bf16(scheme, device):
+        model.to(torch.bfloat16)
     for name in names:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         scale = None if input_scales is None else input_scales[name]
         weight = quantised_weight(layer.weight.detach(), scheme, group_size, scale)
         layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def computes_in_bf16(scheme: Scheme, device: torch.device) -> bool:
+    """Returns whether a converted model is in bf16 on a device, the dtype of torchao's kernel for grouped weights."""
+    return device.type == "cuda" and scheme.is_grouped
 
 
 @contextlib.contextmanager

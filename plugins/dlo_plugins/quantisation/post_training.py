@@ -19,7 +19,13 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.plan import NoBlocksError
 from dlo_framework.task import Task
-from dlo_plugins.quantisation.conversion import convert, model_bytes, observed_inputs, tensor_bytes
+from dlo_plugins.quantisation.conversion import (
+    computes_in_bf16,
+    convert,
+    model_bytes,
+    observed_inputs,
+    tensor_bytes,
+)
 from dlo_plugins.quantisation.embedding_tables import convert_tables, find_tables
 from dlo_plugins.quantisation.export import check_target, export_model
 from dlo_plugins.quantisation.layer_choice import choose_layers, choose_tables
@@ -93,12 +99,15 @@ class PostTraining:
 
     def __init__(self, options: QuantisationOptions, data: EvaluationData, device: torch.device) -> None:
         self.options, self.data, self.device = options, data, device
-        kwargs: dict[str, Any] = (
-            {} if options.limit_val_batches is None else {"limit_val_batches": options.limit_val_batches}
-        )
-        self.trainer = Trainer(
+        self.trainer = self._make_trainer("32-true")
+
+    def _make_trainer(self, precision: Any) -> Trainer:
+        limit, device = self.options.limit_val_batches, self.device
+        kwargs: dict[str, Any] = {} if limit is None else {"limit_val_batches": limit}
+        trainer = Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu" if device.type == "cuda" else device.type,
             devices=[device.index or 0] if device.type == "cuda" else 1,
+            precision=precision,
             logger=False,
             callbacks=[_OneProcess()],
             plugins=[SafeCheckpointIO()],
@@ -107,7 +116,8 @@ class PostTraining:
             enable_model_summary=False,
             **kwargs,
         )
-        use_canonical_checkpoints(self.trainer)
+        use_canonical_checkpoints(trainer)
+        return trainer
 
     def run(self, module: LightningModule, checkpoint: Path | None, when: str, folder: Path) -> QuantisationReport:
         """Evaluates, quantises, evaluates again, measures, and exports.
@@ -123,6 +133,7 @@ class PostTraining:
         """
         options, scheme = self.options, self.options.scheme
         before = self._evaluate(module, checkpoint)
+        module.to(self.device)  # Lightning has moved it to the CPU after the evaluation.
         model, names = inner_model(module).eval(), named_layers(module, options)
         tables = named_tables(module, options)
         for target in options.targets:
@@ -136,6 +147,8 @@ class PostTraining:
         convert(model, names, scheme, options.group_size, self.device, scales)
         convert_tables(model, tables)
         report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, [*names, *tables])))
+        if computes_in_bf16(scheme, self.device):  # Batches are not: autocast casts them.
+            self.trainer = self._make_trainer("bf16-mixed")
         report.after = self._evaluate(module, None)
         cpu = torch.device("cpu")
         if options.measures_latency and not lacks(scheme, cpu):

@@ -86,7 +86,6 @@ class MeshStrategy(ShardedStrategy):
         DloError: Options contradict each other, or do not fit the ranks or the model.
     """
 
-    builds_on_device = False
     zero_stage = 3
     #: Fix in the message about parameters without a gradient.
     allow_unused = (

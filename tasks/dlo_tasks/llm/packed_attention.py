@@ -17,7 +17,6 @@ Shapes: B rows, L positions, T = B * L tokens, H heads of queries, K of keys and
 
 from __future__ import annotations
 
-import functools
 import inspect
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.varlen import varlen_attn
 
+from dlo_framework.attention.flex_blocks import run_flex
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 
@@ -337,22 +337,8 @@ def _by_blocks(
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    compute: Any = _flex_attention(query.device.type)
-    grouped = key.shape[1] != query.shape[1]
-    out: Tensor = compute(
-        query, key, value, None if softcap is None else capped, mask, scale=scale, enable_gqa=grouped
-    )  # fmt: skip
+    out = run_flex(query, key, value, mask, scale, None if softcap is None else capped)
     return out.transpose(1, 2).contiguous()
-
-
-def _flex_attention(device_type: str) -> Any:
-    """Returns FlexAttention, compiled on an accelerator unless the caller is being compiled."""
-    return flex_attention if device_type == "cpu" or torch.compiler.is_compiling() else _compiled_flex_attention()
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
 
 
 def _refuse(module: nn.Module, dropout: float, softcap: float | None, others: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_plugins.context import block_attention
+from dlo_plugins.context import block_attention, fused
 from dlo_plugins.context.blockwise import MergedOutput, merge
 from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Dropout, Result, Score, kernel_for
 from dlo_plugins.context.visibility import PairMask
@@ -109,6 +109,25 @@ def test_blocks_add_up_and_those_that_see_nothing_add_nothing(softcap: float | N
             torch.testing.assert_close(part[1], expected[1][:, :, at])
             torch.testing.assert_close(part[2], expected[2][:, :, at])
         torch.testing.assert_close(dq, expected[0])
+
+
+def test_the_efficient_kernel_gets_the_output_in_the_strides_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CUDA code takes them from the number of heads and their width, in half precision."""
+    strides = []
+
+    class Kernels:
+        @staticmethod
+        def _scaled_dot_product_efficient_attention_backward(*args: Any, **options: Any) -> None:
+            out = args[5]
+            strides.append(out.stride())
+            assert torch.equal(out, torch.ones_like(out))
+
+    monkeypatch.setattr(fused, "_aten", Kernels)
+    q, k, v = inputs(7, 7)
+    block = Block(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), Score(0.3))
+    for out in (torch.ones(B, H, 7, D), torch.ones(B, 7, H, D).transpose(1, 2)):
+        CUDA_EFFICIENT.backward(block, Result(out, out, torch.ones(B, H, 7)))
+    assert strides == [(7 * H * D, D, H * D, 1)] * 2
 
 
 def parts_and_whole(dtype: torch.dtype) -> tuple[Tensor, ...]:

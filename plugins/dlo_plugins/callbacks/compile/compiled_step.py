@@ -118,6 +118,10 @@ class CompiledOptimizer:
                 if self._rates[number].device != device:
                     self._rates[number] = self._rates[number].to(device)
                 group["lr"] = self._rates[number].fill_(group["lr"])
+                for p in group["params"]:
+                    if p.grad is not None and p.grad._is_view():
+                        # Of the same memory, and no view: torch (2.11) does not trace views of a bucket, as DDP's are.
+                        p.grad = p.grad.detach()
                 chosen = {"foreach": True, "fused": False, "capturable": True}  # Only so may the rate be a tensor.
                 group.update({key: value for key, value in chosen.items() if key in group})
             yield
