@@ -117,7 +117,7 @@ def profile_model(
             repeated = fake_batch(_rows(batch, rows))
             profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own, device)
             profiler.on_block = on_block
-            profiler.run(_cast(repeated, dtype), dtype if autocast else None)
+            profiler.run(repeated, dtype, autocast=autocast)
     except DloError:
         raise
     except Exception as error:
@@ -177,7 +177,7 @@ class _Profiler:
         self.on_block: Callable[[str, Any, Any], None] | None = None
         self._rest: dict[str, Any] = {}
 
-    def run(self, batch: Any, autocast: torch.dtype | None) -> None:
+    def run(self, batch: Any, dtype: torch.dtype, *, autocast: bool) -> None:
         """Runs forward and backward."""
         rest = RestRecord(self.recorder)
         with (
@@ -186,11 +186,11 @@ class _Profiler:
             self._replaced_blocks(rest),
             FusedKernels(self.recorder, self.device),
             self.recorder,
-            torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext(),
+            torch.autocast("cpu", dtype=dtype) if autocast else contextlib.nullcontext(),
         ):
             try:
                 rest.begin("stem" if self.names else "head")
-                loss = self._loss(batch)
+                loss = self._loss(_cast(batch, dtype), dtype)
                 rest.begin_backward()
                 with self._left_out_gradients():
                     loss.backward()
@@ -198,13 +198,13 @@ class _Profiler:
                 rest.end()
         self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any, dtype: torch.dtype) -> Tensor:
         task = self.task
         if self.plan is None or not hasattr(task, "inputs"):
             found = task.training_step(batch, 0)
             loss = found["loss"] if isinstance(found, dict) else found
         else:
-            args, kwargs = task.inputs(batch)
+            args, kwargs = _cast(task.inputs(batch), dtype)  # A task may cast them to its own dtype.
             loss = task.loss(task(*args, **kwargs), batch)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise DloError(

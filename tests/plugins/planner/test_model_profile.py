@@ -77,6 +77,14 @@ def test_images_are_profiled_too() -> None:
     assert profile.flops == pytest.approx(3 * 2 * 1.26e9, rel=0.1)  # 1.26 billion multiply-adds
 
 
+def test_images_that_the_task_casts_are_profiled_in_half_precision() -> None:
+    task = ImageClassifier(model="vit_tiny_patch16_224", num_classes=10).on_meta()
+    plan, dtypes = task.parallel_plan(), (torch.float32, torch.bfloat16)
+    full, half = (profile_model(task, _images(), plan, dtype=dtype) for dtype in dtypes)
+    assert half.flops == full.flops
+    assert half.blocks[0].modes["none"].saved.total < 0.6 * full.blocks[0].modes["none"].saved.total
+
+
 def _images() -> tuple[Tensor, Tensor]:
     return torch.zeros(1, 3, 224, 224), torch.zeros(1, dtype=torch.long)
 
