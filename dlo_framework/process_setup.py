@@ -47,9 +47,12 @@ def silence_warnings() -> None:
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates."""
+    """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates.
+
+    One tip is to set the precision of float32 products, as AcceleratorSettings does.
+    """
     text = record.getMessage()
     return not (
-        text.startswith(("💡 Tip", "TPU available: False", "HPU available: False"))
+        text.startswith(("💡 Tip", "You are using a CUDA device", "TPU available: False", "HPU available: False"))
         or "register_constant() on Enum subclasses" in text
     )
