@@ -179,7 +179,10 @@ class StrategyContract:
         """
         parameters = dict(_module_of(self).named_parameters())
         for name, gradient in saved.items():
-            parameters[name].grad = gradient.to(parameters[name].device)
+            parameter, gradient = parameters[name], gradient.to(parameters[name].device)
+            if gradient.stride() != parameter.stride():  # Fused optimizers on CUDA require the parameter's.
+                gradient = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+            parameter.grad = gradient
 
     def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
         """Returns the gradients that the next step applies, in a checkpoint's form, and the loss of the last batch.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 
@@ -52,7 +53,7 @@ class BackwardBuckets:
         """Prepares a backward: rank 0's buffers go to all ranks, as DistributedDataParallel does before a forward."""
         self._missing, self._next = [len(bucket) for bucket in self.buckets], 0
         for buffer in self._module.buffers() if self._size > 1 else ():
-            dist.broadcast(buffer, 0)
+            broadcast_values(buffer)
 
     def finish(self) -> None:
         """Ends a backward.
@@ -88,7 +89,10 @@ class BackwardBuckets:
             dist.all_reduce(flat.div_(self._size))
             parts = flat.split([parameter.numel() for parameter in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+                gradient = part.view_as(parameter)
+                if gradient.stride() != parameter.stride():  # Fused optimizers on CUDA require the parameter's.
+                    gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                parameter.grad = gradient
         self._ready(bucket)
 
 

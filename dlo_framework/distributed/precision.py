@@ -99,14 +99,20 @@ class ShardedScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, torch.Tensor]:
-        """Divides gradients by the scale.
+        """Divides gradients by the scale; returns one flag for the gradients of all devices, on the scale's device.
 
-        torch (2.11 to 2.15) copies the scale to the CPU, for gradients there, without waiting for the copy.
+        torch (2.11 to 2.15) copies the scale to the CPU, for gradients there, without waiting for the copy. And it
+        sums a flag for each device over the ranks: a rank with scalars on the device, beside the offloaded gradients
+        that all ranks have, would call one all-reduce more than the others.
         """
+        home = inv_scale.device
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        if inv_scale.device.type != "cpu" and any(gradient.device.type == "cpu" for gradient in gradients):
+        if home.type != "cpu" and any(gradient.device.type == "cpu" for gradient in gradients):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = [
+            flag.to(home) for flag in super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()
+        ]
+        return {home: torch.stack(flags).amax(0)}
 
 
 class ShardedMixedPrecision(ShardedClipping, MixedPrecision):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,21 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchmetrics.aggregation import SumMetric
 
+from dlo_framework.distributed.backward_buckets import BackwardBuckets
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import ShardedScaler, with_sharded_clipping
 from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors
+from dlo_plugins.context.ring import Ring
+from dlo_plugins.sharding.optimizer_shards import FullTensorShard
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 
@@ -63,7 +70,7 @@ def test_the_scale_is_brought_to_gradients_in_cpu_memory_before_they_are_divided
     def unscale(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> dict[Any, Any]:
         of = next(p.grad.device.type for group in optimizer.param_groups for p in group["params"])
         given[of] += [inv_scale.device.type, found_inf.device.type]
-        return {}
+        return {found_inf.device: found_inf}
 
     monkeypatch.setattr(ShardedGradScaler, "_unscale_grads_", unscale)
     with FakeTensorMode():
@@ -74,6 +81,74 @@ def test_the_scale_is_brought_to_gradients_in_cpu_memory_before_they_are_divided
             scale, inf = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
             scaler._unscale_grads_(torch.optim.SGD([parameter], lr=0.1), scale, inf)
     assert given == {"cpu": ["cpu", "cpu"], "cuda": ["cuda", "cuda"]}
+
+
+def test_gradients_of_several_devices_have_one_flag_that_ranks_sum_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with a scalar on the device, beside offloaded gradients, reduces as often as one without."""
+    devices = torch.device("cpu"), torch.device("cuda", 0)
+    flags = {device: torch.tensor([float(number)]) for number, device in enumerate(devices)}
+    monkeypatch.setattr(ShardedGradScaler, "_unscale_grads_", lambda *_: flags)
+    scaler = ShardedScaler.__new__(ShardedScaler)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    found = scaler._unscale_grads_(optimizer, torch.ones(1), torch.zeros(1))
+    assert {device.type: flag.tolist() for device, flag in found.items()} == {"cpu": [1.0]}
+
+
+def test_averaged_buckets_have_the_parameters_strides(one_rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused optimizers on CUDA require that parameter, gradient and moments have equal strides."""
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    image = torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    net(image).sum().backward()
+    expected, seen = [p.grad.clone() for p in net.parameters() if p.grad is not None], []
+    net.zero_grad()
+    monkeypatch.setattr(dist, "all_reduce", lambda flat: flat.mul_(2))  # As of two ranks with the same batch.
+    buckets = BackwardBuckets(net, lambda bucket: seen.extend(bucket), 2)
+    buckets.begin()
+    net(image).sum().backward()
+    buckets.finish()
+    assert len(seen) == 2
+    assert net.weight.stride() != torch.empty(net.weight.shape).stride()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_gradients_of_a_checkpoint_have_the_parameters_strides() -> None:
+    module, strategy = LightningModule(), SingleDeviceStrategy()
+    module.net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    strategy._lightning_module = module
+    saved = {name: torch.randn(p.shape) for name, p in module.named_parameters()}
+    contract_of(strategy).restore_gradients(saved)
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+        assert torch.equal(parameter.grad, saved[name])
+
+
+def test_full_tensors_are_where_they_are_stepped_before_a_checkpoint_is_loaded(one_rank) -> None:
+    """torch moves loaded state to the parameter's device, where it meets the gradient of an offloaded step."""
+    weight = nn.Parameter(torch.zeros(4, 3))
+    computes, steps = torch.device("meta"), torch.device("cpu")
+    group: Any = SimpleNamespace(
+        names=["weight"], parameters=[weight], dtype=weight.dtype, device=computes, step_device=steps
+    )
+    share: Any = FullTensorShard([group], Communicator())
+    optimizer = torch.optim.Adafactor([weight], lr=0.1)
+    share.replace_params(optimizer, {id(weight): "weight"})
+    state = {0: {"step": torch.tensor(3.0), "row_var": torch.ones(4, 1), "col_var": torch.ones(1, 3)}}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    (loaded,) = optimizer.state.values()
+    assert loaded["row_var"].device == steps
+
+
+def test_the_host_does_not_wait_for_transfers_of_a_ring_on_nccl(monkeypatch: pytest.MonkeyPatch, one_rank) -> None:
+    """NCCL's `wait` with a time limit blocks the host, and a group may have gloo for CPU tensors too."""
+    ring = Ring(None)
+    assert ring.limit(torch.device("cuda", 0)) == ring.limit(torch.device("cpu")) is not None
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+    assert ring.limit(torch.device("cuda", 0)) is None
+    assert ring.limit(torch.device("cpu")) is not None
 
 
 def test_a_loss_scale_of_ones_own_keeps_its_settings(one_rank) -> None:

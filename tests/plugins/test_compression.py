@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -212,3 +213,35 @@ def test_scales_of_blocks_that_are_not_full_are_of_their_own_elements():
     tensor = torch.zeros(16)
     tensor[:4] = 3.0
     assert block_scales(tensor, torch.tensor([4.0, 1.0])).tolist() == [3.0, 0.0]
+
+
+class Gradients(Bucket):
+    """A bucket with one gradient, the last of its backward."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        super().__init__(0, [nn.Parameter(torch.zeros_like(gradient))])
+        self._gradient = gradient
+
+    def buffer(self):
+        return self._gradient.view(-1)
+
+    def gradients(self):
+        return [self._gradient]
+
+    def is_last(self):
+        return True
+
+
+def test_powersgd_compresses_in_cpu_memory_of_a_machine_with_a_gpu(monkeypatch):
+    """torch's hook waits for the bucket's device where there is a CUDA device, and raises if that is the CPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gradient = torch.outer(torch.arange(1.0, 9.0), torch.arange(1.0, 9.0))
+        bucket = Gradients(gradient.clone())
+        powersgd = PowerSGD({id(p): "weight" for p in bucket.parameters()}, 1, 2)
+        assert powersgd.share(bucket, 5) < 1
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        found = powersgd(bucket, 5).wait()
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found.view(8, 8), gradient)

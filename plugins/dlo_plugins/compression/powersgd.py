@@ -11,7 +11,9 @@ split by parameter and reassembled whenever the parameters of a bucket change.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +62,9 @@ class PowerSGD:
             if known is not None:
                 self._split_buckets()
             self._assemble_bucket(bucket.index(), layout, bucket.buffer())
-        return torch_powersgd.powerSGD_hook(self.state, bucket)
+        on_cpu = bucket.buffer().device.type == "cpu"
+        hook = _hook_of_cpu() if on_cpu and torch.cuda.is_available() else torch_powersgd.powerSGD_hook
+        return hook(self.state, bucket)
 
     def share(self, bucket: GradBucket, step: int) -> float:
         """Returns the fraction of a bucket's elements that is sent; 1 before compression begins."""
@@ -116,3 +120,24 @@ class PowerSGD:
             if (rows + columns) * rank * self.state.min_compression_rate < rows * columns:
                 by_shape.setdefault((rows, columns), []).append((name, rows, columns, rank))
         return [matrix for matrices in by_shape.values() for matrix in matrices]
+
+
+class _WithoutCuda:
+    """The module ``torch`` of a machine without a CUDA device."""
+
+    cuda = SimpleNamespace(is_available=lambda: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@functools.cache
+def _hook_of_cpu() -> Any:
+    """Returns torch's hook for buckets in CPU memory on a machine with a CUDA device.
+
+    torch's own (2.11 to 2.15) waits for the bucket's device wherever the machine has a CUDA device, and raises if that
+    is the CPU. This is the same function, for which there is none.
+    """
+    hook: Any = torch_powersgd.powerSGD_hook
+    known = {**vars(torch_powersgd), "torch": _WithoutCuda()}
+    return FunctionType(hook.__code__, known, hook.__name__, hook.__defaults__, hook.__closure__)

@@ -13,6 +13,7 @@ Elements that a rank sends for each layer, with n ranks and P the elements of it
 from __future__ import annotations
 
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Transfer:
 
     def __init__(self, ring: Ring, sent: Tensor, tag: int) -> None:
         by_host = collectives.is_sent_by_host(ring.group, sent.device)
-        self._ring, self._device, self._sent = ring, sent.device, sent.cpu() if by_host else sent
+        self._limit, self._device, self._sent = ring.limit(sent.device), sent.device, sent.cpu() if by_host else sent
         self._received = torch.empty_like(self._sent)
         self._works: list[dist.Work] = []
         if sent.is_meta:  # A meta tensor has no data to send.
@@ -53,10 +54,10 @@ class Transfer:
     def wait(self) -> Tensor:
         """Waits for both directions, and returns the received tensor."""
         for work in self._works:
-            if self._ring.limit is None:
+            if self._limit is None:
                 work.wait()
             else:
-                work.wait(self._ring.limit)
+                work.wait(self._limit)
         return self._received.to(self._device)
 
 
@@ -68,7 +69,6 @@ class Ring:
         rank: Number of this rank in the group.
         size: Number of ranks.
         elements: Numbers of elements sent so far: keys and values in forward and in backward, gradients, all-to-alls.
-        limit: Longest time of a transfer; None for the group's own limit.
         group_name: Name by which torch's functional collectives find the process group.
     """
 
@@ -77,8 +77,14 @@ class Ring:
         self.group_name: str = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
-        on_gloo = "gloo" in str(dist.get_backend(group))
-        self.limit = collectives.exchange_limit(group) if on_gloo else None
+
+    def limit(self, device: torch.device) -> timedelta | None:
+        """Returns the longest time of a transfer of a device's tensors; None for the group's own limit.
+
+        On NCCL it is None, also where the group has gloo for CPU tensors: the host would wait for each transfer.
+        """
+        on_gloo = collectives.backend_of(self.group, device) == "gloo"
+        return collectives.exchange_limit(self.group) if on_gloo else None
 
     def shift(self, sent: Tensor, tag: int, what: str) -> Transfer:
         """Starts a transfer of a tensor to the next rank, and counts its elements under the name `what`."""

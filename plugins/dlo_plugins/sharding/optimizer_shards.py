@@ -264,7 +264,8 @@ class FullTensorShard(OptimizerShard[Group]):
         self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
         for group, number in self._places:
             if self._owner[id(group), number] == communicator.rank:
-                whole = torch.empty(0, dtype=group.dtype, device=group.device)
+                # On the device of the step, to which torch moves the state of a checkpoint.
+                whole = torch.empty(0, dtype=group.dtype, device=group.step_device)
                 # Not a view of the parameter: its memory is allocated before a step and freed after it.
                 self.local_params[group.names[number]] = whole.requires_grad_()
 
