@@ -88,7 +88,7 @@ class RankMeasurement:
         optimizer: Seconds of an AdamW step for a byte of parameters, of tensors like the blocks'.
         collectives: Seconds by kind, number of ranks and bytes of the full buffer.
         slowdown: Time of computation and communication at once, beyond the longer one, over the shorter one, plus 1.
-        process: Bytes of the process before anything is allocated; on a GPU, of device memory outside torch's allocator.
+        process: Bytes of the process before anything is allocated; on a GPU, those outside torch's allocator.
     """
 
     products: dict[Shape, float]
