@@ -1,6 +1,6 @@
 """What an accelerator makes of it: ViT and LLM training and MFU, ZeRO and FSDP, BatchMix, checkpoints, beside peers.
 
-    python benchmarks/accelerator.py [--rounds 5] [--size large] [--parts vit llm strategies ...]
+    python benchmarks/accelerator.py [--rounds 5] [--size large] [--parts vit llm strategies ...] [--record FILE]
     python benchmarks/accelerator.py --device cpu --size tiny --backend aot_eager
 
 Without an accelerator it says so and measures nothing; the second line runs all of it on a CPU, to try it.
@@ -51,10 +51,12 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--folder", type=Path, help="on the disk that checkpoints are written to")
+    parser.add_argument("--record", type=Path, help="file of the record, written after each table")
     options = parse_options(parser, __file__)
     if options.device is None and torch.accelerator.is_available():
         options.device = str(torch.accelerator.current_accelerator())
     record = Record.of(__file__, __doc__, options, options.device or "cpu")
+    record.path = options.record
     if options.device is None:
         record.without("all of it", "this machine has no accelerator")
     else:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.versions import versions
 from measuring.rounds import Clock, spread
 
@@ -102,12 +103,14 @@ class Record:
         question: Question that it answers.
         device: Description of the device.
         options: Options of the run.
+        path: File that is written after each table, so that a run that is cut off keeps those before; None for none.
     """
 
     benchmark: str
     question: str
     device: str
     options: dict[str, Any]
+    path: Path | None = None
     tables: list[Table] = field(default_factory=list)
     not_measured: list[dict[str, str]] = field(default_factory=list)
 
@@ -130,18 +133,28 @@ class Record:
         assert table.title not in [other.title for other in self.tables], table.title
         self.tables.append(table)
         print(f"\n{as_text(table.as_dict())}", flush=True)
+        self._write()
 
     def without(self, what: str, why: str) -> None:
         """Records a quantity that this run could not measure."""
         self.not_measured.append({"what": what, "why": why})
         print(f"\nnot measured: {what}: {why}", flush=True)
+        self._write()
 
     def finish(self) -> None:
         """Prints the record as the last line."""
+        print(self.as_json(), flush=True)
+
+    def _write(self) -> None:
+        if self.path is not None:
+            write_atomic(self.path, self.as_json() + "\n")
+
+    def as_json(self) -> str:
+        """Returns the record so far as a line of JSON."""
         named = {"benchmark": self.benchmark, "question": self.question, "device": self.device}
         filled = {"tables": [table.as_dict() for table in self.tables], "not_measured": self.not_measured}
         record = {**named, "versions": versions(PEERS), "options": self.options, **filled}
-        print(json.dumps(record, default=str), flush=True)
+        return json.dumps(record, default=str)
 
 
 def rounded(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dlo_framework.task import Task
+from dlo_framework.watch.memory import reset_memory_peak
 
 #: Batches that take turns, so that no step finds its inputs in a cache.
 BATCHES = 4
@@ -173,6 +175,32 @@ def llama(size: Size, fused: bool, *, divided: bool = False) -> Subject:
         item="tokens",
         scope="blocks",
     )
+
+
+def build_on(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
+    """Returns a network whose random weights were drawn on a device, in CPU memory: a CPU draws one after another."""
+    with device:
+        net = make()
+    return net.cpu()
+
+
+def builds_on(device: torch.device, task: Task) -> Task:
+    """Makes a task's fit draw random weights on a device; the model is in CPU memory then, as any. Returns the task."""
+
+    def configure_model(self: Task) -> None:
+        if self.has_model or torch.get_default_device().type == "meta":
+            type(self).configure_model(self)
+            return
+        with device:
+            type(self).configure_model(self)
+        self.cpu()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            reset_memory_peak(device)  # The turn's peak is that of its steps.
+
+    # A method: one of a copy, such as that on the meta device, builds the copy's model.
+    task.configure_model = MethodType(configure_model, task)  # type: ignore[method-assign]
+    return task
 
 
 def pinned(batch: Any, device: torch.device) -> Any:

@@ -1,5 +1,6 @@
 """benchmarks/accelerator.py, all of it, at a tiny size on a CPU: that it runs, and counts and compares what it says."""
 
+import copy
 import importlib
 import json
 import subprocess
@@ -33,6 +34,38 @@ def test_without_an_accelerator_it_says_so():
     record = accelerator()
     assert record["tables"] == []
     assert record["not_measured"] == [{"what": "all of it", "why": "this machine has no accelerator"}]
+
+
+def test_random_weights_are_drawn_on_the_device_and_stay_on_the_cpu(load):
+    subjects, drawn = load("on_accelerator.subjects"), []
+
+    class Net(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            drawn.append(torch.get_default_device().type)
+
+        def cpu(self):
+            return self.to_empty(device="cpu")
+
+    class Tasks(torch.nn.Module):
+        has_model = False
+
+        def configure_model(self):
+            self.model = Net()
+
+        cpu = Net.cpu
+
+    meta = torch.device("meta")
+    net, task = subjects.build_on(meta, Net), subjects.builds_on(meta, Tasks())
+    assert drawn == ["meta"]  # A fit builds the task's.
+    twin = copy.deepcopy(task)
+    with torch.device("cpu"):  # As strategies do.
+        task.configure_model()
+    assert drawn == ["meta", "meta"]
+    assert {p.device.type for p in (*net.parameters(), *task.parameters())} == {"cpu"}
+    with meta:  # As Task.on_meta does.
+        twin.configure_model()
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
 
 
 def test_checkpoints_are_saved_and_read_back_by_all(load, tmp_path):

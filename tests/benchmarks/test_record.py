@@ -113,3 +113,14 @@ def test_one_measurement_has_no_extremes(record):
         ["plain", "1.000", "", "", "", "810"],
         ["dlo", "0.125", "", "", "at most 0.143: met", "101.2"],
     ]
+
+
+def test_a_run_that_is_cut_off_keeps_its_tables(record, tmp_path, capsys):
+    found = record.Record.of("benchmarks/some.py", DOC, argparse.Namespace(rounds=3))
+    found.path = tmp_path / "some.json"
+    found.add(a_table(record))
+    assert [table["title"] for table in json.loads(found.path.read_text())["tables"]] == ["a step"]
+    found.without("a peer", "it is not installed")
+    assert json.loads(found.path.read_text())["not_measured"][0]["what"] == "a peer"
+    found.finish()
+    assert record.parse(capsys.readouterr().out) == json.loads(found.path.read_text())

@@ -131,3 +131,23 @@ def test_the_gpu_is_refused_where_it_cannot_work(root):
         check_device_decoding(torch.device("cpu"))
     auto = ImageFolderData(str(root), image_size=16, batch_size=4, num_workers=0, decode="auto")
     assert len(list(auto.train_dataloader())) == 3
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_large_images_are_made_small_in_two_passes(monkeypatch, interpolation) -> None:
+    """torch's kernel for CUDA refuses larger ratios of sizes, for want of shared memory."""
+    pixels = (torch.arange(700)[None, :, None] % 256 + torch.zeros(3, 1, 900)).to(torch.uint8)
+    box, size = Box(0, 0, 700, 900), (8, 16)
+    crop = pixels[None].float()
+    at_once = torch.nn.functional.interpolate(crop, size, mode=interpolation, antialias=True)[0]
+    ratios, plain = [], torch.nn.functional.interpolate
+
+    def interpolate(x, wanted, **options):
+        ratios.append(max(have / want for have, want in zip(x.shape[2:], wanted, strict=True)))
+        return plain(x, wanted, **options)
+
+    monkeypatch.setattr("torch.nn.functional.interpolate", interpolate)
+    found = resize_crop(pixels, box, size, interpolation, False)
+    assert len(ratios) == 1
+    assert 16 < ratios[0] <= 32
+    assert float((found.float() - at_once).abs().mean()) < 2

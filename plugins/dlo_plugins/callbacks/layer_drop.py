@@ -165,7 +165,8 @@ class LayerDrop(BlockSchedule):
                 return output  # It always runs.
             hidden, changed = check_hidden(hidden_of(args, kwargs), output, name, "LayerDrop")
             keep = self._probabilities[number]
-            return torch.lerp(hidden, changed, 1 / keep) if self.scale and keep < 1 else changed
+            # Under autocast a block may return another dtype than it gets.
+            return torch.lerp(hidden.to(changed.dtype), changed, 1 / keep) if self.scale and keep < 1 else changed
 
         return call
 

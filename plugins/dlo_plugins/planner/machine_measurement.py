@@ -148,11 +148,12 @@ def machine_content(
     forward, backward = (_fit(profile, ranks, table, best, attention, way) for way in (False, True))
     of_blocks = "of the blocks without their products" if ranks[0].blocks else "as a copy: the model has no blocks"
     memory = _memory(wanted.device, len(ranks))
+    reserved = "a rank before it allocates" if wanted.device == "cpu" else "device memory outside torch's allocator"
     content: dict[str, Any] = {
         "name": name,
         "device": wanted.device,
         "memory": constant(memory, "memory of the machine over its ranks"),
-        "reserved": constant(float(max(rank.process for rank in ranks)), "a rank before it allocates"),
+        "reserved": constant(float(max(rank.process for rank in ranks)), reserved),
         "fragmentation": constant(0.05, "not measured; 1 to 5% is usual"),
         "ranks_per_node": len(ranks),
         "peak": {dtype: constant(best, "the fastest product")},

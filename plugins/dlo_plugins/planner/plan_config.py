@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 import yaml
 
 from dlo_framework.errors import DloError
@@ -28,6 +29,12 @@ def read_batch(config: dict[str, Any]) -> int | None:
     size = _init_args(config, "data").get("batch_size")
     accumulate = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
     return size * accumulate if isinstance(size, int) and isinstance(accumulate, int) else None
+
+
+def read_device(config: dict[str, Any]) -> str:
+    """Returns the type of the device that a config's run has on this machine, `cuda` or `cpu`."""
+    on_cpu = (config.get("trainer") or {}).get("accelerator") == "cpu"
+    return "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
 
 
 def _init_args(config: dict[str, Any], part: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.optimizer_state import OptimizerState, measure_optimizer
-from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options, write_yaml
+from dlo_plugins.planner.plan_config import find_part, read_batch, read_device, strategy_options, write_yaml
 from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification
@@ -111,7 +111,7 @@ def plan_run(
         )
     state, optimizer = run_state(config, model, options.fix.get("gather"), options.fix.get("reduce"))
     if options.measure is not None:
-        options.machine = measure_here(model, datamodule, state, gpus, batch, options)
+        options.machine = measure_here(config, model, datamodule, state, gpus, batch, options)
     machine = load_machine(options.machine)
     nodes = nodes or -(-gpus // machine.ranks_per_node)
     if gpus % nodes:
@@ -181,12 +181,13 @@ def profile_frozen(
 
 
 def measure_here(
-    model: Any, datamodule: Any, state: StateFormat, gpus: int, batch: int, options: argparse.Namespace
-) -> str:
+    config: dict[str, Any], model: Any, datamodule: Any, state: StateFormat, gpus: int, batch: int,
+    options: argparse.Namespace,
+) -> str:  # fmt: skip
     """Measures this machine for a config's model, writes a machine file, and returns its path."""
     from dlo_plugins.planner.machine_measurement import BlockCalls, measure_machine, write_machine
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = read_device(config)
     calls = BlockCalls(model.on_meta().model if isinstance(model, Task) else model)
     profile = profile_run(model, datamodule, getattr(torch, state.compute), device, calls)
     content = measure_machine(profile, calls.found, state.compute, gpus, batch, options.measure, device)

@@ -88,7 +88,7 @@ class RankMeasurement:
         optimizer: Seconds of an AdamW step for a byte of parameters, of tensors like the blocks'.
         collectives: Seconds by kind, number of ranks and bytes of the full buffer.
         slowdown: Time of computation and communication at once, beyond the longer one, over the shorter one, plus 1.
-        process: Bytes of the process before anything is allocated.
+        process: Bytes of the process before anything is allocated; on a GPU, those outside torch's allocator.
     """
 
     products: dict[Shape, float]
@@ -112,9 +112,15 @@ def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
     blocks = measuring.blocks(3 * share)
     found = RankMeasurement(
         products, measuring.attention(), blocks, measuring.copy(), measuring.optimizer(), measuring.collectives(),
-        measuring.slowdown(), process,
+        measuring.slowdown(), process if wanted.device == "cpu" else memory_outside_allocator(),
     )  # fmt: skip
     return found
+
+
+def memory_outside_allocator() -> int:
+    """Returns the bytes of the current GPU that torch's allocator does not have: of the context and of libraries."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
 
 
 class _Computation(torch.autograd.Function):
@@ -244,9 +250,12 @@ class _Measuring:
         self._together()
         began = time.perf_counter()
         for call in self.wanted.blocks:
-            block = call.block.to_empty(device=self.device)
+            # The call's arguments are in the dtype of products already.
+            block = call.block.to_empty(device=self.device).to(self.wanted.dtype)
             for parameter in block.parameters():
                 nn.init.normal_(parameter, std=0.02)
+            for buffer in block.buffers():
+                buffer.zero_()  # It may hold indices.
             for rows in self.wanted.rows:
                 args, kwargs = tree_map(lambda leaf, c=call, r=rows: self._argument(leaf, c.rows, r), call.arguments)
                 found[call.name, rows] = self._passes(lambda b=block, a=args, k=kwargs: b(*a, **k))  # type: ignore[misc]
@@ -345,10 +354,12 @@ class _Measuring:
 
         def send() -> None:
             into = torch.empty_like(buffer)
-            works = [dist.isend(buffer, group=group, group_dst=(rank + 1) % ranks)]
-            works.append(dist.irecv(into, group=group, group_src=(rank - 1) % ranks))
-            for work in works:
-                assert work is not None
+            # At once: NCCL runs messages of two ranks in their order, and both would wait in their send.
+            both = [
+                dist.P2POp(dist.isend, buffer, group=group, group_peer=(rank + 1) % ranks),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % ranks),
+            ]
+            for work in dist.batch_isend_irecv(both):
                 work.wait()
 
         return {"all_reduce": all_reduce, "send": send}

@@ -24,7 +24,7 @@ from dlo_framework.watch.media import draw_figure
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_config import find_part, read_batch
+from dlo_plugins.planner.plan_config import find_part, read_batch, read_device
 from dlo_plugins.planner.plan_report import first_batch, state_format
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.run_layout import read_layout
@@ -97,7 +97,7 @@ def memory_table(
         DloError: The model cannot be profiled, or lengths are given for rows without one.
     """
     trainer = config.get("trainer") or {}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = read_device(config)
     machine = load_machine("h100" if device == "cuda" else "cpu")
     fused = any(find_part(config, name) is not None for name in ("CompileBlocks", "Compile"))
     state = state_format(str(trainer.get("precision") or "32-true"), fused=fused)

@@ -15,10 +15,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_plugins.quantisation.conversion import computes_in_bf16
 from dlo_plugins.quantisation.embedding_tables import convert_tables, users
 from dlo_plugins.quantisation.portable import make_portable, make_tables_portable
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
-from dlo_plugins.quantisation.schemes import Scheme, quantised_weight, torchao_config
+from dlo_plugins.quantisation.schemes import Scheme, lacks, quantised_weight, torchao_config
 
 #: Endings of files; a name without an ending is a folder.
 ENDINGS = (".pt2", ".onnx")
@@ -114,8 +115,9 @@ def export_model(
     batch = torch.export.Dim("batch", min=1)
     dynamic = tuple({0: batch} for _ in args)
     if path.suffix == ".pt2":
-        args = tuple(arg.to(next(quantised.buffers(), next(quantised.parameters())).device) for arg in args)
-        torch.export.save(torch.export.export(quantised, args, dynamic_shapes=dynamic), path)
+        place = program_device(options.scheme, device)
+        args = tuple(program_input(arg, options.scheme, device) for arg in args)
+        torch.export.save(torch.export.export(quantised.to(place), args, dynamic_shapes=dynamic), path)
         return
     model = copy.deepcopy(float_model)
     make_tables_portable(model, names[1])
@@ -125,6 +127,18 @@ def export_model(
     for node in program.model.graph:
         node.metadata_props.clear()  # Stack traces of the export, which take more bytes than the weights.
     program.save(path)
+
+
+def program_device(scheme: Scheme, device: torch.device) -> torch.device:
+    """Returns the device of a program: the CPU, unless weights that were converted on a device run there alone."""
+    cpu = torch.device("cpu")
+    return device if scheme.is_grouped or lacks(scheme, cpu) else cpu
+
+
+def program_input(value: Tensor, scheme: Scheme, device: torch.device) -> Tensor:
+    """Returns an argument of a model as its program takes it: on the program's device, in the dtype of its kernels."""
+    in_bf16 = value.is_floating_point() and computes_in_bf16(scheme, device)
+    return value.to(program_device(scheme, device), torch.bfloat16 if in_bf16 else value.dtype)
 
 
 def _to_cpu(scales: dict[str, Tensor] | None) -> dict[str, Tensor] | None:

@@ -20,6 +20,10 @@ from dlo_tasks.imagenet.augment import random_resized_box
 from dlo_tasks.imagenet.decode import Box, decode_pil, read_jpeg_header, resize_into
 from dlo_tasks.imagenet.views import TrainView
 
+#: Largest ratio of sizes that torch (2.11 to 2.15) is to resize with antialiasing at once. Its kernel for CUDA keeps
+#: weights in shared memory, whose 48 KB suffice for ratios up to 47 with the bicubic filter, and raises above.
+_LARGEST_RATIO = 32
+
 
 class EncodedImage(NamedTuple):
     """One view of an image that is not decoded yet, or that the worker had to make.
@@ -102,6 +106,9 @@ def resize_crop(pixels: torch.Tensor, box: Box, size: tuple[int, int], interpola
         flip: Whether to flip it horizontally.
     """
     crop = pixels[None, :, box.top : box.top + box.height, box.left : box.left + box.width].float()
+    reduced = [-(-have // (_LARGEST_RATIO * want)) for have, want in zip(crop.shape[2:], size, strict=True)]
+    if max(reduced) > 1:
+        crop = F.avg_pool2d(crop, reduced, ceil_mode=True)
     resized = F.interpolate(crop, size, mode=interpolation, antialias=True)[0]
     resized = resized.round_().clamp_(0, 255).to(torch.uint8)
     return resized.flip(2) if flip else resized

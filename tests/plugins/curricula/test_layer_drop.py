@@ -208,3 +208,13 @@ def test_stochastic_depth_follows_the_run(tmp_path):
     assert "rates must stay below 1, got a factor of 3" in refusal(
         lambda: fit(tmp_path, images(model_args={"drop_path_rate": 0.4}), "auto", 1, [StochasticDepthSchedule(end=3)])
     )
+
+
+def test_a_block_may_return_another_dtype_than_it_gets():
+    """Under autocast a block of convolutions gets bf16, and its scaled sum is in single precision."""
+    drop = LayerDrop()
+    drop._kept, drop._probabilities = [True, True], [1.0, 0.5]
+    block = nn.Linear(2, 2)
+    hidden = torch.ones(3, 2, dtype=torch.bfloat16)
+    found = drop._handler(1, "block", block)(lambda x: x.float() + 1, (hidden,), {})
+    assert torch.equal(found, torch.full((3, 2), 3.0))

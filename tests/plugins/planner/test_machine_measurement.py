@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import yaml
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from dlo_plugins.planner import rank_measurement
 from dlo_plugins.planner.machine import ProductTable, parse_machine
 from dlo_plugins.planner.machine_measurement import machine_content, product_shapes
-from dlo_plugins.planner.rank_measurement import RankMeasurement, Wanted
+from dlo_plugins.planner.plan_config import read_device
+from dlo_plugins.planner.rank_measurement import BlockCall, RankMeasurement, Wanted
 from dlo_plugins.planner.work import Product, Share
 from support.planner_models import llama
 
@@ -144,3 +147,58 @@ def test_bad_options_are_refused(
     (tmp_path / "mine.yaml").write_text(CONFIG)
     assert main(["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "2", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+class _Indexed(torch.nn.Module):
+    """Block with weights in single precision, and a buffer of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.zeros(4, 8))
+        self.register_buffer("places", torch.full((8,), 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.table[self.places].mean(0)
+
+
+def _measuring(blocks: tuple[BlockCall, ...] = ()) -> rank_measurement._Measuring:
+    return rank_measurement._Measuring(Wanted("cpu", torch.bfloat16, [], None, blocks, [2], 1.0), 1)
+
+
+def test_blocks_are_measured_in_the_dtype_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile has the weights in that dtype, and so have the arguments of its blocks."""
+
+    def to_garbage(module: torch.nn.Module, device: Any) -> torch.nn.Module:
+        moved = empty(module, device=device)
+        for buffer in moved.buffers():
+            buffer.fill_(1 << 40)  # As memory that another tensor has left.
+        return moved
+
+    empty = torch.nn.Module.to_empty
+    monkeypatch.setattr(torch.nn.Module, "to_empty", to_garbage)
+    x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = _measuring((BlockCall("block", _Indexed().to("meta"), ((x,), {}), 2),)).blocks(1.0)
+    assert set(found) == {("block", 2)}
+
+
+def test_messages_of_two_ranks_are_sent_and_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs a rank's send before its receive: both ranks would wait."""
+    batches: list[list[Any]] = []
+    monkeypatch.setattr(torch.distributed, "P2POp", lambda op, *_, **__: op)
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", lambda both: batches.append(both) or [])
+    monkeypatch.setattr(rank_measurement, "Communicator", lambda _: None)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    _measuring()._exchanges(group, 64)["send"]()  # type: ignore[arg-type]
+    assert batches == [[torch.distributed.isend, torch.distributed.irecv]]
+
+
+def test_a_gpu_reserves_what_is_outside_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    assert rank_measurement.memory_outside_allocator() == 10
+
+
+def test_a_config_for_the_cpu_is_planned_for_it_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert read_device({"trainer": {"accelerator": "cpu"}}) == "cpu"
+    assert read_device({"trainer": {"accelerator": "auto"}}) == read_device({}) == "cuda"

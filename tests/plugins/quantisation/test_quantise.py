@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.checkpoint import SafeCheckpointIO
@@ -17,6 +18,7 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.quantisation import schemes
+from dlo_plugins.quantisation.export import program_device, program_input
 from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -283,3 +285,19 @@ def test_a_run_without_an_end_needs_a_period(tmp_path: Path) -> None:
     callback = Quantise(when="aware", start=0, start_bits=12, report=False)
     with pytest.raises(DloError, match="period must be set for a run without an end"):
         trainer_of(tmp_path, callback, max_epochs=-1).fit(classifier(), datamodule=DigitsData(image_size=16))
+
+
+@pytest.mark.parametrize(("scheme", "place"), [("int8", "cpu"), ("int4_weights", "cuda"), ("fp8", "cuda")])
+def test_a_program_is_for_the_device_that_its_packed_weights_are_for(scheme, place) -> None:
+    """Lightning leaves the evaluated model on the CPU, where weights that are packed for a GPU have no kernel."""
+    gpu = torch.device("cuda", 0)
+    found = schemes.find_scheme(scheme)
+    assert program_device(found, gpu).type == place
+    assert program_device(found, torch.device("cpu")).type == "cpu" or scheme == "fp8"
+    if place == "cpu":
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        moved = program_input(torch.ones(2, 3), found, gpu)
+        assert moved.device == gpu
+        assert moved.dtype == (torch.bfloat16 if scheme == "int4_weights" else torch.float32)
+        assert program_input(torch.ones(2, dtype=torch.long), found, gpu).dtype == torch.long
