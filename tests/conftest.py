@@ -130,6 +130,14 @@ def what_a_file_leaves_is_not_collected_again():
     gc.freeze()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Appends what fails to the file DLO_TEST_LOG at once: pytest tells it at the end, which a run may not reach."""
+    path = os.environ.get("DLO_TEST_LOG")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as file:
+            file.write(f"\n== {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}\n")
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
