@@ -25,6 +25,8 @@ from dlo_plugins.sharding.optimizer_probe import probe_optimizer
 #: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
 #: for which DeepSpeed's own would first be compiled.
 _OWN_OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+#: DeepSpeed's default of `reduce_bucket_size`.
+_BUCKET = 500_000_000
 
 
 class DeepSpeedEngine:
@@ -55,7 +57,7 @@ class DeepSpeedEngine:
         if optimizer is not None and self.stage > 0:
             _check_elementwise(optimizer)
         self.names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-        config = {**config, **_OWN_OPTIMIZER}
+        config = _with_small_bucket({**config, **_OWN_OPTIMIZER}, module)
         before = _in_single_precision(module, device) if _halves(config) else {}
         self._attributes = {id(p): dict(vars(p)) for p in module.parameters()}
         if self.stage == 3:
@@ -221,6 +223,17 @@ class DeepSpeedEngine:
         else:
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.clone()
+
+
+def _with_small_bucket(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Returns a config whose bucket of gradients is no larger than all of them, unless it sets the size.
+
+    DeepSpeed (0.19) allocates a bucket in full, by default 500 million elements: 2 GB beside a model of any size.
+    """
+    zero, numel = config["zero_optimization"], sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if "reduce_bucket_size" in zero or not 0 < numel < _BUCKET:
+        return config
+    return {**config, "zero_optimization": {**zero, "reduce_bucket_size": numel}}
 
 
 def _watch_outer_forward(engine: Any, module: nn.Module) -> None:
