@@ -14,7 +14,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, Shard
 from torchmetrics.aggregation import SumMetric
 
 from dlo_framework.distributed.backward_buckets import BackwardBuckets
@@ -25,6 +27,7 @@ from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors
 from dlo_plugins.context.ring import Ring
+from dlo_plugins.fsdp.row_shards import RowGroup
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard
 from dlo_plugins.strategies.zero import ZeroStrategy
 
@@ -140,6 +143,22 @@ def test_full_tensors_are_where_they_are_stepped_before_a_checkpoint_is_loaded(o
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     (loaded,) = optimizer.state.values()
     assert loaded["row_var"].device == steps
+
+
+def test_scalars_that_stay_on_the_device_are_joined_with_offloaded_rows(one_rank) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with FakeTensorMode():
+        named: dict[str, Any] = {
+            "scale": nn.Parameter(torch.zeros((), device="cuda")),
+            "weight": nn.Parameter(DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(0)], run_check=False)),
+        }
+        for parameter in named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        group = RowGroup(named, Communicator(), torch.device("cuda", 0))
+        assert group.step_device == group.shard.device == torch.device("cpu")
+        assert group.gradient is not None
+        assert group.gradient.device == torch.device("cpu")
+        assert group.shard.numel() == group.gradient.numel() == 9
 
 
 def test_the_host_does_not_wait_for_transfers_of_a_ring_on_nccl(monkeypatch: pytest.MonkeyPatch, one_rank) -> None:

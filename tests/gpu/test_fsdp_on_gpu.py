@@ -23,6 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "recompute": ({"recompute": True, "reshard_after_forward": True}, "32-true"),
     "autocast": ({}, "bf16-mixed"),
     "loss scale": ({}, "16-mixed"),
+    "loss scale, offload": ({"offload": True}, "16-mixed"),  # The scalar's gradient stays on the device.
 }
 STEPS = 8
 
@@ -70,7 +71,8 @@ def _train(rank: int, world: int) -> dict[str, Any]:
         )
         module = Module()
         trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=None))
-        found[name] = gather_full_weights(trainer), next(iter(trainer.strategy.optimizers[0].state)).device.type
+        stepped = next(tensor for tensor in trainer.strategy.optimizers[0].state if tensor.ndim)  # Not the scalar.
+        found[name] = gather_full_weights(trainer), stepped.device.type
     return found
 
 

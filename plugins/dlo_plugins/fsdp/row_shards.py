@@ -115,7 +115,10 @@ class RowGroup:
     def __init__(self, named: dict[str, nn.Parameter], communicator: Communicator, device: torch.device) -> None:
         self.names, self.parameters = list(named), list(named.values())
         self.communicator, self.device = communicator, device
-        self.dtype, self.step_device = self.parameters[0].dtype, local_tensor(self.parameters[0]).device
+        self.dtype = self.parameters[0].dtype
+        # With offload, shards are in CPU memory, and scalars, which are not sharded, on the device.
+        shards = [parameter for parameter in self.parameters if isinstance(parameter, DTensor)]
+        self.step_device = local_tensor((shards or self.parameters)[0]).device
         self._dims = [_dim_of(parameter) for parameter in self.parameters]
         shapes = [parameter.shape for parameter in self.parameters]
         self.partition = RowPartition(shapes, communicator.size, self._dims)

@@ -430,5 +430,9 @@ def flat_piece(piece: FlatShard | SlicedShard) -> FlatShard:
 
 
 def concat(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns flat tensors as one on a device; an empty one if there are none."""
-    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)
+    """Returns flat tensors, of any devices, as one on a device; an empty one if there are none."""
+    if not parts:
+        return torch.empty(0, dtype=dtype, device=device)
+    if len({part.device for part in parts}) > 1:  # Of an offloaded model, whose scalars stay on the device.
+        parts = [part.to(device) for part in parts]
+    return torch.cat(parts).to(device)
