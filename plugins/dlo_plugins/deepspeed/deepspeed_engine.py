@@ -226,7 +226,7 @@ class DeepSpeedEngine:
 
 
 def _with_small_bucket(config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Returns a config whose bucket of gradients is no larger than all of them, unless it sets the size.
+    """Returns a config with a bucket of gradients of at most their number of elements, unless it sets the size.
 
     DeepSpeed (0.19) allocates a bucket in full, by default 500 million elements: 2 GB beside a model of any size.
     """
