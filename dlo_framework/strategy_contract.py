@@ -179,10 +179,8 @@ class StrategyContract:
         """
         parameters = dict(_module_of(self).named_parameters())
         for name, gradient in saved.items():
-            parameter, gradient = parameters[name], gradient.to(parameters[name].device)
-            if gradient.stride() != parameter.stride():  # Fused optimizers on CUDA require the parameter's.
-                gradient = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-            parameter.grad = gradient
+            parameter = parameters[name]
+            parameter.grad = with_strides_of(parameter, gradient.to(parameter.device))
 
     def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
         """Returns the gradients that the next step applies, in a checkpoint's form, and the loss of the last batch.
@@ -350,6 +348,13 @@ class ForeignStrategy(StrategyContract):
 
 
 _WRAPPED: weakref.WeakKeyDictionary[Strategy, ForeignStrategy] = weakref.WeakKeyDictionary()
+
+
+def with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient in the strides of its parameter, which fused optimizers on CUDA require."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def contract_of(strategy: Strategy) -> StrategyContract:

@@ -131,7 +131,7 @@ def what_a_file_leaves_is_not_collected_again():
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Appends what fails to the file DLO_TEST_LOG at once: pytest tells it at the end, which a run may not reach."""
+    """Appends each failure to the file in DLO_TEST_LOG: a run that is cut off does not reach pytest's own report."""
     path = os.environ.get("DLO_TEST_LOG")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a") as file:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
-from on_accelerator.subjects import BATCHES, CLASSES, Size, Subject, build_on, builds_on, pinned
+from on_accelerator.subjects import BATCHES, CLASSES, Size, Subject, build_network, draw_weights_on, pinned
 from on_accelerator.throughput import rates_table
 from on_accelerator.training import LR, Trained, Work, by_dlo, by_hand
 
@@ -132,10 +132,10 @@ def has_timms_step() -> bool:
 
 def contestants(subject: Subject, model: Model, work: Work, backend: str) -> dict[str, Callable[[], Trained]]:
     """Returns who takes part. Networks stay from round to round, with the code that was compiled for them."""
-    nets = {name: build_on(work.device, subject.net) for name in (BASE, f"{BASE} again", f"{BASE}, compiled")}
+    nets = {name: build_network(work.device, subject.net) for name in (BASE, f"{BASE} again", f"{BASE}, compiled")}
     compiled: Any = nets[f"{BASE}, compiled"]
     compiled.compile(backend=backend)
-    tasks = {name: builds_on(work.device, subject.task()) for name in ("dlo fit", "dlo fit, compiled")}
+    tasks = {name: draw_weights_on(work.device, subject.task()) for name in ("dlo fit", "dlo fit, compiled")}
 
     def stepped(name: str) -> Trained:
         found = by_hand(subject, nets[name], work, make_optimizer=timms_optimizer)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
 from dlo_tasks.llm import batch_counts
-from on_accelerator.subjects import BATCHES, Size, Subject, builds_on, pinned
+from on_accelerator.subjects import BATCHES, Size, Subject, draw_weights_on, pinned
 from on_accelerator.throughput import BASE, rates_table
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 
@@ -230,7 +230,7 @@ def language_table(part: str, name: str, size: Size, device: torch.device, round
 
     def fitted(subject: Subject, compiled: bool) -> Trained:
         callbacks = [Compile(scope="blocks", backend=backend)] if compiled else []
-        return by_dlo(subject, builds_on(device, subject.task()), work, callbacks)  # type: ignore[arg-type]
+        return by_dlo(subject, draw_weights_on(device, subject.task()), work, callbacks)  # type: ignore[arg-type]
 
     runs: dict[str, Callable[[], Trained]] = {
         BASE: lambda: looped(False),

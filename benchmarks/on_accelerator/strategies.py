@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from on_accelerator.subjects import BATCHES, SIZES, build_on, builds_on, llama, pinned
+from on_accelerator.subjects import BATCHES, SIZES, build_network, draw_weights_on, llama, pinned
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 
 BASE = "DDP"
@@ -74,15 +74,15 @@ def measure(rank: int, world_size: int, size: str, device_type: str, rounds: int
         return net
 
     def fitted(strategy: Any) -> Trained:
-        return by_dlo(subject, builds_on(device, subject.task()), work, [], strategy=strategy, devices=world_size)
+        return by_dlo(subject, draw_weights_on(device, subject.task()), work, [], strategy=strategy, devices=world_size)
 
     runs: dict[str, Callable[[], Trained]] = {
-        BASE: lambda: by_hand(subject, build_on(device, subject.net), work, wrapped),
-        f"{BASE} again": lambda: by_hand(subject, build_on(device, subject.net), work, wrapped),
-        "FSDP2": lambda: by_hand(subject, build_on(device, subject.net), work, divided, autocast=False),
+        BASE: lambda: by_hand(subject, build_network(device, subject.net), work, wrapped),
+        f"{BASE} again": lambda: by_hand(subject, build_network(device, subject.net), work, wrapped),
+        "FSDP2": lambda: by_hand(subject, build_network(device, subject.net), work, divided, autocast=False),
     }
     if world_size == 1:
-        runs["loop, no strategy"] = lambda: by_hand(subject, build_on(device, subject.net), work)
+        runs["loop, no strategy"] = lambda: by_hand(subject, build_network(device, subject.net), work)
     makers: dict[str, Callable[[], Any]] = {
         "ddp": lambda: "ddp",
         "zero1": lambda: ZeroStrategy(1),

@@ -177,14 +177,14 @@ def llama(size: Size, fused: bool, *, divided: bool = False) -> Subject:
     )
 
 
-def build_on(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
+def build_network(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
     """Returns a network whose random weights were drawn on a device, in CPU memory: a CPU draws one after another."""
     with device:
         net = make()
     return net.cpu()
 
 
-def builds_on(device: torch.device, task: Task) -> Task:
+def draw_weights_on(device: torch.device, task: Task) -> Task:
     """Makes a task's fit draw random weights on a device; the model is in CPU memory then, as any. Returns the task."""
 
     def configure_model(self: Task) -> None:

@@ -11,7 +11,7 @@ from measuring.record import Table
 from measuring.rounds import Clock, all_ratios, clock_of, take_turns
 
 from dlo_plugins.callbacks.compile import Compile
-from on_accelerator.subjects import BATCHES, Size, Subject, build_on, builds_on, pinned
+from on_accelerator.subjects import BATCHES, Size, Subject, build_network, draw_weights_on, pinned
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 
 BASE = "loop"
@@ -62,9 +62,9 @@ def rates_table(
 
 def contestants(subject: Subject, work: Work, backend: str) -> dict[str, Callable[[], Trained]]:
     """Returns who takes part. Networks stay from round to round, with the code that was compiled for them."""
-    nets = {name: build_on(work.device, subject.net) for name in (BASE, "loop again", "loop, compiled")}
+    nets = {name: build_network(work.device, subject.net) for name in (BASE, "loop again", "loop, compiled")}
     nets["loop, compiled"].compile(backend=backend)
-    tasks = {name: builds_on(work.device, subject.task()) for name in ("dlo fit", "dlo fit, compiled")}
+    tasks = {name: draw_weights_on(work.device, subject.task()) for name in ("dlo fit", "dlo fit, compiled")}
 
     def compiled() -> Trained:
         return by_dlo(subject, tasks["dlo fit, compiled"], work, [Compile(scope=subject.scope, backend=backend)])  # type: ignore[arg-type]

@@ -57,27 +57,19 @@ def run_flex(
         scale: Factor of scores.
         score_mod: Function of the scaled scores, as in FlexAttention.
     """
-    if query.device.type == "cpu" or torch.compiler.is_compiling():
-        grouped = key.shape[1] != query.shape[1]
+    grouped, wide = key.shape[1] != query.shape[1], value.shape[-1]
+    if _runs_eagerly(query):
         found: Any = flex_attention(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
         return found
-    return run_compiled(query, key, value, blocks, scale, score_mod)
-
-
-def run_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: BlockMask,
-    scale: float,
-    score_mod: Callable[..., Tensor] | None = None,
-) -> Tensor:
-    """Returns FlexAttention's output, compiled; arguments as in :func:`run_flex`."""
-    grouped, wide = key.shape[1] != query.shape[1], value.shape[-1]
     query, key, value = (_widen(tensor) for tensor in (query, key, value))
     with _no_function_modes():
         out: Tensor = _compiled()(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
     return out[..., :wide]
+
+
+def _runs_eagerly(query: Tensor) -> bool:
+    """Returns whether FlexAttention is called uncompiled: on a CPU, and where the caller is being compiled."""
+    return query.device.type == "cpu" or torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
+from dlo_framework.strategy_contract import with_strides_of
 
 #: Maximum bytes of a bucket, those of DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
@@ -89,10 +90,7 @@ class BackwardBuckets:
             dist.all_reduce(flat.div_(self._size))
             parts = flat.split([parameter.numel() for parameter in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
-                gradient = part.view_as(parameter)
-                if gradient.stride() != parameter.stride():  # Fused optimizers on CUDA require the parameter's.
-                    gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-                parameter.grad = gradient
+                parameter.grad = with_strides_of(parameter, part.view_as(parameter))
         self._ready(bucket)
 
 

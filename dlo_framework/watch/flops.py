@@ -201,6 +201,8 @@ class FlopCounter:
 class _Mode(FlopCounterMode):
     """Mode that counts; where a formula refuses an operator's shapes, the step goes on, and the count is left out.
 
+    torch (2.11 to 2.15) has no public hook around a formula.
+
     Attributes:
         refused: Whether a formula has refused.
     """

@@ -56,7 +56,7 @@ def test_random_weights_are_drawn_on_the_device_and_stay_on_the_cpu(load):
         cpu = Net.cpu
 
     meta = torch.device("meta")
-    net, task = subjects.build_on(meta, Net), subjects.builds_on(meta, Tasks())
+    net, task = subjects.build_network(meta, Net), subjects.draw_weights_on(meta, Tasks())
     assert drawn == ["meta"]  # A fit builds the task's.
     twin = copy.deepcopy(task)
     with torch.device("cpu"):  # As strategies do.

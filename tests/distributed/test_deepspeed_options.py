@@ -108,10 +108,9 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5), name
         if strategy.stage < 3:
             _check_places(strategy, model)
-        numel = (
-            2000 if "small" in name else sum(p.ds_numel if strategy.stage == 3 else p.numel() for p in _trained(model))
-        )
-        assert strategy.engine.deepspeed.zero_reduce_bucket_size() == numel, name
+        numel = sum(p.ds_numel if strategy.stage == 3 else p.numel() for p in model.parameters() if p.requires_grad)
+        found_size = strategy.engine.deepspeed.zero_reduce_bucket_size()
+        assert found_size == (2000 if "small" in name else numel), name
     from deepspeed.comm import comm
 
     assert comm.cdb.shm_comm_op is None, "nothing is compiled when ranks meet"
@@ -123,10 +122,6 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
     _recomputed(world_size)
     _json(world_size, folder)
     leave_group()
-
-
-def _trained(model: nn.Module) -> list[Any]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _evaluated_alike(world_size: int) -> None:

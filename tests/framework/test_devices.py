@@ -166,6 +166,7 @@ def test_the_host_does_not_wait_for_transfers_of_a_ring_on_nccl(monkeypatch: pyt
     ring = Ring(None)
     assert ring.limit(torch.device("cuda", 0)) == ring.limit(torch.device("cpu")) is not None
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+    ring = Ring(None)
     assert ring.limit(torch.device("cuda", 0)) is None
     assert ring.limit(torch.device("cpu")) is not None
 

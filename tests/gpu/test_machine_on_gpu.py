@@ -1,4 +1,4 @@
-"""What reading found and a CPU cannot show: measuring a GPU, programs of weights packed for one, large images."""
+"""Measuring a GPU for `dlo plan`, programs of weights packed for one, and images much larger than their views."""
 
 from __future__ import annotations
 

@@ -77,14 +77,17 @@ class Ring:
         self.group_name: str = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.elements: Counter[str] = Counter()
+        self._limits: dict[str, timedelta | None] = {}
 
     def limit(self, device: torch.device) -> timedelta | None:
         """Returns the longest time of a transfer of a device's tensors; None for the group's own limit.
 
         On NCCL it is None, also where the group has gloo for CPU tensors: the host would wait for each transfer.
         """
-        on_gloo = collectives.backend_of(self.group, device) == "gloo"
-        return collectives.exchange_limit(self.group) if on_gloo else None
+        if device.type not in self._limits:
+            on_gloo = collectives.backend_of(self.group, device) == "gloo"
+            self._limits[device.type] = collectives.exchange_limit(self.group) if on_gloo else None
+        return self._limits[device.type]
 
     def shift(self, sent: Tensor, tag: int, what: str) -> Transfer:
         """Starts a transfer of a tensor to the next rank, and counts its elements under the name `what`."""

@@ -83,6 +83,7 @@ class CompiledOptimizer:
                 self._step_without_hooks()
             else:
                 self._move_steps()
+                self._replace_views()
                 with self._compilable():
                     self._compiled()
         for hook in itertools.chain(
@@ -103,6 +104,12 @@ class CompiledOptimizer:
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(parameter.device)
 
+    def _replace_views(self) -> None:
+        """Replaces gradients that are views, as of a DDP bucket, by tensors of the same memory: torch 2.11 needs it."""
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and parameter.grad._is_view():
+                parameter.grad = parameter.grad.detach()
+
     @contextlib.contextmanager
     def _compilable(self) -> Iterator[None]:
         """Sets the parameter groups' values for the compiled code, and restores them."""
@@ -118,10 +125,6 @@ class CompiledOptimizer:
                 if self._rates[number].device != device:
                     self._rates[number] = self._rates[number].to(device)
                 group["lr"] = self._rates[number].fill_(group["lr"])
-                for p in group["params"]:
-                    if p.grad is not None and p.grad._is_view():
-                        # Of the same memory, and no view: torch (2.11) does not trace views of a bucket, as DDP's are.
-                        p.grad = p.grad.detach()
                 chosen = {"foreach": True, "fused": False, "capturable": True}  # Only so may the rate be a tensor.
                 group.update({key: value for key, value in chosen.items() if key in group})
             yield
