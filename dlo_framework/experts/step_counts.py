@@ -5,7 +5,7 @@ Demons in the Detail: On Implementing Load Balancing Loss for Training Specializ
 the micro-batches so far. The first micro-batch knows its own tokens only, the last one those of the whole step.
 
 A recomputed forward uses the counts of the forward that it repeats. A pipeline runs further forwards before that; it
-names the micro-batch of each by :func:`micro_batch`.
+names the micro-batch of each by :func:`in_micro_batch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Current:
 
 
 @contextlib.contextmanager
-def micro_batch(key: Hashable, recomputes: bool = False) -> Iterator[None]:
+def in_micro_batch(key: Hashable, recomputes: bool = False) -> Iterator[None]:
     """Context of one forward or backward of a micro-batch, where a schedule interleaves those of several.
 
     Args:

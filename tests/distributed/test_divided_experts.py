@@ -51,7 +51,8 @@ def moe(
     more |= {} if experts is None else {"num_local_experts": experts}
     config = tiny(family, dropout=False, vocab_size=VOCABULARY, **more)
     if own is not None:  # dlo's own mixtures in a dense model.
-        config, options = {"model_type": "llama", **FAMILIES["llama"]}, {**options, "experts": MixtureOptions(**own)}
+        config = {"model_type": "llama", **FAMILIES["llama"], "mlp_bias": True}
+        options = {**options, "experts": MixtureOptions(**own)}
     task = CausalLM(config=config, **{"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options})
     return task, (Tokens if packed else Rows)(micro_batches, rows=8, steps=steps)
 
@@ -122,6 +123,27 @@ def test_four_ranks_of_axes_that_cut_the_model_train_as_one_process() -> None:
     ]
     found = cases(*axes, trainer={"gradient_clip_val": 0.5}, family="mixtral")
     assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+def test_optimizers_of_full_tensors_step_experts_of_tp_and_ep_as_in_one_process() -> None:
+    axes: dict[str, Any] = {"dp_shard": 2, "tp": 2, "ep": 2}
+    clipped = {"gradient_clip_val": 0.5}
+    found = [case for name in ("adafactor", "muon", "lamb") for case in cases(axes, layers=2, optimizer=name)]
+    found += cases(axes, trainer=clipped, own={**OWN, "capacity_factor": None}, optimizer="adafactor")
+    found += cases(axes, trainer=clipped, layers=2, experts=2, optimizer="muon")  # One expert a rank.
+    found += cases({"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2}, optimizer="muon")
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+def test_optimizers_of_full_tensors_join_shards_of_divided_experts_on_eight_ranks() -> None:
+    axes: list[dict[str, Any]] = [
+        {"dp_shard": 4, "tp": 2, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    ]
+    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor")
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=8, timeout=1200)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.step_counts import micro_batch
+from dlo_framework.experts.step_counts import in_micro_batch
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import BufferGuard
 from dlo_plugins.pipeline.actions import Action, ActionKind
@@ -479,7 +479,7 @@ class Pipeline:
         checked = (stage, self.model.training)
         check = SkipCheck() if stage and checked not in self._checked else None
         passage = StageForward(self.model, self.stages, stage, self.device, received, shapes, record, check)
-        with micro_batch((step.key, stage, number), recomputes=is_counted):
+        with in_micro_batch((step.key, stage, number), recomputes=is_counted):
             result = passage.run(lambda: step.forward(step.micro_batches[number]))
         self._checked.add(checked)
         if record:
@@ -500,7 +500,7 @@ class Pipeline:
         complete = kind is ActionKind.BACKWARD and not step.left[stage]
         if self.before_backward is not None:
             self.before_backward(stage, number, complete)
-        named = micro_batch((step.key, stage, number))
+        named = in_micro_batch((step.key, stage, number))
         with self._timed(action), self._deferring(step, action), no_autocast(self.device.type), named:
             if result.requires_grad:
                 torch.autograd.backward(result, gradient)

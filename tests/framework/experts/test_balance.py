@@ -20,7 +20,7 @@ from dlo_framework.experts.balance import (
 from dlo_framework.experts.layer import Experts, MixtureLayer
 from dlo_framework.experts.mixture_options import MixtureOptions
 from dlo_framework.experts.routers import expert_scores, load_balancing_loss, router_z_loss
-from dlo_framework.experts.step_counts import micro_batch
+from dlo_framework.experts.step_counts import in_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -94,12 +94,12 @@ def test_fractions_are_of_the_micro_batches_of_the_step_so_far(recomputed: bool)
     # A schedule runs all forwards before the first backward; each recomputation has the counts of its own forward.
     outputs = []
     for number, x in enumerate(parts):
-        with micro_batch(number):
+        with in_micro_batch(number):
             outputs.append(forward(x))
     for load in loads:
         load.step.end_step()
     for number, output in enumerate(outputs):
-        with micro_batch(number):
+        with in_micro_batch(number):
             output.square().mean().backward()
     torch.testing.assert_close(layer.gate.weight.grad, expected)
     for handle in handles:
@@ -115,7 +115,7 @@ def test_a_forward_that_is_marked_as_repeated_counts_no_token_again() -> None:
     gradients = []
     for recomputes in (False, True):
         layer.zero_grad()
-        with micro_batch("one", recomputes):
+        with in_micro_batch("one", recomputes):
             layer(x).square().mean().backward()
         gradients.append(layer.gate.weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
