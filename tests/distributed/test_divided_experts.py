@@ -45,6 +45,7 @@ def moe(
     steps: int = 8,
     packed: bool = True,
     own: dict[str, Any] | None = None,
+    routers: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     more = {} if layers is None else {"num_hidden_layers": layers}
@@ -53,6 +54,8 @@ def moe(
     if own is not None:  # dlo's own mixtures in a dense model.
         config = {"model_type": "llama", **FAMILIES["llama"], "mlp_bias": True}
         options = {**options, "experts": MixtureOptions(**own)}
+    if routers is not None:  # Losses and capacities of transformers' own.
+        options = {**options, "experts": MixtureOptions(**routers)}
     task = CausalLM(config=config, **{"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options})
     return task, (Tokens if packed else Rows)(micro_batches, rows=8, steps=steps)
 
@@ -71,7 +74,12 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2),
         *cases({"cp": 2, "ep": 2}, layers=2),
         *cases({**ep, "appliers": [ActivationCheckpoint()]}, family="qwen3_moe", layers=3),
-        *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
+        *cases(
+            *(ep, {"tp": 2}),
+            trainer={"accumulate_grad_batches": 2},
+            **{"micro_batches": 2, "family": "deepseek_v3", "layers": 3},
+            routers={"aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.0},
+        ),
         *cases(ep, family="gpt_oss", packed=False),
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
         *cases(ep, family="llama4_text", packed=False),

@@ -104,7 +104,8 @@ class OptimizerShards:
 
         Each rank of `tp` steps its copy of the first, which then are biases.
         """
-        layout, groups, found = self.sharded.layout, self.sharded.groups, []
+        layout, groups = self.sharded.layout, self.sharded.groups
+        found: list[FullTensorShard[RowGroup]] = []
         for both in (False, True):
             own = {
                 name: layout.slices[name] for name in layout.experts if (layout.slices[name].inner is not None) == both
