@@ -50,10 +50,9 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
 
 def _limited_mixtures(model: nn.Module, factor: float) -> list[Mixture]:
     found = find_mixtures(model)
-    limited = {mixture.router for mixture in found if mixture.form == "routed"}
-    other = [mixture.name for mixture in found if mixture.form != "routed"]
+    other = [mixture.name for mixture in found if mixture.form != "routed" or mixture.router is None]
     other += [name for name in find_routers(model) if name not in {mixture.router for mixture in found}]
-    if other or not limited - {None}:
+    if other or not found:
         raise DloError(
             "experts.capacity_factor must be unset for mixtures other than a router and experts that are called with"
             f" tokens, indices and weights, got {factor} for '{next(iter(other), type(model).__name__)}'; remove it"

@@ -20,11 +20,12 @@ from support.causal_types import TYPES, tiny
 ROWS, LENGTH, FACTOR = 2, 12, 0.75
 
 
-def build(family: str, implementation: str = "grouped_mm") -> Any:
+def build(family: str, implementation: str | None = None) -> Any:
     torch.manual_seed(0)
     config = tiny(family, dropout=False)
     settings = AutoConfig.for_model(config.pop("model_type"), **config)
-    return AutoModelForCausalLM.from_config(settings, experts_implementation=implementation).double().train()
+    more = {} if implementation is None else {"experts_implementation": implementation}
+    return AutoModelForCausalLM.from_config(settings, **more).train()
 
 
 def kept_by_hand(indices: Tensor, weights: Tensor, experts: int) -> Tensor:
@@ -52,7 +53,7 @@ def test_choices_beyond_the_capacity_of_a_row_add_nothing(family: str, implement
     holder, twin = (found.get_submodule(mixture.name) for found in (limited, plain))
     assert mixture.router is not None
     router = mixture.router.removeprefix(f"{mixture.name}.")
-    x = torch.randn(ROWS, LENGTH, 32, dtype=torch.double)
+    x = torch.randn(ROWS, LENGTH, 32)
     _, weights, indices = twin.get_submodule(router)(x.view(-1, 32))
     kept = kept_by_hand(indices, weights, 4)
     assert 0 < kept.sum() < kept.numel()
@@ -86,7 +87,7 @@ def test_a_mixture_in_a_form_of_its_own_is_refused() -> None:
     model = build("mixtral")
     limit_capacity(model, FACTOR)
     with pytest.raises(DloError, match=r"not called with hidden states \[rows, tokens, features\], got \[4, 32\]"):
-        model.get_submodule(find_mixtures(model)[0].name)(torch.randn(4, 32, dtype=torch.double))
+        model.get_submodule(find_mixtures(model)[0].name)(torch.randn(4, 32))
 
 
 @pytest.mark.slow
