@@ -55,6 +55,8 @@ ENTRIES = (
     _entry("packing", 5, "", "--rounds 1 --positions 1 --documents 2000"),
     _entry("attention", 6, "", "--rounds 1 --lengths 512 --window 256 --heads 1"),
     _entry("mixtures", 3, "", "--rounds 1 --experts 4 --tokens 32 --width 16 --hidden 16"),
+    _entry("expert_parallel", 4, "", "--rounds 1 --steps 1 --rows 1 --length 16 --width 16 --layers 1 --experts 2"),
+    _entry("mixture_perplexity", 40, "", "--seeds 1 --steps 2 --validated 1"),
     _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
     _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),

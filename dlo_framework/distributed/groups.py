@@ -104,6 +104,15 @@ class MeshGroups:
         return self._named_group("expert shards", [row[column] for row in self._expert_ranks()])
 
     @property
+    def expert_slice_group(self) -> dist.ProcessGroup:
+        """Ranks of `ep` and of `tp` whose shards of the experts' slices are together a shard of the full experts."""
+        if self.spec.tp == 1:
+            return self.expert_group
+        ranks, ep, tp = self.ranks("dp_shard", "cp", "tp"), self.spec.ep, self.spec.tp
+        first = (self.coordinates.dp_shard * self.spec.cp + self.coordinates.cp) // ep * ep
+        return self._named_group("expert slices", ranks[first * tp : (first + ep) * tp])
+
+    @property
     def expert_data_group(self) -> dist.ProcessGroup:
         """Ranks that have this rank's experts, in other copies of the model too."""
         if self.spec.dp_replicate == 1:

@@ -68,8 +68,3 @@ def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
     found = _Attach.apply(tensor, loss)
     assert isinstance(found, Tensor)
     return found
-
-
-def is_recomputed() -> bool:
-    """Returns whether the current forward is a recomputation in backward, whose tokens have been counted."""
-    return bool(torch._C._current_graph_task_id() != -1)  # As torch's checkpoint asks (2.11 to 2.15).

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.auxiliary_loss import attach_loss, is_recomputed
+from dlo_framework.experts.auxiliary_loss import attach_loss
 from dlo_framework.experts.mixture_options import MixtureOptions, RouterKind
 from dlo_framework.experts.routers import (
     BIAS,
@@ -29,6 +29,7 @@ from dlo_framework.experts.routers import (
     moved_bias,
     router_z_loss,
 )
+from dlo_framework.experts.step_counts import StepCounts, is_recomputed
 
 _ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -94,12 +95,14 @@ class RouterLoad:
     Attributes:
         counts: Tokens of each expert, `[E]`, in float64 on CPU and CUDA.
         sums: Number of choices, dropped choices, tokens, and sum of the entropies of the scores (in nats), `[4]`.
+        step: Choices of all ranks in the current optimizer step, for the load-balancing loss.
     """
 
     def __init__(self, name: str, router: nn.Module) -> None:
         self.name, self.kind = name, router_kind(router)
         self.counts: Tensor | None = None
         self.sums: Tensor | None = None
+        self.step = StepCounts()
 
     @torch.no_grad()
     def add(self, routing: Routing) -> None:
@@ -139,8 +142,9 @@ def watch_losses(
 ) -> tuple[list[RouterLoad], list[RemovableHandle]]:
     """Adds the losses of `options` to the gradients of a model's routers, and counts their load.
 
-    The fractions of the load-balancing loss are those of all ranks' tokens of a micro-batch, so that a step's
-    gradients do not depend on the number of ranks.
+    The fractions of the load-balancing loss are those of all ranks' tokens, in this micro-batch and in those before it
+    in the optimizer step. So a step's gradients do not depend on the number of ranks, and those of the last micro-batch
+    balance the whole batch. The caller ends the steps of the loads: :meth:`StepCounts.end_step`.
 
     Args:
         model: Model.
@@ -167,9 +171,7 @@ def _attacher(load: RouterLoad, options: MixtureOptions, group: dist.ProcessGrou
             load.add(routing)
         losses = []
         if balanced:
-            counts = count_choices(routing, load.kind)
-            if group is not None:
-                dist.all_reduce(counts, group=group)
+            counts = load.step.recall() if is_recomputed() else load.step.add(_count_of_ranks(routing, load, group))
             losses.append(options.aux_loss * load_balancing_loss(expert_scores(routing.logits, load.kind), counts))
         if options.z_loss:
             losses.append(options.z_loss * router_z_loss(routing.logits))
@@ -180,6 +182,13 @@ def _attacher(load: RouterLoad, options: MixtureOptions, group: dist.ProcessGrou
         return Routing(*found) if isinstance(output, Routing) else found
 
     return attach
+
+
+def _count_of_ranks(routing: Routing, load: RouterLoad, group: dist.ProcessGroup | None) -> Tensor:
+    counts = count_choices(routing, load.kind)
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 @dataclass(frozen=True)

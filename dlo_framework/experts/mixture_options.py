@@ -26,7 +26,8 @@ class MixtureOptions:
         z_loss: Factor of the squared logarithm of the routers' normaliser; ST-MoE uses 0.001.
         bias_rate: Change of a loss-free bias in an optimizer step; DeepSeek-V3 uses 0.001. 0 has no bias.
         capacity_factor: Bound of an expert's tokens within a row (image or sequence), as a multiple of an equal share;
-            the tokens beyond it are dropped. None drops none.
+            the tokens beyond it are dropped. None drops none. A model that has mixtures drops tokens in training only,
+            because other libraries run it without.
         shared: Whether each mixture keeps its MLP as a shared expert, which computes all tokens; the others start at 0.
 
     Raises:
@@ -73,7 +74,7 @@ class MixtureOptions:
 
     def _check_no_layer(self) -> None:
         defaults = MixtureOptions.__dataclass_fields__
-        for name in ("every", "top_k", "router", "normalize", "capacity_factor", "shared"):
+        for name in ("every", "top_k", "router", "normalize", "shared"):
             if getattr(self, name) != defaults[name].default:
                 raise DloError(
                     f"experts.count must be set with {name}, got none; set count: 8 to replace MLPs by mixtures, or"

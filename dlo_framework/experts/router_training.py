@@ -36,7 +36,9 @@ class RouterTraining(Callback):
     """Adds the losses of the routers to their gradients, and moves their loss-free biases after each optimizer step.
 
     The biases are buffers, and so in checkpoints. The load that moves them is that of all tokens of an optimizer step:
-    of all ranks and of all accumulated micro-batches. A LightningModule other than a Task returns its loss through
+    of all ranks and of all accumulated micro-batches. The load-balancing loss of a micro-batch has the fractions of all
+    ranks' tokens in the micro-batches of the step so far; see :mod:`dlo_framework.experts.step_counts`. A
+    LightningModule other than a Task returns its loss through
     :func:`dlo_framework.experts.auxiliary_loss.follow_gradient`, for accumulation and loss scaling.
 
     Args:
@@ -61,10 +63,14 @@ class RouterTraining(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the biases if the batch ended an optimizer step."""
-        if trainer.global_step == self._last_step or not self.options.bias_rate:
+        """Begins new counts, and moves the biases, if the batch ended an optimizer step."""
+        if trainer.global_step == self._last_step:
             return
         self._last_step = trainer.global_step
+        for load in self._loads:
+            load.step.end_step()
+        if not self.options.bias_rate:
+            return
         found = sum_loads(self._loads, token_group(trainer), trainer.strategy.root_device)
         sums = {load.name: part for load, part in zip(self._loads, found, strict=True)}
         move_biases(self._routers, sums, self.options.bias_rate)

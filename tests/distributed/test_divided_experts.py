@@ -23,6 +23,8 @@ from support.token_batches import FAMILIES, VOCABULARY, Tokens
 #: The routers' logits are in single precision in any precision of the model.
 DOUBLE = {"precision": "64-true"}
 RTOL = 1e-6
+#: dlo's own mixtures, with all losses and dropped tokens.
+OWN: dict[str, Any] = {"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}
 
 
 class Rows(Tokens):
@@ -43,13 +45,17 @@ def moe(
     steps: int = 8,
     packed: bool = True,
     own: dict[str, Any] | None = None,
+    routers: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     more = {} if layers is None else {"num_hidden_layers": layers}
     more |= {} if experts is None else {"num_local_experts": experts}
     config = tiny(family, dropout=False, vocab_size=VOCABULARY, **more)
     if own is not None:  # dlo's own mixtures in a dense model.
-        config, options = {"model_type": "llama", **FAMILIES["llama"]}, {**options, "experts": MixtureOptions(**own)}
+        config = {"model_type": "llama", **FAMILIES["llama"], "mlp_bias": True}
+        options = {**options, "experts": MixtureOptions(**own)}
+    if routers is not None:  # Losses and capacities of transformers' own.
+        options = {**options, "experts": MixtureOptions(**routers)}
     task = CausalLM(config=config, **{"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options})
     return task, (Tokens if packed else Rows)(micro_batches, rows=8, steps=steps)
 
@@ -68,7 +74,12 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2),
         *cases({"cp": 2, "ep": 2}, layers=2),
         *cases({**ep, "appliers": [ActivationCheckpoint()]}, family="qwen3_moe", layers=3),
-        *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, family="deepseek_v3", layers=3),
+        *cases(
+            *(ep, {"tp": 2}),
+            trainer={"accumulate_grad_batches": 2},
+            **{"micro_batches": 2, "family": "deepseek_v3", "layers": 3},
+            routers={"aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.0},
+        ),
         *cases(ep, family="gpt_oss", packed=False),
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
         *cases(ep, family="llama4_text", packed=False),
@@ -76,7 +87,7 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
         *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
         *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
-        *cases(ep, own={"count": 6, "aux_loss": 0.5, "bias_rate": 0.01, "capacity_factor": 1.5}),
+        *cases(ep, trainer={"accumulate_grad_batches": 2}, micro_batches=2, own=OWN),
     ]
     assert_parity(moe, found, steps=2, rtol=RTOL)
 
@@ -120,6 +131,27 @@ def test_four_ranks_of_axes_that_cut_the_model_train_as_one_process() -> None:
     ]
     found = cases(*axes, trainer={"gradient_clip_val": 0.5}, family="mixtral")
     assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+def test_optimizers_of_full_tensors_step_experts_of_tp_and_ep_as_in_one_process() -> None:
+    axes: dict[str, Any] = {"dp_shard": 2, "tp": 2, "ep": 2}
+    clipped = {"gradient_clip_val": 0.5}
+    found = [case for name in ("adafactor", "muon", "lamb") for case in cases(axes, layers=2, optimizer=name)]
+    found += cases(axes, trainer=clipped, own={**OWN, "capacity_factor": None}, optimizer="adafactor")
+    found += cases(axes, trainer=clipped, layers=2, experts=2, optimizer="muon")  # One expert a rank.
+    found += cases({"pp": 2, "cp": 2, "ep": 2, "micro_batches": 2}, optimizer="muon")
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=4, timeout=1200)
+
+
+@pytest.mark.slow
+def test_optimizers_of_full_tensors_join_shards_of_divided_experts_on_eight_ranks() -> None:
+    axes: list[dict[str, Any]] = [
+        {"dp_shard": 4, "tp": 2, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    ]
+    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor")
+    assert_parity(moe, found, steps=2, rtol=RTOL, world_size=8, timeout=1200)
 
 
 @pytest.mark.slow

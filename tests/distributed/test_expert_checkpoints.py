@@ -46,7 +46,7 @@ class Losses(Callback):
             trainer.save_checkpoint(self.save)
 
 
-def train(world_size: int, name: str, save: Path, resume: Path | None) -> list[float]:
+def train(world_size: int, optimizer: str, name: str, save: Path, resume: Path | None) -> list[float]:
     seed_everything(7, workers=True, verbose=False)
     losses = Losses(save if resume is None else None)
     config = tiny("qwen3_moe", dropout=False, vocab_size=VOCABULARY, num_hidden_layers=2)
@@ -66,14 +66,16 @@ def train(world_size: int, name: str, save: Path, resume: Path | None) -> list[f
         use_distributed_sampler=False,
     )
     use_canonical_checkpoints(trainer)
-    model = CausalLM(config=config, lr=1e-3, optimizer_args={"eps": 1e-4})
+    model = CausalLM(config=config, lr=1e-3, optimizer=optimizer, optimizer_args={"eps": 1e-4})
     trainer.fit(model, datamodule=Tokens(1, rows=8, steps=STEPS), ckpt_path=resume)
     return losses.losses
 
 
-def runs(rank: int, world_size: int, jobs: list[tuple[str, Path, Path | None]]) -> list[list[float]]:
+def runs(
+    rank: int, world_size: int, jobs: list[tuple[str, Path, Path | None]], optimizer: str = "adamw"
+) -> list[list[float]]:
     silence_lightning()
-    found = [train(world_size, *job) for job in jobs]
+    found = [train(world_size, optimizer, *job) for job in jobs]
     leave_group()
     return found
 
@@ -102,12 +104,13 @@ def test_experts_are_saved_in_full_shape_and_go_on_under_any_division(tmp_path: 
 
 
 @pytest.mark.slow
-def test_experts_that_ep_and_tp_both_cut_are_saved_in_full_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_experts_that_ep_and_tp_both_cut_are_saved_in_full_shape(tmp_path: Path, optimizer: str) -> None:
     one = [("one", tmp_path / "one", None), ("one", tmp_path / "again", tmp_path / "one")]
-    (alone,) = run_distributed(runs, 1, one, backend=None)
+    (alone,) = run_distributed(runs, 1, one, optimizer, backend=None)
     jobs = [("ep, tp", tmp_path / "both", None), ("ep, tp", tmp_path / "both from one", tmp_path / "one")]
     jobs += [("fsdp of four", tmp_path / "fsdp from both", tmp_path / "both")]
-    found = run_distributed(runs, 4, jobs, backend=None)[0]
+    found = run_distributed(runs, 4, jobs, optimizer, backend=None)[0]
     for (name, save, resume), losses in zip(jobs, found, strict=True):
         assert losses == pytest.approx(alone[resume is not None], rel=1e-6), (name, resume)
         if resume is not None:

@@ -87,7 +87,8 @@ def sharded(**options: Any) -> list[Case]:
     ]
 
 
-#: A pipeline's micro-batches have load-balancing fractions of their own, and so another loss than one process.
+#: The fractions of a pipeline's load-balancing loss grow with its micro-batches, as those of a process that accumulates
+#: as many (tests/distributed/test_router_losses_of_micro_batches.py), and so differ from one batch's.
 STAGES = {"aux_loss": 0.0, "z_loss": 0.1, "bias_rate": 0.01}
 
 

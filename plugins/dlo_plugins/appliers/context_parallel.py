@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
-from dlo_framework.experts.routers import Router
+from dlo_framework.experts.balance import find_routers
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
 from dlo_plugins.context.shared_sequence import Method, SharedSequence
@@ -73,9 +73,10 @@ class ContextParallel(Applier):
             heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
             if self.method == "ulysses" and heads is not None and (heads // tp) % cp:
                 raise DloError(heads_error(heads // tp, cp))
-        for router in (part for part in module.modules() if isinstance(part, Router)):
-            if router.capacity_factor is not None or router.kind == "expert_choice":
-                given = "router: expert_choice" if router.kind == "expert_choice" else "capacity_factor"
+        for router in find_routers(module).values():
+            chooses = getattr(router, "kind", None) == "expert_choice"
+            if chooses or getattr(router, "capacity_factor", None) is not None:
+                given = "router: expert_choice" if chooses else "capacity_factor"
                 raise DloError(
                     f"cp must be 1 with experts.{given}, which selects among the tokens of a full sequence, got {cp};"
                     " set cp: 1, or choose experts by top k without a capacity"

@@ -1,9 +1,10 @@
 """Optimizer shards of full tensors under expert parallelism.
 
 Experts have ranks of their own, so their tensors have owners of their own: the ranks of `ep` join their slices of a
-stack as the ranks of `tp` do (:mod:`dlo_plugins.fsdp.tp_full_tensors`), and one of them steps it. The other tensors are
-assigned to all ranks that share a copy of the model. So an update is that of one process, also where it depends on all
-experts of a stack. The owner of a stack has all of its experts during a step.
+stack as the ranks of `tp` do (:mod:`dlo_plugins.fsdp.tp_full_tensors`), and one of them steps it. Where `tp` slices the
+experts too, the ranks of both axes join their slices. The other tensors are assigned to ranks as without `ep`. So an
+update is that of one process, also where it depends on all experts of a stack. The owner of a stack has all of its
+experts in full during a step.
 """
 
 from __future__ import annotations

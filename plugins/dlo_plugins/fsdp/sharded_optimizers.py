@@ -68,48 +68,60 @@ class OptimizerShards:
                     f" {type(optimizer).__name__}; set bf16_weights: masters"
                 )
             return None
-        experts = self.sharded.layout.experts
-        groups = make_groups(
-            optimizer,
-            {key: name for key, name in self._local_names().items() if name not in experts},
-            *(self.communicator, self.sharded.device),
-        )
-        of_experts: list[RowGroup] = []
-        if experts:
-            names = {key: name for key, name in self._local_names().items() if name in experts}
-            of_experts = make_groups(optimizer, names, self.sharded.expert_sharers, self.sharded.device)
+        layout = self.sharded.layout
+        groups = self._groups(optimizer, lambda name: name not in layout.experts, self.communicator)
         share: OptimizerShard[RowGroup]
         if kind == "elementwise":
-            share = RowShard([*groups, *of_experts], self.communicator)
-        elif experts:
-            share = self._full_tensors_of(groups, of_experts)
-        elif self.sharded.tensor_parallel.size > 1:
-            slices = self.sharded.layout.slices
-            share = JoinedTensorShard(groups, self.communicator, self.sharded.tensor_parallel, slices)
+            if layout.experts:
+                groups += self._groups(optimizer, lambda name: name in layout.experts, self.sharded.expert_sharers)
+            share = RowShard(groups, self.communicator)
         else:
-            share = FullTensorShard(groups, self.communicator)
+            share = self._full_tensors_of(groups)
+            if layout.experts:
+                share = SeparateShards([share, *self._full_experts_of(optimizer)])
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=self.sharded.options.offload and self.sharded.device.type != "cpu")
         if self._rounding is not None:
-            slices = self.sharded.layout.slices
-            self._rounding.attach(optimizer, share.local_params, functools.partial(_place, share, slices))
+            self._rounding.attach(optimizer, share.local_params, functools.partial(_place, share, layout.slices))
         optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
         return share
 
-    def _full_tensors_of(self, groups: list[RowGroup], of_experts: list[RowGroup]) -> OptimizerShard[RowGroup]:
-        """Returns the shard of an optimizer of full tensors under `ep`."""
-        ranks, slices = Communicator(self.sharded.groups.expert_group), self.sharded.layout.slices
-        parts: list[FullTensorShard[RowGroup]] = [FullTensorShard(groups, self.communicator)]
-        if of_experts:
-            own = {name: slices[name] for group in of_experts for name in group.names}
-            parts.append(JoinedTensorShard(of_experts, self.sharded.expert_sharers, ranks, own))
-        return SeparateShards(parts)
+    def _groups(self, optimizer: Optimizer, selects: Callable[[str], bool], sharers: Communicator) -> list[RowGroup]:
+        """Returns the groups of an optimizer's parameters that a function of the name selects."""
+        names = {key: name for key, name in self._local_names().items() if selects(name)}
+        return make_groups(optimizer, names, sharers, self.sharded.device)
+
+    def _full_tensors_of(self, groups: list[RowGroup]) -> FullTensorShard[RowGroup]:
+        """Returns the shard of the full tensors of parameters that `ep` does not divide."""
+        if self.sharded.tensor_parallel.size == 1:
+            return FullTensorShard(groups, self.communicator)
+        experts, slices = self.sharded.layout.experts, self.sharded.layout.slices
+        of_tp = {name: cut for name, cut in slices.items() if name not in experts}
+        return JoinedTensorShard(groups, self.communicator, self.sharded.tensor_parallel, of_tp)
+
+    def _full_experts_of(self, optimizer: Optimizer) -> list[FullTensorShard[RowGroup]]:
+        """Returns the shards of the full tensors of experts: those that `ep` slices, and those that `tp` slices too.
+
+        Each rank of `tp` steps its copy of the first, which then are biases.
+        """
+        layout, groups = self.sharded.layout, self.sharded.groups
+        found: list[FullTensorShard[RowGroup]] = []
+        for both in (False, True):
+            own = {
+                name: layout.slices[name] for name in layout.experts if (layout.slices[name].inner is not None) == both
+            }
+            of_these = self._groups(optimizer, own.__contains__, self.sharded.expert_sharers)
+            if of_these:
+                joined = Communicator(groups.expert_slice_group if both else groups.expert_group)
+                own = {name: own[name] for group in of_these for name in group.names}
+                found.append(JoinedTensorShard(of_these, self.sharded.expert_sharers, joined, own))
+        return found
 
     def _check_experts(self, optimizer: Optimizer, kind: Kind) -> None:
         """Checks that an optimizer can step the experts that ranks divide.
 
         Raises:
-            DloError: It needs full tensors, of which `ep` and `tp` both have slices, or all tensors.
+            DloError: It needs all tensors.
         """
         if not self.sharded.layout.experts or kind == "elementwise":
             return
@@ -118,11 +130,6 @@ class OptimizerShards:
             raise DloError(
                 f"an optimizer under ep must update each tensor without the others, got {name}; use adamw, for example,"
                 " or set ep to 1"
-            )
-        if self.sharded.tensor_parallel.size > 1:
-            raise DloError(
-                f"an optimizer under ep and tp must update each element without the others, got {name}, which needs"
-                " full tensors; use adamw, for example, or set tp or ep to 1"
             )
 
     def _probe(self, optimizer: Optimizer) -> Kind:

@@ -28,7 +28,7 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
     Args:
         groups: Groups of the optimizer's parameters.
         communicator: Communicator of the ranks that share this rank's part of the model.
-        tensor_parallel: Communicator of the tp axis.
+        tensor_parallel: Communicator of the tp axis; of `ep`, or of `ep` and `tp`, for experts.
         slices: This rank's slices, by parameter name.
     """
 
@@ -117,5 +117,9 @@ def _write_slice(full: Tensor, piece: Tensor, place: TensorSlice) -> None:
     """Writes a slice into the full tensor."""
     at = 0
     for first, count in place.runs:
-        full.narrow(place.dim, first, count).copy_(piece.narrow(place.dim, at, count))
+        target, part = full.narrow(place.dim, first, count), piece.narrow(place.dim, at, count)
+        if place.inner is None:
+            target.copy_(part)
+        else:
+            _write_slice(target, part, place.inner)
         at += count

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.experts.step_counts import in_micro_batch
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import BufferGuard
 from dlo_plugins.pipeline.actions import Action, ActionKind
@@ -72,6 +73,8 @@ class _Step:
     #: Stages that keep only their inputs, and by stage and micro-batch what they recompute from.
     recomputed: frozenset[int] = frozenset()
     inputs: dict[tuple[int, int], _StageInput] = field(default_factory=dict)
+    #: Key of the step, which its micro-batches' keys begin with.
+    key: object = field(default_factory=object)
 
 
 @dataclass
@@ -82,11 +85,13 @@ class _StageInput:
         received: Hidden state that it has received; None in the first stage, which has the micro-batch itself.
         random: Random states before the forward, of the CPU and of the device.
         again: Context in which buffers have their values before the forward, and keep those after it.
+        is_counted: Whether the forward built a graph, in which routers count their tokens.
     """
 
     received: Tensor | None
     random: tuple[Tensor, Tensor | None]
     again: contextlib.AbstractContextManager[None]
+    is_counted: bool
 
 
 @dataclass
@@ -449,8 +454,8 @@ class Pipeline:
             self._buffers = BufferGuard(self.model)
         key = stage, step.signatures[number]
         once, again = self._buffers.contexts()
-        step.inputs[stage, number] = _StageInput(received, _random_state(self.device), again)
         builds = key not in self._has_gradient
+        step.inputs[stage, number] = _StageInput(received, _random_state(self.device), again, builds)
         with once, torch.set_grad_enabled(builds), contextlib.nullcontext() if builds else uncached(self.device.type):
             result = self._passage(step, stage, number, received)
         needs = self._has_gradient.setdefault(key, result.requires_grad)
@@ -461,10 +466,10 @@ class Pipeline:
         _, stage, number = action
         kept = step.inputs.pop((stage, number))
         with self._timed(action), kept.again, _restored_random(kept.random, self.device):
-            result = self._passage(step, stage, number, kept.received)
+            result = self._passage(step, stage, number, kept.received, kept.is_counted)
         step.saved[stage, number] = kept.received, result
 
-    def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
+    def _passage(self, step: _Step, stage: int, number: int, received: Tensor | None, is_counted: bool = False) -> Any:
         key = step.signatures[number]
         if stage > 0 and (stage, key) not in self._shapes:
             self._shapes[stage, key] = step.exchange.get_shapes(stage, key)
@@ -474,7 +479,8 @@ class Pipeline:
         checked = (stage, self.model.training)
         check = SkipCheck() if stage and checked not in self._checked else None
         passage = StageForward(self.model, self.stages, stage, self.device, received, shapes, record, check)
-        result = passage.run(lambda: step.forward(step.micro_batches[number]))
+        with in_micro_batch((step.key, stage, number), recomputes=is_counted):
+            result = passage.run(lambda: step.forward(step.micro_batches[number]))
         self._checked.add(checked)
         if record:
             self._shapes[stage + 1, key] = passage.known
@@ -494,7 +500,8 @@ class Pipeline:
         complete = kind is ActionKind.BACKWARD and not step.left[stage]
         if self.before_backward is not None:
             self.before_backward(stage, number, complete)
-        with self._timed(action), self._deferring(step, action), no_autocast(self.device.type):
+        named = in_micro_batch((step.key, stage, number))
+        with self._timed(action), self._deferring(step, action), no_autocast(self.device.type), named:
             if result.requires_grad:
                 torch.autograd.backward(result, gradient)
         del result, gradient

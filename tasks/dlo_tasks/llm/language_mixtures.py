@@ -9,6 +9,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.experts.balance import check_routers, find_routers
+from dlo_framework.experts.capacity import limit_capacity
 from dlo_framework.experts.mixture_options import MixtureOptions
 from dlo_framework.experts.upcycling import DenseMLP, upcycle
 from dlo_tasks.llm.language_models import find_blocks
@@ -43,7 +44,7 @@ def check_options(options: MixtureOptions | None, config: Any, lora: Any) -> Non
 
 
 def install_mixtures(model: PreTrainedModel, options: MixtureOptions | None, *, reads_weights: bool) -> None:
-    """Replaces MLPs by mixtures, or checks the mixtures that the model has.
+    """Replaces MLPs by mixtures, or checks the mixtures that the model has and limits their capacity.
 
     Args:
         model: Model, also on the meta device.
@@ -57,6 +58,8 @@ def install_mixtures(model: PreTrainedModel, options: MixtureOptions | None, *, 
         return
     if options.count is None:
         check_routers(model, options)
+        if options.capacity_factor is not None:
+            limit_capacity(model, options.capacity_factor)
         return
     if find_routers(model):
         raise DloError(

@@ -20,6 +20,7 @@ from dlo_framework.experts.balance import (
 from dlo_framework.experts.layer import Experts, MixtureLayer
 from dlo_framework.experts.mixture_options import MixtureOptions
 from dlo_framework.experts.routers import expert_scores, load_balancing_loss, router_z_loss
+from dlo_framework.experts.step_counts import in_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,68 @@ def test_attached_losses_have_the_gradients_of_added_ones_at_any_scale(scale: fl
     layer.zero_grad()
     layer(x).square().mean().backward()
     assert not torch.allclose(layer.gate.weight.grad, expected["gate.weight"] / scale)  # type: ignore[arg-type]
+
+
+def gate_gradient_with_counts_so_far(layer: MixtureLayer, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Gradient of the router's weight, whose fractions are those of the micro-batches so far."""
+    layer.zero_grad()
+    total = torch.zeros(4)
+    for x in parts:
+        logits, _, indices = layer.gate(x)
+        total = total + torch.stack([(indices == expert).sum() for expert in range(4)])
+        balance = load_balancing_loss(expert_scores(logits, layer.gate.kind), total)
+        (layer(x).square().mean() + 0.5 * balance).backward()
+    assert layer.gate.weight.grad is not None
+    return layer.gate.weight.grad.clone()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_fractions_are_of_the_micro_batches_of_the_step_so_far(recomputed: bool) -> None:
+    layer, parts = layer_of(), [torch.randn(2, 9, 8, requires_grad=True) for _ in range(3)]
+    expected = gate_gradient_with_counts_so_far(layer, parts)
+    layer.zero_grad()
+    set_scale(1.0)
+    loads, handles = watch_losses(layer, MixtureOptions(aux_loss=0.5), None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)  # type: ignore[return-value]
+
+    for _ in range(2):  # The second step begins with new counts.
+        for x in parts:
+            forward(x).square().mean().backward()
+        torch.testing.assert_close(layer.gate.weight.grad, expected)
+        layer.zero_grad()
+        for load in loads:
+            load.step.end_step()
+    # A schedule runs all forwards before the first backward; each recomputation has the counts of its own forward.
+    outputs = []
+    for number, x in enumerate(parts):
+        with in_micro_batch(number):
+            outputs.append(forward(x))
+    for load in loads:
+        load.step.end_step()
+    for number, output in enumerate(outputs):
+        with in_micro_batch(number):
+            output.square().mean().backward()
+    torch.testing.assert_close(layer.gate.weight.grad, expected)
+    for handle in handles:
+        handle.remove()
+    layer.zero_grad()
+    one_by_one = sum(gate_gradient_with_counts_so_far(layer, [x]) for x in parts)
+    assert not torch.allclose(one_by_one, expected)  # type: ignore[arg-type]
+
+
+def test_a_forward_that_is_marked_as_repeated_counts_no_token_again() -> None:
+    layer, x = layer_of(), torch.randn(2, 9, 8, requires_grad=True)
+    loads, _ = watch_losses(layer, MixtureOptions(aux_loss=0.5, bias_rate=0.1), None)
+    gradients = []
+    for recomputes in (False, True):
+        layer.zero_grad()
+        with in_micro_batch("one", recomputes):
+            layer(x).square().mean().backward()
+        gradients.append(layer.gate.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert sum_loads(loads, None, CPU)[0][:4].sum() == 36
 
 
 def test_a_schedule_sets_the_scale() -> None:
