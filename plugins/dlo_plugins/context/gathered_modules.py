@@ -60,7 +60,7 @@ class GatheredModules:
         """
         for name in parts.gathered:
             part = module.get_submodule(name)
-            part.forward = _GatheredForward(part, self)  # type: ignore[method-assign]
+            part.forward = _GatheredForward(part, self)
         for name in parts.others:
             module.get_submodule(name).register_forward_pre_hook(self._refuse)
         if not parts.needs_full_inputs:
