@@ -6,8 +6,9 @@ Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check 
 rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
 backward of the cut model in double precision, and the largest difference from the full one is kept: of outputs and
 gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
-or so there. `packing` is whether a batch may hold several documents in a row: by the model's own masks (`ok`), or by
-changes to its modules that dlo infers (`inferred`).
+or so there. Where `cp` passes, two processes with gloo compare the same for a sequence that they share, with packed
+documents where the model keeps them apart. `packing` is whether a batch may hold several documents in a row: by the
+model's own masks (`ok`), or by changes to its modules that dlo infers (`inferred`).
 
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
@@ -35,6 +36,7 @@ from measuring.record import Record, Table
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.inference.inferred_rules import has_rules
@@ -45,6 +47,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import TYPES, tiny
 from support.image_models import IMAGE_MODELS, options
+from support.shared_sequences import compare
 
 LENGTH, ROWS = 16, 2
 AXES: dict[str, dict[str, int]] = {
@@ -167,6 +170,21 @@ def measure(name: str, axes: list[str]) -> dict[str, Any]:
     return found
 
 
+def compare_sequences(found: dict[str, dict[str, Any]]) -> None:
+    """Adds the largest difference of two ranks of cp from one process to types that pass; a failure is a refusal."""
+    passed = [name for name, one in found.items() if one["cp"] == "ok"]
+    for packs in (True, False):  # Types that keep no documents apart are compared with rows of one document.
+        cases = [(name, "packed" if packs else "plain", "ring") for name in passed if "sequence" not in found[name]]
+        results = run_distributed(compare, 2, cases)
+        for name, kind, method in cases:
+            values = [one[f"{name} {kind} {method}"] for one in results]
+            errors = [value for value in values if isinstance(value, str)]
+            if not errors:
+                found[name]["sequence"] = max(values)
+            elif not packs or "packing must be none" not in errors[0]:
+                found[name]["cp"] = errors[0]
+
+
 def main() -> None:
     """Measures, and prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,6 +202,8 @@ def main() -> None:
         for name in names:
             found[name] = measure(name, axes)
             print(name, {key: str(value)[:100] for key, value in found[name].items()}, flush=True)
+        if kind == "text" and "cp" in axes:
+            compare_sequences(found)
         title = "causal language models of transformers" if kind == "text" else "models of timm"
         table = Table(title, "all of them", "models", "higher")
         for axis in axes:
@@ -191,11 +211,14 @@ def main() -> None:
             works = counts["ok"] + counts["inferred"]
             table.add(axis, [works / len(names)], ours=True, models=works, inferred=counts["inferred"], of=len(names))
         record.add(table)
-        differences = sorted(one["difference"] for one in found.values() if "difference" in one)
-        if differences:
-            same = sum(value <= SAME for value in differences)
-            print(f"{kind} tp: {same} within {SAME:g}, median {differences[len(differences) // 2]:.0e},", end=" ")
-            print(f"largest {differences[-1]:.0e}")
+        for axis, key in (("tp", "difference"), ("cp", "sequence")):
+            differences = sorted(one[key] for one in found.values() if key in one)
+            if differences:
+                same = sum(value <= SAME for value in differences)
+                print(
+                    f"{kind} {axis}: {same} within {SAME:g}, median {differences[len(differences) // 2]:.0e},", end=" "
+                )
+                print(f"largest {differences[-1]:.0e}")
         print(json.dumps({kind: found}))
     record.finish()
 

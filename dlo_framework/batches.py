@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Entry of a batch, `[B, L]`: positions of the full sequence, where a strategy has sharded the batch along it.
+FULL_POSITIONS = "full_position_ids"
+
 
 def leaves(nest: Any) -> Iterator[Any]:
     """Yields the values in nested dicts, lists and tuples, in order."""

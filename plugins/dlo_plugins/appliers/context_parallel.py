@@ -1,4 +1,4 @@
-"""Implements context parallelism as an applier, for the attention of causal language models."""
+"""Implements context parallelism as an applier, for causal language models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from dlo_framework.errors import DloError
 from dlo_framework.experts.balance import find_routers
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
+from dlo_plugins.context.gathered_modules import GatheredModules
 from dlo_plugins.context.shared_sequence import Method, SharedSequence
+from dlo_plugins.context.token_mixing import Gather
 from dlo_plugins.context.ulysses import heads_error
 
 _AXIS = "cp"
 _METHODS = ("ring", "ulysses")
+_GATHERS = ("auto", "all")
 
 
 class ContextParallel(Applier):
@@ -29,14 +32,18 @@ class ContextParallel(Applier):
     at padding; sliding windows extend across ranks. A length that `2 * cp` does not divide is padded; the padding has
     no target. Dropout of attention weights and soft-capped scores run without a fused kernel, which is slow.
 
-    It works through the AttentionInterface of transformers, for causal language models whose blocks mix positions in
-    attention only. Other models, such as vision models, are errors. In compiled blocks attention is an operator of the
-    graph.
+    It works for causal language models of transformers. Attention of their AttentionInterface is shared. Modules that
+    mix positions in other ways (state-space layers, linear attention, convolutions, attention with biases or masks of
+    its own) get full sequences: each rank computes them in full and keeps its own positions, which is exact, but
+    divides neither their computation nor their activations. Other models, such as vision models, are errors. In
+    compiled blocks attention is an operator of the graph.
 
     Args:
         method: Method of attention. `ring`: keys and values rotate among the ranks while blocks of attention are
             computed, for any number of heads. `ulysses`: an all-to-all exchanges positions for heads, whose number
             must be divisible by the ranks.
+        gather: Modules that get full sequences. `auto`: those that mix positions in other ways than by attention that
+            can be shared. `all`: all that mix positions, also attention.
 
     Raises:
         DloError: The method is unknown.
@@ -45,14 +52,19 @@ class ContextParallel(Applier):
     phase: ClassVar[Phase] = Phase.CONTEXT
     axis: ClassVar[str | None] = _AXIS
 
-    def __init__(self, method: Method = "ring") -> None:
+    def __init__(self, method: Method = "ring", gather: Gather = "auto") -> None:
         if method not in _METHODS:
             raise DloError(f"method must be ring or ulysses, got {method!r}; use ring for any number of heads")
+        if gather not in _GATHERS:
+            raise DloError(f"gather must be auto or all, got {gather!r}; use auto to share all attention that can be")
         self.method: Method = method
+        self.gathers: Gather = gather
         self.sequence: SharedSequence | None = None
         self._module: nn.Module | None = None
+        self._gathering: GatheredModules | None = None
         self._original = "sdpa"
         self._runs_full_sequences = False
+        self._shares = False
 
     def check(self, module: nn.Module, plan: ParallelPlan, cp: int, tp: int = 1) -> None:
         """Checks that a model's sequence can be shared, before processes start; it may be on the meta device.
@@ -68,10 +80,10 @@ class ContextParallel(Applier):
         """
         if cp == 1:
             return
-        transformers_attention.check_model(module, plan.attention_names(module))
+        parts = transformers_attention.check_model(module, plan, self.gathers)
         for model in transformers_attention.outermost(module):
             heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
-            if self.method == "ulysses" and heads is not None and (heads // tp) % cp:
+            if self.method == "ulysses" and parts.attention and heads is not None and (heads // tp) % cp:
                 raise DloError(heads_error(heads // tp, cp))
         for router in find_routers(module).values():
             chooses = getattr(router, "kind", None) == "expert_choice"
@@ -81,6 +93,24 @@ class ContextParallel(Applier):
                     f"cp must be 1 with experts.{given}, which selects among the tokens of a full sequence, got {cp};"
                     " set cp: 1, or choose experts by top k without a capacity"
                 )
+
+    def describe(self, module: nn.Module, plan: ParallelPlan, cp: int) -> str:
+        """Returns a line about a checked model's attention and the modules that get full sequences; empty for one rank.
+
+        Args:
+            module: Model.
+            plan: Plan of the model.
+            cp: Number of ranks of the axis.
+        """
+        if cp == 1:
+            return ""
+        parts = transformers_attention.check_model(module, plan, self.gathers)
+        found = f"{len(parts.attention)} attention modules share the sequence by {self.method}"
+        kinds = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in parts.gathered)
+        if not kinds:
+            return found
+        more = f"{len(parts.gathered)} modules get full sequences ({', '.join(kinds)})"
+        return f"{found}; {more}: cp does not divide their computation and activations"
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Makes the attention modules of `module` compute over sequences sharded over the mesh's `cp` ranks.
@@ -96,7 +126,8 @@ class ContextParallel(Applier):
         self._module = module
         self._original = next((model.config._attn_implementation or "sdpa" for model in models), "sdpa")
         self.sequence = SharedSequence(mesh[_AXIS].get_group(), self.method)
-        transformers_attention.share_attention(module, plan.attention_names(module), self.sequence)
+        self._gathering = transformers_attention.share_attention(module, plan, self.sequence, self.gathers)
+        self._shares = any(transformers_attention.is_shared(model) for model in models)
 
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a batch that all ranks of the axis have.
@@ -149,7 +180,11 @@ class ContextParallel(Applier):
             return
         before, self._runs_full_sequences = self._runs_full_sequences, True
         try:
-            with transformers_attention.own_attention(self._module, self._original):
+            with contextlib.ExitStack() as stack:
+                if self._shares:
+                    stack.enter_context(transformers_attention.own_attention(self._module, self._original))
+                if self._gathering is not None:
+                    stack.enter_context(self._gathering.switched_off())
                 yield
         finally:
             self._runs_full_sequences = before

@@ -92,6 +92,22 @@ def pad_batch(batch: Any, ranks: int) -> dict[str, Any]:
     return batch
 
 
+def continued_positions(batch: dict[str, Any], ids: Tensor) -> Tensor:
+    """Returns the positions of the full sequence, [B, L]; those of the padding of :func:`pad_batch` go on counting.
+
+    Args:
+        batch: Batch before it was padded.
+        ids: Tokens of the padded batch, [B, L].
+    """
+    given = batch.get("position_ids")
+    index = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if given is None or given.ndim != 2:
+        return index
+    own = given.expand(len(ids), -1)
+    more = own[:, -1:] + torch.arange(1, 1 + ids.shape[1] - own.shape[1], device=ids.device)
+    return torch.cat([own, more], 1)
+
+
 def in_sequence(value: Any, ids: Tensor) -> bool:
     """Returns whether a batch's entry has a value for each token: its first two dims are those of `ids`."""
     return isinstance(value, Tensor) and value.shape[:2] == ids.shape

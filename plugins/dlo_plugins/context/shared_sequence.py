@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
+from dlo_framework.batches import FULL_POSITIONS
 from dlo_plugins.context import operators, sequence_layout
 from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.fused import Dropout, Score
@@ -45,16 +46,25 @@ class SharedSequence:
     def __init__(self, group: dist.ProcessGroup | None, method: Method = "ring") -> None:
         self.method, self.ring = method, Ring(group)
         self._batch: Documents | None = None
+        #: Rows of the next forward.
+        self.rows = 0
         self._current: Documents | None = None
         #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`operators`).
         self._tickets: dict[tuple[int, int] | None, Tensor] = {}
         self._ticket = operators.issue(self.ring, None)
         self._has_padded = False
+        #: Whether shards of batches have the positions of the full sequence too.
+        self.keeps_positions = False
         #: Sparse mask of all attention modules; None without one.
         self.sparse: SparseMask | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
         return self  # A copy of the model uses the same ranks; process groups cannot be copied.
+
+    @property
+    def current(self) -> Documents | None:
+        """Documents of the rows of the next forward; None before the first batch."""
+        return self._current
 
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a batch, and keeps its documents for the attention until the next call.
@@ -84,15 +94,18 @@ class SharedSequence:
         else:  # One document in each row; its tokens do not see the padding after it.
             self._batch = Documents(ids.shape[1], chunks)
         self._batch.sparse = self.sparse
-        self._current = self._batch
+        self._current, self.rows = self._batch, len(ids)
         self._ticket = operators.issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
-        return {
+        found = {
             name: sequence_layout.shard_sequence(value, self.ring.rank, self.ring.size)
             if sequence_layout.in_sequence(value, ids)
             else value
             for name, value in whole.items()
         }
+        if self.keeps_positions:
+            found[FULL_POSITIONS] = sequence_layout.continued_positions(batch, ids)
+        return found
 
     def with_counts(self, batch: Any) -> Any:
         """Returns a batch with the counts that :meth:`shard` would otherwise read from the device.
@@ -143,7 +156,7 @@ class SharedSequence:
         Call it before each forward of a micro-batch, and before its backward if activations are recomputed.
         """
         assert self._batch is not None
-        self._current = self._batch.rows(first, count)
+        self._current, self.rows = self._batch.rows(first, count), count
         if (first, count) not in self._tickets:
             self._tickets[first, count] = operators.issue(self.ring, self._current)
         self._ticket = self._tickets[first, count]

@@ -7,7 +7,6 @@ and no mask for an implementation without a registered one (`masking_utils._prep
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,45 +14,58 @@ from torch import Tensor, nn
 
 from dlo_framework.attention.attention_mask import find_heads, find_mask
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context.fused import Score
+from dlo_plugins.context.gathered_modules import GatheredModules
 from dlo_plugins.context.shared_sequence import SharedSequence
+from dlo_plugins.context.token_mixing import Gather, SharedParts, find_parts
 
 #: Name of this implementation in transformers, which searches names for "sdpa" and "flash": it contains neither.
 IMPLEMENTATION = "dlo_shared_sequence"
 #: Attribute in which an attention module keeps its shared sequence.
 _SEQUENCE = "_dlo_sequence"
-#: Kinds of layers (`config.layer_types`) that mix positions only by the attention of this package.
-_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
-def share_attention(module: nn.Module, attention: Sequence[str], sequence: SharedSequence) -> None:
-    """Makes a model's attention modules compute over a shared sequence.
+def share_attention(
+    module: nn.Module, plan: ParallelPlan, sequence: SharedSequence, gather: Gather = "auto"
+) -> GatheredModules | None:
+    """Makes a model compute over a shared sequence.
 
     Args:
         module: Model of transformers, or one with such a model inside.
-        attention: Names of its attention modules.
+        plan: Plan of the model, with its blocks and attention.
         sequence: Shared sequence of the attention modules.
+        gather: Which modules are gathered; see :func:`dlo_plugins.context.token_mixing.find_parts`.
+
+    Returns:
+        The modules that get full sequences; None if there are none.
 
     Raises:
-        DloError: If attention cannot be replaced; see :func:`check_model`.
+        DloError: If the model cannot be shared; see :func:`check_model`.
     """
-    check_model(module, attention)
-    for model in outermost(module):
-        model.set_attn_implementation(IMPLEMENTATION)
-    for name in attention:
+    parts = check_model(module, plan, gather)
+    if parts.attention:
+        for model in outermost(module):
+            model.set_attn_implementation(IMPLEMENTATION)
+    for name in parts.attention:
         part = module.get_submodule(name)
         part.__dict__[_SEQUENCE] = sequence
         mask = find_mask(part)
         if mask is not None:
             sequence.set_mask(mask, find_heads(part))
+    if not parts.gathered and not parts.needs_full_inputs:
+        return None
+    sequence.keeps_positions = True
+    gathering = GatheredModules(sequence)
+    gathering.install(module, parts, _holders(module, parts.blocks))
+    return gathering
 
 
-def check_model(module: nn.Module, attention: Sequence[str]) -> None:
-    """Checks that a model mixes positions only by attention, and that its attention can be replaced.
+def check_model(module: nn.Module, plan: ParallelPlan, gather: Gather = "auto") -> SharedParts:
+    """Checks that the sequence of a model can be shared; returns what is done with its modules.
 
     Raises:
-        DloError: If the model is not a causal language model of transformers, its attention cannot be replaced, or
-            it mixes positions in other ways, such as convolutions and state-space layers.
+        DloError: If the model is not a causal language model of transformers, or its attention cannot be replaced.
     """
     from transformers import AttentionInterface
 
@@ -65,21 +77,36 @@ def check_model(module: nn.Module, attention: Sequence[str]) -> None:
         )
     for model in models:
         _check_family(model)
-    if not attention:
+    parts = find_parts(module, models, plan, gather)
+    if not parts.attention and not parts.gathered:
         raise DloError(
             "a plan must have the names of the attention modules for context parallelism, got none from"
             f" {type(module).__name__}; set ParallelPlan(attention=(...))"
         )
+    if not parts.attention:
+        return parts
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     before = [model.config._attn_implementation for model in models]
     try:
         for model in models:
             model.set_attn_implementation(IMPLEMENTATION)
-        for name in attention:
+        for name in parts.attention:
             _check_attention(module, name)
     finally:
         for model, implementation in zip(models, before, strict=True):
             model.set_attn_implementation(implementation)
+    return parts
+
+
+def _holders(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Returns the models of transformers that hold blocks, from the outermost to the innermost."""
+    from transformers import PreTrainedModel
+
+    return [
+        part
+        for name, part in module.named_modules()
+        if isinstance(part, PreTrainedModel) and any(not name or block.startswith(f"{name}.") for block in blocks)
+    ]
 
 
 def outermost(module: nn.Module) -> list[Any]:
@@ -92,6 +119,11 @@ def outermost(module: nn.Module) -> list[Any]:
         if isinstance(part, PreTrainedModel) and not inside:
             found.append((name, part))
     return [model for _, model in found]
+
+
+def is_shared(model: Any) -> bool:
+    """Returns whether a model's attention is this package's."""
+    return bool(model.config._attn_implementation == IMPLEMENTATION)
 
 
 @contextlib.contextmanager
@@ -158,13 +190,14 @@ def _refuse(module: nn.Module, mask: Tensor | None, others: dict[str, Any]) -> N
     if mask is not None:
         raise DloError(
             "attention must have no mask of its own under context parallelism, which has documents and padding from the"
-            f" batch, got {list(mask.shape)} from {kind}; set cp=1 with this family"
+            f" batch, got {list(mask.shape)} from {kind}; set gather: all of ContextParallel"
         )
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise DloError(f"attention must be causal for context parallelism, got is_causal=False from {kind}; set cp=1")
     if others.get("position_bias") is not None:
         raise DloError(
-            f"attention must have no position bias for context parallelism, got position_bias from {kind}; set cp=1"
+            f"attention must have no position bias for context parallelism, got position_bias from {kind}; set gather:"
+            " all of ContextParallel"
         )
     if others.get("output_attentions"):
         raise DloError(
@@ -177,23 +210,6 @@ def _check_family(model: Any) -> None:
     kind, config = type(model).__name__, model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise DloError(f"attention must be causal for context parallelism, got {kind}, which is not; set cp=1")
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    if strange:
-        raise DloError(
-            "layers must have attention over all tokens or a sliding window for context parallelism, got"
-            f" {', '.join(strange)} in {kind}; set cp=1"
-        )
-    mixing = next((name for name, part in model.named_modules() if isinstance(part, nn.modules.conv._ConvNd)), None)
-    if mixing is not None:
-        raise DloError(
-            f"a model must mix positions only by attention for context parallelism, got the convolution '{mixing}' in"
-            f" {kind}; set cp=1"
-        )
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise DloError(
-            "a model's forward must take position_ids for context parallelism, got one without them from"
-            f" {kind}; set cp=1"
-        )
 
 
 def _check_attention(module: nn.Module, name: str) -> None:

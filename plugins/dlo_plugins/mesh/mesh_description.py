@@ -143,6 +143,7 @@ class MeshDescription:
         ranks: All ranks.
         coverage: Share of the model that tensor parallelism divides; None without it.
         inferred: Lines about tensor rules that were inferred: what they cut, and what stays whole and why.
+        context: Line about attention and full sequences under context parallelism; empty without it.
         seconds: Second models of the run.
         mixtures: Mixtures of experts of the model; None without any.
     """
@@ -158,6 +159,7 @@ class MeshDescription:
     ranks: tuple[RankDescription, ...]
     coverage: Coverage | None = None
     inferred: tuple[str, ...] = ()
+    context: str = ""
     seconds: tuple[SecondModel, ...] = ()
     mixtures: MixtureDescription | None = None
 
@@ -191,6 +193,7 @@ class MeshDescription:
             "schedule": self.schedule and {"name": self.schedule[0], "micro_batches": self.schedule[1]},
             "tensor_parallel": self.coverage and self.coverage.to_json(),
             "inferred_rules": list(self.inferred),
+            "context_parallel": self.context or None,
             "experts": self.mixtures and asdict(self.mixtures),
             "stages": [asdict(stage) for stage in self.stages],
             "groups": self.groups,
@@ -226,6 +229,8 @@ class MeshDescription:
         if self.coverage is not None:
             lines.append(f"tp     {self.coverage.describe()}")
         lines += [f"       {line}" for line in self.inferred]
+        if self.context:
+            lines.append(f"cp     {self.context}")
         if self.mixtures is not None:
             lines.append(f"moe    {self.mixtures.describe(self.parameters)}")
         return lines
@@ -304,6 +309,7 @@ def describe_mesh(
     element_size: int | None = None,
     rounded: bool = False,
     inferred: Sequence[str] = (),
+    context: str = "",
 ) -> MeshDescription:
     """Returns a mesh's description.
 
@@ -321,6 +327,7 @@ def describe_mesh(
         element_size: Bytes of a floating-point element; None for each parameter's own.
         rounded: Whether weights and gradients are bf16 without master weights.
         inferred: Lines about inferred tensor rules.
+        context: Line about modules that get full sequences under context parallelism.
 
     Raises:
         DloError: The mesh cannot cut the model.
@@ -367,6 +374,7 @@ def describe_mesh(
         ranks=tuple(ranks),
         coverage=coverage,
         inferred=tuple(inferred),
+        context=context,
         mixtures=_describe_mixtures(model, found_mixtures, spec.ep),
     )
 

@@ -228,6 +228,7 @@ class MeshStrategy(ShardedStrategy):
             element_size=size,
             rounded=self.bf16_weights == "stochastic" and dtype is None,
             inferred=() if model is None else tensor.describe_inferred(model),
+            context="" if plan is None or model is None else self.appliers.context.describe(model, plan, spec.cp),
         )
 
     # --- a second model ------------------------------------------------------------------------------------

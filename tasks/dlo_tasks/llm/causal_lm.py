@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.attention import Attention
+from dlo_framework.batches import FULL_POSITIONS
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
@@ -404,9 +405,11 @@ class CausalLM(Task):
         """
         names = ("input_ids", "position_ids", "attention_mask")
         found = {name: batch[name] for name in names if batch.get(name) is not None}
-        told = families.document_arguments(self.model, found, packs=self._traits.isolates_documents)  # type: ignore[arg-type]
+        positions = batch.get(FULL_POSITIONS, found.get("position_ids"))
+        described = found if positions is None else found | {"position_ids": positions}
+        told = families.document_arguments(self.model, described, packs=self._traits.isolates_documents)  # type: ignore[arg-type]
         if self._traits.isolation is not None and "attention_mask" not in found:
-            told["documents"] = families.isolated_documents(found.get("position_ids"))
+            told["documents"] = families.isolated_documents(positions)
         if not self._traits.positions_from_0:
             found.pop("position_ids", None)
         return (), found | told

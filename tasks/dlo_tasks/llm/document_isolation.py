@@ -304,8 +304,7 @@ def _cut_mask(
     Implementations other than transformers' with dense masks get the documents in another way.
     """
     spans = _CURRENT.get()
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
-    if spans is None or implementation not in _DENSE:
+    if spans is None or _implementation(module) not in _DENSE:
         return None
     place = list(inspect.signature(module.forward).parameters).index(_MASK)
     mask = args[place] if place < len(args) else kwargs.get(_MASK)
@@ -315,6 +314,12 @@ def _cut_mask(
     if place < len(args):
         return (*args[:place], cut, *args[place + 1 :]), kwargs
     return args, {**kwargs, _MASK: cut}
+
+
+def _implementation(module: nn.Module) -> str:
+    """Returns transformers' name of the attention of a module, or of the first module inside that knows it."""
+    names = (getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules())
+    return next((name for name in names if name), "eager")
 
 
 def _between_documents(

@@ -1,0 +1,97 @@
+"""Models whose positions mix in other ways than by attention that can be shared: ranks equal one process."""
+
+from typing import Any
+
+import pytest
+
+from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.context.token_mixing import find_parts
+from dlo_plugins.context.transformers_attention import outermost
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import TYPES, tiny
+from support.shared_sequences import compare, inspect_sequence
+
+#: Types of each way: a bias by position, positions that the model makes, a mask that attention makes, a recurrence
+#: beside shared attention, convolutions in attention, and positions in the first dim.
+CASES = [
+    ("bloom", "packed", "ring"),
+    ("bart", "packed", "ulysses"),
+    ("bart", "padded", "ring"),
+    ("roberta", "packed", "ring"),
+    ("opt", "padded", "ring"),
+    ("doge", "padded", "ring"),
+    ("qwen3_next", "packed", "ring"),
+    ("mamba", "padded", "ring"),
+    ("gpt_neo", "packed", "ring"),
+    ("zaya", "packed", "ring"),
+    ("xlnet", "plain", "ring"),
+]
+#: Types that cannot train on text alone here, or whose blocks stand outside of the plan.
+REFUSED = (
+    *("cpmant", "git", "got_ocr2", "inkling2_loop_text", "inkling2_text", "phi4_multimodal"),
+    *("prophetnet", "reformer", "xlm"),
+)
+#: Types that keep no packed documents apart, also in one process.
+PADDED = ("deepseek_v4", "roformer", "xlnet", "zamba2")
+
+
+def parts_of(name: str, gather: Any = "auto") -> Any:
+    task: Any = CausalLM(config=tiny(name)).on_meta()
+    return find_parts(task.model, outermost(task.model), task.parallel_plan(), gather)
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        wrong = {case: value for case, value in of_rank.items() if isinstance(value, str) or value > 2e-5}
+        assert not wrong
+
+
+def test_outputs_and_gradients_are_one_process_s() -> None:
+    check(run_distributed(compare, 2, CASES))
+
+
+@pytest.mark.slow
+def test_every_type() -> None:
+    types = [name for name in TYPES if name not in REFUSED]
+    cases = [(name, "padded" if name in PADDED else "packed", "ring") for name in types if name != "xlnet"]
+    check(run_distributed(compare, 2, cases))
+
+
+def test_full_sequences_are_sent_once_and_generation_needs_none() -> None:
+    for elements, is_local in run_distributed(inspect_sequence, 2):
+        hidden = 2 * 8 * 32 * 4  # rows, positions of the rank, width, layers
+        assert elements["gathered"] == hidden + 2 * 8  # and the tokens
+        assert elements["gathered_gradients"] == hidden
+        assert is_local
+
+
+def test_only_what_cannot_be_shared_is_gathered() -> None:
+    found = parts_of("qwen3_next")
+    assert [name.rpartition(".")[2] for name in found.attention] == ["self_attn"] * len(found.attention)
+    assert {name.rpartition(".")[2] for name in found.gathered} == {"linear_attn"}
+    assert found.attention
+    llama = parts_of("llama")
+    assert not llama.gathered
+    assert not llama.needs_full_inputs
+    assert not parts_of("llama", "all").attention
+    assert parts_of("bloom").needs_full_inputs
+
+
+def test_the_mesh_says_what_is_not_divided() -> None:
+    task: Any = CausalLM(config=tiny("qwen3_next")).on_meta()
+    line = ContextParallel().describe(task.model, task.parallel_plan(), 2)
+    assert "modules get full sequences (Qwen3NextGatedDeltaNet)" in line
+    llama: Any = CausalLM(config=tiny("llama")).on_meta()
+    assert "full sequences" not in ContextParallel().describe(llama.model, llama.parallel_plan(), 2)
+    assert ContextParallel().describe(llama.model, llama.parallel_plan(), 1) == ""
+
+
+def test_models_without_blocks_and_unknown_ways_are_refused() -> None:
+    task: Any = CausalLM(config=tiny("llama")).on_meta()
+    with pytest.raises(DloError, match="got none from LlamaForCausalLM"):
+        ContextParallel().check(task.model, ParallelPlan(), 2)
+    with pytest.raises(DloError, match="gather must be auto or all, got 'some'"):
+        ContextParallel(gather="some")  # type: ignore[arg-type]
