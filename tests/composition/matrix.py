@@ -228,7 +228,7 @@ BESIDE: dict[str, With] = {
         rtol=2**-5,
     ),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
-    "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=10**8, max_size=4, steps_per_trial=1)]),
+    "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=4 * 10**9, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
     # Backward has stepped the gradients: there is no norm to compare.
     "OptimizerInBackward": With(lambda: [OptimizerInBackward()], joint=False),

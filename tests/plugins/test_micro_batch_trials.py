@@ -189,6 +189,14 @@ def test_a_limit_on_what_a_process_allocates():
     assert 25 < megabytes <= 50
 
 
+def test_an_error_that_memory_has_caused_counts():
+    error = RuntimeError("the compiler failed")
+    error.__cause__ = ValueError("shapes")
+    assert not is_out_of_memory(error)
+    error.__cause__.__cause__ = MemoryError()
+    assert is_out_of_memory(error)
+
+
 def test_a_cpu_without_any_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("dlo_plugins.callbacks.micro_batch_finder.micro_batch_finder_callback.has_memory_limit", bool)
     with pytest.raises(DloError, match=r"neither the shell \(ulimit -v\)\s+nor a container limits"):

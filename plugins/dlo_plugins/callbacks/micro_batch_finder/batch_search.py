@@ -78,10 +78,18 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that an accelerator or this process is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+    """Returns whether an error, or one that has caused it, means that an accelerator or this process is out of memory.
+
+    A compiler, for one, raises its own error from that of its code.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(cause, RuntimeError) and any(message in str(cause) for message in _MESSAGES):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 class ActivationBudget:

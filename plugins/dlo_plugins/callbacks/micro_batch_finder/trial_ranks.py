@@ -65,7 +65,7 @@ class Found:
         limit: Largest size that may be tried.
         largest: Largest size that fits; 0 if none does.
         outcomes: Whether each tried size fits, in the order of the trials.
-        details: Of each tried size: ``peak_bytes`` of the rank with most, or ``ended``, how a process has ended.
+        details: Details of each tried size: ``peak_bytes`` of the rank with most, or ``ended``, how a process ended.
     """
 
     present: int = 0
