@@ -1,15 +1,19 @@
-"""Settings of the process that a run needs: which warnings are shown, and how CUDA is looked for."""
+"""Settings of the process that a run needs: which warnings are shown, how CUDA is looked for, how it ends."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 #: File that the NVIDIA driver provides.
 DRIVER = Path("/proc/driver/nvidia/version")
+#: ``PR_SET_PDEATHSIG`` of Linux's prctl.
+_PDEATHSIG = 1
 
 
 def disable_nvml_check() -> None:
@@ -56,3 +60,22 @@ def _is_relevant(record: logging.LogRecord) -> bool:
         text.startswith(("💡 Tip", "You are using a CUDA device", "TPU available: False", "HPU available: False"))
         or "register_constant() on Enum subclasses" in text
     )
+
+
+def end_with_parent(parent: int, signum: int) -> Callable[[], None] | None:
+    """Returns a function for a new process that lets it end when its parent does; None where only Linux can.
+
+    Args:
+        parent: Process id of the parent. The process ends with the thread that has started it.
+        signum: Signal that the process gets.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def set_signal() -> None:
+        prctl(_PDEATHSIG, signum, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return set_signal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def find_start_checkpoint(
     Raises:
         DloError: If the checkpoint does not exist, is unsafe or damaged, or training needs more than it holds.
     """
+    if runs.SCRATCH in os.environ:  # The run that this process tries out starts from nothing.
+        return None, False
     is_auto = ckpt_path == "auto" and trains
     if is_auto:
         for newest in runs.versions(folder())[:1] if runs.is_first_process() else []:

@@ -6,14 +6,14 @@ import contextlib
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
+from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
@@ -38,6 +39,8 @@ from dlo_framework.errors import DloError, shown_names
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
+#: Fix under plain data parallelism that allows parameters without a gradient.
+_ALLOW_UNUSED = "use --trainer.strategy ddp_find_unused_parameters_true"
 
 
 class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
@@ -90,6 +93,24 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         kwargs.setdefault("timeout", TIMEOUT)
         super().__init__(find_unused_parameters=bool(find_unused_parameters), **kwargs)
         self._decides_unused = find_unused_parameters is None
+
+    def check_model(
+        self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """Checks that each trainable parameter gets a gradient, before any process starts.
+
+        Args:
+            module: LightningModule of the run.
+            datamodule: Datamodule of the run; None without one.
+            trains: Whether the run trains; evaluation needs no gradients.
+            callbacks: Callbacks of the run.
+
+        Raises:
+            DloError: Parameters get none, which torch's wrapper is not told to look for.
+        """
+        looks = self._ddp_kwargs.get("find_unused_parameters", False) or self._ddp_kwargs.get("static_graph", False)
+        if trains and not looks and self.num_processes * self.num_nodes > 1:
+            check_gradients(module, datamodule, callbacks, allow=_ALLOW_UNUSED)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
@@ -177,9 +198,8 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             missed = unused_numbers(str(error))
             if not missed:
                 raise
-            allow = "use --trainer.strategy ddp_find_unused_parameters_true"
             names = [self._trained[number] for number in missed]
-            raise DloError(unused_message(names, allow, self.lightning_module)) from error
+            raise DloError(unused_message(names, _ALLOW_UNUSED, self.lightning_module)) from error
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.distributed.gradient_check import is_shipped, may_freeze, trains_by_loss
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import UNSUPPORTED
@@ -98,7 +99,7 @@ def rehearse_step(
     if example is None:
         _Rehearsal(strategy, task, datamodule, None, own_loss=False, tp=spec.tp).check(spec)
         return
-    trains = trains and _trains_by_loss(task, strategy) and not any(_may_freeze(callback) for callback in callbacks)
+    trains = trains and _trains_by_loss(task, strategy) and not any(may_freeze(callback) for callback in callbacks)
     failure: Failure | None = None
     models = [tried for tried in (_shortened(task, strategy, spec), task) if tried is not None]
     models = models[:1] if shortened_only else models
@@ -179,35 +180,15 @@ class _Rehearsal:
         return None
 
 
-#: Hooks before the first step, in which a user's code may freeze parameters.
-_EARLY_HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
-
-
 def _trains_by_loss(task: Task, strategy: Any) -> bool:
     """Returns whether a run's step must give gradients to all trainable parameters, as the rehearsed one must."""
-    if strategy.fully_shard.find_unused or not task.automatic_optimization:
-        return False
-    own = type(task)
-    if own.training_step is not Task.training_step:
-        return False
-    hooks = (*_EARLY_HOOKS, "configure_callbacks")
-    return _is_shipped(own) or all(getattr(own, hook) is getattr(Task, hook) for hook in hooks)
-
-
-def _may_freeze(callback: Callback) -> bool:
-    """Returns whether a callback runs a user's code before the first step."""
-    own = type(callback)
-    return not _is_shipped(own) and any(getattr(own, hook) is not getattr(Callback, hook) for hook in _EARLY_HOOKS)
-
-
-def _is_shipped(kind: type) -> bool:
-    return kind.__module__.startswith(("dlo_framework.", "dlo_plugins.", "dlo_tasks.", "lightning."))
+    return not strategy.fully_shard.find_unused and trains_by_loss(task)
 
 
 def _still_trained(view: RankView, names: Sequence[str]) -> list[str]:
     """Returns the named parameters that still train after a user's `configure_optimizers`; none if it fails."""
     task = view.task
-    if names and not _is_shipped(type(task)):
+    if names and not is_shipped(type(task)):
         try:
             task.configure_optimizers()
         except Exception:  # It needs a trainer or values: the run's first step checks instead.

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
+from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
@@ -194,6 +195,8 @@ class MeshStrategy(ShardedStrategy):
             task = options.check(module, datamodule)
             if is_first_process():  # The others would repeat the same work.
                 rehearse_step(self, task, options.spec, datamodule, trains=trains, callbacks=callbacks)
+        elif trains and not self.fully_shard.find_unused:
+            check_gradients(module, datamodule, callbacks, allow=self.allow_unused)
 
     def check_predict(self, module: Any) -> None:
         """Checks that a model on this mesh can predict, before any process starts.

@@ -7,12 +7,12 @@ arXiv 1910.02054. ZeRO-Offload: Democratizing Billion-Scale Model Training. Ren 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
@@ -107,6 +108,23 @@ class ZeroStrategy(ShardedStrategy):
         self._rounding: StochasticSteps | None = None
         self._sent_dtype: torch.dtype | None = None
         self.engine: ZeroEngine | None = None
+
+    def check_model(
+        self, module: Any, datamodule: Any = None, *, trains: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """Checks that each trainable parameter gets a gradient, before any process starts.
+
+        Args:
+            module: LightningModule of the run.
+            datamodule: Datamodule of the run; None without one.
+            trains: Whether the run trains; evaluation needs no gradients.
+            callbacks: Callbacks of the run.
+
+        Raises:
+            DloError: Parameters get none, and `find_unused` is off.
+        """
+        if trains and not self.find_unused:
+            check_gradients(module, datamodule, callbacks, allow="set find_unused: true in the strategy")
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -7,7 +7,6 @@ answers whether to stop. So the process imports nothing of the search, and the w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -22,12 +21,12 @@ import yaml
 
 from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.process_setup import end_with_parent
 from dlo_plugins.sweep.worker_pipe import PIPES
 
 CONFIG, LOG = "trial.yaml", "trial.log"
 #: Seconds between looks at whether the process has ended.
 _POLL = 0.2
-_PDEATHSIG = 1
 #: Variables that make a process one of several ranks, or say where these meet: a trial starts its own.
 _OF_RANKS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 #: Variables of a run that passes them to its own ranks.
@@ -66,7 +65,8 @@ class TrialProcess:
         theirs, ours = os.pipe()
         mine, they_write = os.pipe()
         self._answers, self._reports, self._rest = ours, mine, b""
-        end_with_this_one = end_with_parent(os.getpid())
+        # With SIGTERM it saves a checkpoint; elsewhere than on Linux it notices at its next validation.
+        end_with_this_one = end_with_parent(os.getpid(), signal.SIGTERM)
         with open(folder / LOG, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dlo_framework", *words],
@@ -116,24 +116,6 @@ class TrialProcess:
         """Asks the process to save a checkpoint and end."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signum)
-
-
-def end_with_parent(parent: int) -> Callable[[], None] | None:
-    """Returns a function for a new process that lets it end when its parent does; None where only Linux can.
-
-    The process then gets SIGTERM, with which ``dlo fit`` saves a checkpoint. Elsewhere it notices at its next
-    validation that its worker has died.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def set_signal() -> None:
-        prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return set_signal
 
 
 def last_error(folder: Path) -> str:

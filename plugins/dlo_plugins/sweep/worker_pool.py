@@ -10,8 +10,8 @@ import sys
 import time
 from types import FrameType
 
+from dlo_framework.process_setup import end_with_parent
 from dlo_plugins.sweep.sweep_worker import MORE, environment_of_job
-from dlo_plugins.sweep.trial_process import end_with_parent
 from dlo_plugins.sweep.trial_queue import TrialQueue
 
 _POLL = 0.2
@@ -50,7 +50,7 @@ class WorkerPool:
             [*command, *([] if self._waits else ["--no-wait"])],
             env=environment,
             stdin=subprocess.DEVNULL,
-            preexec_fn=end_with_parent(os.getpid()),
+            preexec_fn=end_with_parent(os.getpid(), signal.SIGTERM),
         )
 
     def _watch(self) -> int:

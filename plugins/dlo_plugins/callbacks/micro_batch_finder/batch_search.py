@@ -13,7 +13,9 @@ from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
 from dlo_framework.errors import DloError
 
 
-def find_largest(fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False) -> int:
+def find_largest(
+    fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False, tolerance: float = 0.0
+) -> int:
     """Returns the largest size that fits, 0 if there is none: by doubling, then by bisection.
 
     Args:
@@ -21,11 +23,13 @@ def find_largest(fits: Callable[[int], bool], start: int, limit: int, *, powers:
         start: First size to try.
         limit: Largest size to try.
         powers: Whether to try powers of two only.
+        tolerance: Fraction of the largest size that fits by which a size that does not may be larger when the search
+            ends.
     """
     size, limit = (_power(start), _power(limit)) if powers else (start, limit)
     size = min(size, limit)
     fit, unfit = 0, limit + 1
-    while unfit - fit > 1:
+    while unfit - fit > (max(1, tolerance * fit) if unfit <= limit else 1):
         if fits(size):
             fit = size
         else:
@@ -68,15 +72,24 @@ _MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's answer where it gets no workspace
     "can't allocate memory",  # torch's CPU allocator
+    "std::bad_alloc",  # C++'s, in libraries that torch calls
     "not enough memory",  # the same on Windows
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that an accelerator or this process is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+    """Returns whether an error, or one that has caused it, means that an accelerator or this process is out of memory.
+
+    A compiler, for one, raises its own error from that of its code.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(cause, RuntimeError) and any(message in str(cause) for message in _MESSAGES):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 class ActivationBudget:

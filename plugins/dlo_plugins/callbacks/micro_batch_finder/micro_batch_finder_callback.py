@@ -1,8 +1,9 @@
 """Search for the largest micro-batch that fits in memory, by trials.
 
-No rank may wait for another that is out of memory. So the forward and backward of a trial run without the all-reduce of
-gradients. After each part of a trial, the ranks exchange its outcome over a process group of their own, and then all of
-them continue in the same way.
+No rank may wait for another that is out of memory. Where forward and backward communicate, the trials run in processes
+of their own, which may die (:mod:`~dlo_plugins.callbacks.micro_batch_finder.trial_ranks`). Elsewhere they run in this
+one, without the all-reduce of gradients: after each part of a trial, the ranks exchange its outcome over a process
+group of their own, and then all of them continue in the same way.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import datetime
 import gc
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     ActivationBudget,
     BatchPool,
@@ -33,6 +35,14 @@ from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     find_largest,
     is_out_of_memory,
     keep_global_batch,
+)
+from dlo_plugins.callbacks.micro_batch_finder.trial_child import TrialChild, end_with_rank, mute, trial_order
+from dlo_plugins.callbacks.micro_batch_finder.trial_events import TrialOrder, write_event
+from dlo_plugins.callbacks.micro_batch_finder.trial_ranks import (
+    Found,
+    has_memory_limit,
+    repeated_command,
+    search_in_processes,
 )
 
 FILE = "batch_size.json"
@@ -53,6 +63,9 @@ class MicroBatchFinder(BeforeTraining):
     ``accumulate_grad_batches`` that make the same step from the largest micro-batches that fit, and writes them to
     ``batch_size.json`` in the run's folder. A resumed run does not search again.
 
+    Under strategies that communicate in forward and backward, each rank starts processes for the trials, before its
+    model is on the device. They repeat the program up to its fit, and may die.
+
     Args:
         max_size: Largest size to try, in samples per rank; None for the size of the dataset, divided by the ranks.
         steps_per_trial: Number of optimizer steps in a trial. From the second step on, the optimizer state is in
@@ -61,12 +74,17 @@ class MicroBatchFinder(BeforeTraining):
         margin: Fraction of the found size to leave free, as memory fragments during training. It is not subtracted if
             memory did not run out, or from a power of two.
         memory_limit_bytes: Bytes that the forward pass may save for the backward pass. A CPU needs it, as the system
-            ends a process that is out of memory.
-        timeout: Seconds that a rank waits for the others after a part of a trial.
+            ends a process that is out of memory. Of trials in processes of their own it is what a process may allocate
+            once it has its model; a CPU may do without if the shell or the container limits memory.
+        timeout: Seconds that a rank waits for the others after a part of a trial, or for a sign of progress of a
+            process.
+        own_processes: Whether trials run in processes of their own; None for "where the strategy needs it".
+        command: Command that repeats the run as one of its ranks, for those processes; None for the one of this
+            process.
 
     Raises:
-        DloError: If a value is out of range, optimization is manual, the strategy or a layer communicates in the
-            forward pass, ``memory_limit_bytes`` is missing on a CPU, or not a single sample fits.
+        DloError: If a value is out of range, optimization is manual, ``memory_limit_bytes`` is missing on a CPU, the
+            program cannot be repeated, or not a single sample fits.
     """
 
     #: It reads gradients, or hooks the optimizer's step.
@@ -80,6 +98,8 @@ class MicroBatchFinder(BeforeTraining):
         margin: float = 0.05,
         memory_limit_bytes: int | None = None,
         timeout: float = 600.0,
+        own_processes: bool | None = None,
+        command: list[str] | None = None,
     ) -> None:
         for name, value in (
             ("max_size", max_size),
@@ -92,8 +112,11 @@ class MicroBatchFinder(BeforeTraining):
             raise DloError(f"MicroBatchFinder: margin must be in [0, 1), got {margin}; 0.05 is usual")
         self.max_size, self.steps_per_trial, self.power_of_two = max_size, steps_per_trial, power_of_two
         self.margin, self.memory_limit_bytes, self.timeout = margin, memory_limit_bytes, timeout
+        self.own_processes, self.command = own_processes, command
         self.per_rank: int | None = None  # largest micro-batch in samples, once found
         self.trials: list[tuple[int, bool]] = []
+        self._found: Found | None = None  # by processes, before the model was on the device
+        self._order: TrialOrder | None = None  # of this process, if it is one of those
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the found size, so that a resumed run has it."""
@@ -103,63 +126,119 @@ class MicroBatchFinder(BeforeTraining):
         """Restores the size that the resumed run has found."""
         self.per_rank = state_dict["per_rank"]
 
+    def check_run(self, trainer: Any, module: LightningModule, datamodule: Any = None) -> None:
+        """Checks that the search cannot hang, before ranks start."""
+        self._check(trainer)
+        if trial_order() is not None:
+            mute(trainer)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the search cannot hang, and that it ends."""
+        """Checks that the search cannot hang, and that it ends; searches by processes if that is needed."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        independent = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if not independent or shards_state(trainer.strategy):
+        self._check(trainer)
+        self._order, self._found = trial_order(), None
+        options: Any = trainer
+        if self._order is not None:
+            mute(trainer)
+            end_with_rank(self._order.parent)
+        elif (
+            self._needs_processes(trainer)
+            and trainer.global_step == 0
+            and not options.fast_dev_run
+            and not contract_of(trainer.strategy).loads_checkpoint(trainer)
+        ):
+            command = self.command or repeated_command()
+            self._found = search_in_processes(trainer, command=command, timeout=self.timeout)
+
+    def _needs_processes(self, trainer: Trainer) -> bool:
+        if self.own_processes is not None:
+            return self.own_processes
+        return _communicates(trainer) is not None
+
+    def _check(self, trainer: Trainer) -> None:
+        communicating = _communicates(trainer)
+        if self.own_processes is False and communicating is not None:
             raise DloError(
-                "MicroBatchFinder: strategy must not communicate in forward and backward, where a rank that is out of"
-                f" memory would block the others, got {type(trainer.strategy).__name__}; search with"
-                " --trainer.strategy ddp on a model that fits, or remove the callback"
+                "MicroBatchFinder: own_processes must be true where forward and backward communicate, as a rank that is"
+                f" out of memory would block the others, got false under {communicating}; leave it out"
             )
-        if trainer.world_size > 1 and isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._layer_sync:
-            raise DloError(
-                "MicroBatchFinder: trainer.sync_batchnorm must be false, as it communicates in the forward pass, got"
-                " true; search with --trainer.sync_batchnorm false, which takes the same memory"
-            )
-        if trainer.strategy.root_device.type == "cpu" and self.memory_limit_bytes is None:
+        if self._needs_processes(trainer) and trial_order() is None and self.command is None:
+            repeated_command()
+        if trainer.strategy.root_device.type != "cpu" or self.memory_limit_bytes is not None:
+            return
+        if not self._needs_processes(trainer):
             raise DloError(
                 "MicroBatchFinder: memory_limit_bytes must be set on a CPU, where the system ends a process that is out"
                 " of memory, got none; set memory_limit_bytes to the bytes that a forward pass may save for the"
                 " backward pass"
             )
+        if not has_memory_limit():
+            raise DloError(
+                "MicroBatchFinder: memory_limit_bytes must be set on a CPU whose memory neither the shell (ulimit -v)"
+                " nor a container limits, got none; set it to the bytes that a process may allocate for training"
+            )
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Searches, reports, and sets the size in the callbacks that take it."""
         world_size = data_parallel_coordinates(trainer)[1]
-        vote = Vote(trainer.world_size, self.timeout)
-        try:
-            with rehearse(trainer) as rehearsal:
-                present, limit, found, trials = self._search(trainer, rehearsal, vote, world_size)
-        finally:
-            vote.close()
+        if self._order is not None:
+            self._try_out(trainer, self._order, world_size)
+        if self._found is not None:
+            found, self._found = self._found, None
+            present, limit, largest = found.present, found.limit, found.largest
+            trials, details = list(found.outcomes.items()), found.details
+        else:
+            vote = Vote(trainer.world_size, self.timeout)
+            try:
+                with rehearse(trainer) as rehearsal:
+                    present, limit, largest, trials = self._search(trainer, rehearsal, vote, world_size)
+            finally:
+                vote.close()
+            details = {}
         self.trials = trials  # Not before: the rehearsal restores this callback too.
-        if not found:
+        if not largest:
+            ended = details.get(1, {}).get("ended", "out of memory with 1")
             raise DloError(
-                "MicroBatchFinder: at least one sample a rank must fit in memory, got out of memory with 1; use a"
-                " smaller model, smaller samples or a lower"
+                f"MicroBatchFinder: at least one sample a rank must fit in memory, got {ended}; use a smaller model,"
+                " smaller samples or a lower"
                 f" precision{'' if self.memory_limit_bytes is None else ', or raise memory_limit_bytes'}"
             )
         ran_out = any(not fits for _, fits in self.trials)
-        self.per_rank = found if self.power_of_two or not ran_out else max(1, math.floor(found * (1 - self.margin)))
+        self.per_rank = largest if self.power_of_two or not ran_out else max(1, math.floor(largest * (1 - self.margin)))
         step = present * world_size * int(trainer.accumulate_grad_batches)
         takers = [each for each in trainer.callbacks if hasattr(each, "set_max_micro_batch")]  # type: ignore[attr-defined]
         most = f"max_size {limit}" if limit == self.max_size else f"the data, {limit} samples a rank"
-        self._report(trainer, world_size, step, "memory" if ran_out else most, takers)
+        self._report(trainer, world_size, step, "memory" if ran_out else most, takers, details)
         for callback in takers:
             callback.set_max_micro_batch(self.per_rank)
 
-    def _search(
-        self, trainer: Trainer, rehearsal: Rehearsal, vote: Vote, world_size: int
-    ) -> tuple[int, int, int, list[tuple[int, bool]]]:
-        """Returns the current size, the largest allowed one, the largest one that fits, and all trials."""
-        epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else FAR
+    def _try_out(self, trainer: Trainer, order: TrialOrder, world_size: int) -> NoReturn:
+        """Searches in this process, which ends with it."""
+        epochs = _last_epoch(trainer)
         _fix_image_size(epochs, trainer)
-        first = rehearsal.next_batch()
-        present = count_samples(first)
+        child = TrialChild(
+            trainer,
+            order,
+            steps=self.steps_per_trial,
+            epochs=epochs,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+
+        def search(rehearsal: Rehearsal, fits: Callable[[BatchPool, int], bool]) -> int:
+            first = rehearsal.next_batch()
+            present, limit = count_samples(first), self._largest_allowed(trainer, world_size)
+            write_event(order.events, "begin", present=present, limit=limit)
+            pool = BatchPool(rehearsal.next_batch, first)
+            # What the margin takes away need not be found: each size that does not fit costs processes.
+            return find_largest(
+                lambda size: fits(pool, size), present, limit, powers=self.power_of_two, tolerance=self.margin
+            )
+
+        child.run(search)
+
+    def _largest_allowed(self, trainer: Trainer, world_size: int) -> int:
         lengths = [sized_len(getattr(loader, "dataset", None)) for loader in training_loaders(trainer)]
         limits = [length // world_size for length in lengths if length is not None]
         limit = min(limits + ([self.max_size] if self.max_size else []), default=0)
@@ -167,6 +246,16 @@ class MicroBatchFinder(BeforeTraining):
             raise DloError(
                 "MicroBatchFinder: max_size must be set for a loader without a length, got none; set max_size"
             )
+        return limit
+
+    def _search(
+        self, trainer: Trainer, rehearsal: Rehearsal, vote: Vote, world_size: int
+    ) -> tuple[int, int, int, list[tuple[int, bool]]]:
+        """Returns the current size, the largest allowed one, the largest one that fits, and all trials."""
+        epochs = _last_epoch(trainer)
+        _fix_image_size(epochs, trainer)
+        first = rehearsal.next_batch()
+        present, limit = count_samples(first), self._largest_allowed(trainer, world_size)
         trial = Trial(rehearsal, BatchPool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
         trials = []
 
@@ -177,7 +266,15 @@ class MicroBatchFinder(BeforeTraining):
 
         return present, limit, find_largest(fits, present, limit, powers=self.power_of_two), trials
 
-    def _report(self, trainer: Trainer, world_size: int, step: int, bound: str, takers: list[Any]) -> None:
+    def _report(
+        self,
+        trainer: Trainer,
+        world_size: int,
+        step: int,
+        bound: str,
+        takers: list[Any],
+        details: Mapping[int, Mapping[str, Any]],
+    ) -> None:
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
@@ -189,7 +286,7 @@ class MicroBatchFinder(BeforeTraining):
             "bound": bound,
             "batch_size": batch_size,
             "accumulate_grad_batches": accumulate,
-            "trials": [{"per_rank": size, "fits": outcome} for size, outcome in self.trials],
+            "trials": [{"per_rank": size, "fits": outcome, **details.get(size, {})} for size, outcome in self.trials],
         }
         write_atomic(folder / FILE, json.dumps(content, indent=2) + "\n")
         lines = [
@@ -204,6 +301,19 @@ class MicroBatchFinder(BeforeTraining):
                 f"    trainer.accumulate_grad_batches: {accumulate}",
             ]
         print("\n".join(lines), flush=True)
+
+
+def _communicates(trainer: Trainer) -> str | None:
+    """Returns what communicates in forward and backward, for a message; None if nothing does."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or shards_state(strategy):
+        return type(strategy).__name__
+    synced = trainer.world_size > 1 and isinstance(strategy, DDPStrategy) and strategy._layer_sync
+    return "trainer.sync_batchnorm" if synced else None
+
+
+def _last_epoch(trainer: Trainer) -> int:
+    return trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else FAR
 
 
 def _fix_image_size(epochs: int, trainer: Trainer) -> None:
