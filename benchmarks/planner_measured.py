@@ -37,6 +37,10 @@ MEMORY = [
     case("llama", 4, dp_shard=4), case("llama", 4, 2, dp_shard=2, tp=2), case("llama", 4, 4, pp=2, tp=2),
     case("vit", 4, dp_replicate=2, dp_shard=2), case("vit", 4, 4, pp=2, dp_shard=2), case("gpt", 2, 4, pp=4),
     *(case(kind, 8) for kind in ADAPTED), *(case(kind, 4, dp_shard=2) for kind in ADAPTED),
+    case("llama bf16", 16), case("llama bf16", 16, recompute="full"), case("llama bf16", 4, 4), case("gpt bf16", 8),
+    case("vit bf16", 16), case("vit bf16", 16, recompute="full"), case("llama bf16", 8, dp_shard=2),
+    case("llama bf16", 8, dp_replicate=2), case("llama bf16", 8, tp=2), case("llama bf16", 4, 4, pp=2),
+    case("vit bf16", 8, dp_shard=2),
 ]  # fmt: skip
 #: Layouts that train with 16 rows a step.
 TIME = [
@@ -53,7 +57,8 @@ def memory_tables(options: argparse.Namespace) -> list[Table]:
     table = Table("memory: predicted peak", "the measured peak", "bytes of tensors and of the heap beside them")
     machine, errors = load_machine("cpu"), []
     for ranks in options.ranks:
-        cases = [one for one in MEMORY if one.ranks == ranks][: options.cases]
+        kinds = options.kinds or {one.kind for one in MEMORY}
+        cases = [one for one in MEMORY if one.ranks == ranks and one.kind in kinds][: options.cases]
         candidates = [(one.kind, predicted(one, machine)) for one in cases]
         found = run_distributed(measure_peaks, ranks, candidates, backend=None, timeout=1200) if cases else []
         for number, (one, (_, candidate)) in enumerate(zip(cases, candidates, strict=True)):
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring the machine")
+    parser.add_argument("--kinds", nargs="+", help="of models, such as 'llama bf16'; all by default")
     parser.add_argument("--cases", type=int, default=100, help="largest number of layouts for a number of ranks")
     options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)

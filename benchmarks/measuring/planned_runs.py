@@ -32,9 +32,10 @@ from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.machine_measurement import BlockCalls
-from dlo_plugins.planner.model_profile import ModelProfile, profile_model
+from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.optimizer_state import measure_optimizer
 from dlo_plugins.planner.plan_config import candidate_config
+from dlo_plugins.planner.plan_report import profile_formats, state_format
 from dlo_plugins.planner.rank_measurement import BlockCall
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
@@ -44,7 +45,6 @@ from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 
 _TIMED_STEPS = 8
-_SINGLE = StateFormat("float32", 4, 4, 4, 4, 8.0)
 LENGTH, VOCABULARY, PIXELS, CLASSES = 128, 2048, 64, 100
 LLAMA: dict[str, Any] = {
     **{"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768},
@@ -62,11 +62,18 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "adamw8bit": {"optimizer": "adamw8bit"},
 }
 _LANGUAGE = ("llama", "gpt", *ADAPTED)
+_MIXED = " bf16"
 COATNET = {"img_size": PIXELS, "embed_dim": (48, 96, 192, 384), "depths": (2, 2, 3, 2), "stem_width": 32}
+
+
+def precision_of(kind: str) -> str:
+    """Returns the Trainer's precision of a kind of run; ` bf16` at its end selects `bf16-mixed`."""
+    return "bf16-mixed" if kind.endswith(_MIXED) else "32-true"
 
 
 def make_task(kind: str) -> Any:
     """Returns a task with random weights: `llama`, `gpt`, `vit` or `coatnet`; or one of `ADAPTED`."""
+    kind = kind.removesuffix(_MIXED)
     if kind in _LANGUAGE:
         config = dict(GPT if kind == "gpt" else LLAMA)
         return CausalLM(config=config, lr=1e-3, schedule="constant", **ADAPTED.get(kind, {}))
@@ -77,7 +84,7 @@ def make_task(kind: str) -> Any:
 def make_batch(kind: str, rows: int) -> Any:
     """Returns a random batch of a kind of task."""
     generator = torch.Generator().manual_seed(rows)
-    if kind in _LANGUAGE:
+    if kind.removesuffix(_MIXED) in _LANGUAGE:
         tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
     images = torch.randn(rows, 3, PIXELS, PIXELS, generator=generator)
@@ -126,9 +133,7 @@ def models_of(kind: str) -> tuple[ModelProfile, list[BlockCall]]:
     """Returns the profile of a kind of model, and the calls of its blocks."""
     task = make_task(kind).on_meta()
     calls = BlockCalls(task.model)
-    found = profile_model(
-        task, make_batch(kind, 2), task.parallel_plan(), dtype=torch.float32, device="cpu", on_block=calls
-    )
+    found = profile_formats(task, make_batch(kind, 2), task.parallel_plan(), state_of(kind), "cpu", calls)
     return found, calls.found
 
 
@@ -136,7 +141,8 @@ def models_of(kind: str) -> tuple[ModelProfile, list[BlockCall]]:
 def state_of(kind: str) -> StateFormat:
     """Returns the bytes of the tensors of a kind of run."""
     moments = measure_optimizer(make_task(kind).on_meta(), torch.float32).moments
-    return replace(_SINGLE, state=moments * _SINGLE.parameter)
+    state = state_format(precision_of(kind), fused=False)
+    return replace(state, state=moments * state.parameter)
 
 
 def predicted(one: Case, machine: Machine) -> Candidate:
@@ -149,10 +155,10 @@ def predicted(one: Case, machine: Machine) -> Candidate:
     )
 
 
-def make_trainer(candidate: Candidate, steps: int, callbacks: Iterable[Callback]) -> tuple[Trainer, int]:
+def make_trainer(kind: str, candidate: Candidate, steps: int, callbacks: Iterable[Callback]) -> tuple[Trainer, int]:
     """Returns the trainer of a candidate's run, and the rows of a rank's batch."""
     config = {"trainer": {}, "data": {"class_path": "Data", "init_args": {}}}
-    found = candidate_config(candidate, config, 1, _SINGLE)
+    found = candidate_config(candidate, config, 1, state_of(kind))
     options = dict(found["trainer"]["strategy"]["init_args"])
     classes = {"ActivationCheckpoint": ActivationCheckpoint, "FullyShard": FullyShard}
     chosen = options.pop("appliers", [])
@@ -160,7 +166,8 @@ def make_trainer(candidate: Candidate, steps: int, callbacks: Iterable[Callback]
     mesh = candidate.layout.mesh
     alone: Any = "auto" if mesh.world_size == 1 and not appliers else MeshStrategy(appliers=appliers, **options)
     trainer = Trainer(
-        accelerator="cpu", devices=mesh.world_size, strategy=alone, max_steps=steps, max_epochs=1,
+        accelerator="cpu", devices=mesh.world_size, strategy=alone, precision=precision_of(kind), max_steps=steps,
+        max_epochs=1,
         accumulate_grad_batches=found["trainer"]["accumulate_grad_batches"], callbacks=list(callbacks), logger=False,
         enable_model_summary=False, enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0,
         use_distributed_sampler=False, default_root_dir=tempfile.mkdtemp(prefix="planned-"),
@@ -275,7 +282,7 @@ def _measure_peak(kind: str, candidate: Candidate) -> int:
     rows = candidate.layout.micro_batch * (candidate.layout.micro_batches if candidate.layout.mesh.pp > 1 else 1)
     batch = make_batch(kind, rows)
     found = _PeakOfStep(steps - 1, live_tensors())
-    trainer, _ = make_trainer(candidate, steps, [found])
+    trainer, _ = make_trainer(kind, candidate, steps, [found])
     trainer.fit(make_task(kind), _OneBatch(batch, rows, steps * trainer.accumulate_grad_batches))
     del trainer
     gc.collect()
@@ -312,7 +319,7 @@ def measure_steps(
             kind, candidate = candidates[at]
             seed_everything(0, workers=True, verbose=False)
             times = _StepTimes()
-            trainer, rows = make_trainer(candidate, _TIMED_STEPS, [times])
+            trainer, rows = make_trainer(kind, candidate, _TIMED_STEPS, [times])
             data = _OneBatch(make_batch(kind, rows), rows, _TIMED_STEPS * trainer.accumulate_grad_batches)
             trainer.fit(make_task(kind), data)
             found[at].append(statistics.median(times.seconds))

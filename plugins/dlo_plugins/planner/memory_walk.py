@@ -56,12 +56,13 @@ class _Item(NamedTuple):
         forward: Bytes that its forward uses beyond what is kept of it.
         backward: Bytes that its backward uses beyond that, with what it recomputes.
         unit: Bytes of its parameters as computation uses them, which are gathered together.
-        casts: Bytes of their casts that autograd keeps.
+        casts: Bytes of their casts, which autograd keeps. Lightning turns autocast's own cache off.
         trained: Number of trained parameters.
         own_trained: Number of those of which the rank computes gradients: of its own experts alone.
         times: Number of these parts.
         is_block: Whether it is a block, and so gathered by itself.
         is_head: Whether it is the head with the loss.
+        repeats: Whether its forward runs again in backward, so that autograd keeps no casts.
     """
 
     kept: float
@@ -74,6 +75,7 @@ class _Item(NamedTuple):
     times: int
     is_block: bool
     is_head: bool
+    repeats: bool = False
 
 
 class MemoryWalk:
@@ -172,13 +174,13 @@ class MemoryWalk:
         """Returns the parts of a stage in the order of forward."""
         mesh = layout.mesh
         share = self._times.share(layout)
-        profile, compiled = self._times.profile, self.state.compiled
+        profile, compiled = self._times.profile_of(layout), self.state.compiled
         found = []
         for part, name, times in stage:
             one = ((part, name, 1),)
             counts = (
                 local_bytes(one, mesh.tp, self.state.gathered, mesh.ep),
-                self.state.casts(layout) * local_count(one, mesh.tp, ep=mesh.ep),
+                self._times.cast_bytes(part, layout),
                 local_count(one, mesh.tp, trained=True),
                 local_count(one, mesh.tp, trained=True, ep=mesh.ep),
             )
@@ -195,7 +197,8 @@ class MemoryWalk:
                 backward = again + max(backward, part.peaks.forward.on(share))
             buffers = exchanged_bytes(part, layout)
             forward, backward = forward + buffers, backward + buffers
-            found.append(_Item(kept, forward, backward, *counts, times, part is not profile.stem, False))
+            is_block = part is not profile.stem
+            found.append(_Item(kept, forward, backward, *counts, times, is_block, False, again > 0))
         return found
 
     def _head(self, part: Part, share: Share, everything: float) -> tuple[float, float, float]:
@@ -255,7 +258,9 @@ class _Walk:
         size = self.state.reduced if self.gathers else self.state.gradient
         counts = {s: size * sum(item.times * item.own_trained for item in items[s]) for s in items}
         counts[max(items)] += size * self.tied
+        casts = {s: sum(item.times * item.casts * (not item.repeats) for item in items[s]) for s in items}
         for action in actions:
+            cast = sum(number * casts[s] for s, number in action.live)
             others = sum(number * kept[s] for s, number in action.live)
             others += sum(number * received[s] for s, number in action.inputs)
             losses = sum(number * heads[s] for s, number in action.live)
@@ -268,14 +273,17 @@ class _Walk:
             else:  # Its own activations are part of the walk.
                 others -= kept[action.stage] - received[action.stage]
                 losses -= heads[action.stage]
+                cast -= casts[action.stage]
                 moments = self._backward(own, gradients, has)
             for moment in moments:
-                yield moment._replace(activations=moment.activations + others, loss=moment.loss + losses)
+                yield moment._replace(
+                    gathered=moment.gathered + cast, activations=moment.activations + others, loss=moment.loss + losses
+                )
 
     def _forward(self, items: Sequence[_Item], gradients: float) -> Iterator[Moment]:
         kept = gathered = casts = 0.0
         for item in items:
-            so_far = gathered + item.times * item.unit, casts + item.times * item.casts
+            so_far = gathered + item.times * item.unit, casts + item.casts * (1 if item.repeats else item.times)
             at_once = self._gathered(items, item, *so_far)
             if item.is_head:
                 yield Moment(gradients=gradients, gathered=at_once, activations=kept, loss=item.kept + item.forward)
@@ -284,7 +292,7 @@ class _Walk:
                 yield Moment(gradients=gradients, gathered=at_once, activations=held, working=item.forward)
             kept += item.times * item.kept * (not item.is_head)
             gathered += item.times * item.unit * item.is_block
-            casts += item.times * item.casts * item.is_block
+            casts += item.times * item.casts * (item.is_block and not item.repeats)
 
     def _backward(self, items: Sequence[_Item], gradients: float, accumulates: bool) -> Iterator[Moment]:
         """Yields the moments of a backward.
@@ -297,7 +305,7 @@ class _Walk:
         state, done = self.state, 0.0
         kept = sum(item.times * item.kept for item in items if not item.is_head)
         for item in reversed(items):
-            at_once = self._gathered(items, item, math.inf, math.inf)
+            at_once = self._gathered(items, item, math.inf, self._kept_casts(items, item))
             own = self._new_gradients(item, accumulates)
             for count in {item.times, 1}:
                 before = 0.0 if accumulates or state.steps_in_backward else done + (item.times - count) * item.trained
@@ -309,6 +317,11 @@ class _Walk:
                     yield moment._replace(activations=left, working=item.backward)
             kept -= item.times * item.kept * (not item.is_head)
             done += item.times * item.trained
+
+    def _kept_casts(self, items: Sequence[_Item], item: _Item) -> float:
+        """Returns the bytes of the blocks' casts while a part's backward runs: a repeated forward casts again."""
+        kept = sum(other.times * other.casts for other in items if other.is_block and not other.repeats)
+        return kept + item.casts * (item.is_block and item.repeats)
 
     def _new_gradients(self, item: _Item, accumulates: bool) -> float:
         """Returns the bytes of the gradients that a part's backward computes, before they are added or reduced."""

@@ -26,6 +26,7 @@ from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
+from dlo_plugins.planner.device_autocast import CastWeights, cast_parameters, device_autocast
 from dlo_plugins.planner.expert_profile import ExpertProfile
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
 from dlo_plugins.planner.regions_of_tp import PartParameters, TensorRegions
@@ -55,6 +56,7 @@ class ModelProfile:
         max_logits: Number of logits that the loss keeps at once; None for all.
         why_not: Reasons why an axis cannot be used, by its name.
         ep: Sizes of the axis `ep` that divide the experts of all mixtures.
+        uncast: Profile on parameters in single precision, which autocast casts; None for the same profile.
     """
 
     model: str
@@ -70,6 +72,7 @@ class ModelProfile:
     max_logits: int | None
     why_not: dict[str, str]
     ep: tuple[int, ...] = (1,)
+    uncast: ModelProfile | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -83,8 +86,9 @@ class ModelProfile:
 
 
 def profile_model(
-    task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16, autocast: bool = False,
-    device: str = "cuda", on_block: Callable[[str, Any, Any], None] | None = None,
+    task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16,
+    autocast: torch.dtype | None = None, device: str = "cuda",
+    on_block: Callable[[str, Any, Any], None] | None = None,
 ) -> ModelProfile:  # fmt: skip
     """Returns the profile of a task.
 
@@ -92,8 +96,10 @@ def profile_model(
         task: Task or LightningModule with its model on the meta device; it is not changed.
         batch: Batch of any number of rows; only shapes and dtypes are used.
         plan: Plan of the task's model; None for a module without blocks.
-        dtype: Dtype in which parameters are used and activations computed.
-        autocast: Whether operations choose their dtype by torch's autocast.
+        dtype: Dtype in which parameters are used, and activations computed without autocast. If it is not autocast's,
+            parameters keep their own, and weights that autocast casts are profiled as cast: the casts themselves grow
+            with the model and not with the rows.
+        autocast: Dtype of autocast, by the rules of the device; None for no autocast.
         device: Type of the device whose kernels run.
         on_block: Function that gets the name, the positional and the keyword arguments of each kind of block.
 
@@ -113,11 +119,17 @@ def profile_model(
             FakeKernels(),
         ):
             warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
-            make_fake(own, dtype)
+            casts = autocast is not None and dtype != autocast
+            make_fake(own, None if casts else dtype)  # A frozen weight may have a dtype of its own.
             repeated = fake_batch(_rows(batch, rows))
-            profiler = _Profiler(own, plan if has_model else None, own.model if has_model else own, device)
-            profiler.on_block = on_block
-            profiler.run(repeated, dtype, autocast=autocast)
+            whole, divided = own.model if has_model else own, plan if has_model else None
+            cast = set[str]()
+            if casts and autocast is not None:
+                cast = _Profiler(own, divided, whole, device).find_casts(repeated, autocast)
+                cast_parameters(whole, cast, autocast)
+            profiler = _Profiler(own, divided, whole, device)
+            profiler.on_block, profiler.cast = on_block, cast
+            profiler.run(repeated, dtype, autocast)
     except DloError:
         raise
     except Exception as error:
@@ -172,25 +184,45 @@ class _Profiler:
         self.stack: list[nn.Module] = []
         self.recorder = Recorder(lambda is_product: self.regions.classify(self.stack, is_product))
         self.names = plan.block_names(model) if plan is not None else []
-        self.known: dict[Any, tuple[Part, Any]] = {}
+        self.known: dict[Any, tuple[Any, Any]] = {}
         self.blocks: list[Part] = []
         self.on_block: Callable[[str, Any, Any], None] | None = None
+        self.cast: set[str] = set()
         self._rest: dict[str, Any] = {}
 
-    def run(self, batch: Any, dtype: torch.dtype, *, autocast: bool) -> None:
+    def find_casts(self, batch: Any, autocast: torch.dtype) -> set[str]:
+        """Returns the names of the parameters that autocast casts in a forward; each kind of block runs once."""
+        casts = CastWeights(self.model, self.stack)
+        with (
+            running_modules(self.model, self.stack),
+            self._replaced_blocks(self._skip),
+            FusedKernels(self.recorder, self.device),
+            device_autocast(self.device, autocast),
+            casts,
+        ):
+            self._loss(batch, None)
+        by_kind: dict[Any, set[str]] = {}
+        blocks = {name: _kind(self.model.get_submodule(name)) for name in self.names}
+        for name, kind in blocks.items():
+            inner = {found.removeprefix(f"{name}.") for found in casts.found if found.startswith(f"{name}.")}
+            by_kind.setdefault(kind, set()).update(inner)
+        return casts.found | {f"{name}.{inner}" for name, kind in blocks.items() for inner in by_kind[kind]}
+
+    def run(self, batch: Any, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
         """Runs forward and backward."""
         rest = RestRecord(self.recorder)
+        casted = None if autocast is not None else dtype
         with (
             running_modules(self.model, self.stack),
             self.experts.watched(),
-            self._replaced_blocks(rest),
+            self._replaced_blocks(functools.partial(self._pass, rest)),
             FusedKernels(self.recorder, self.device),
             self.recorder,
-            torch.autocast("cpu", dtype=dtype) if autocast else contextlib.nullcontext(),
+            device_autocast(self.device, autocast),
         ):
             try:
                 rest.begin("stem" if self.names else "head")
-                loss = self._loss(_cast(batch, dtype), dtype)
+                loss = self._loss(batch if casted is None else _cast(batch, casted), casted)
                 rest.begin_backward()
                 with self._left_out_gradients():
                     loss.backward()
@@ -198,13 +230,16 @@ class _Profiler:
                 rest.end()
         self._rest = {"stem": rest.part("stem", ROWS), "head": rest.part("head", ROWS)}
 
-    def _loss(self, batch: Any, dtype: torch.dtype) -> Tensor:
+    def _loss(self, batch: Any, dtype: torch.dtype | None) -> Tensor:
+        """Returns the loss; the model's inputs are cast to a dtype, if there is one."""
         task = self.task
         if self.plan is None or not hasattr(task, "inputs"):
             found = task.training_step(batch, 0)
             loss = found["loss"] if isinstance(found, dict) else found
         else:
-            args, kwargs = _cast(task.inputs(batch), dtype)  # A task may cast them to its own dtype.
+            args, kwargs = task.inputs(batch)
+            if dtype is not None:  # A task may cast them to its own dtype.
+                args, kwargs = _cast((args, kwargs), dtype)
             loss = task.loss(task(*args, **kwargs), batch)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise DloError(
@@ -230,18 +265,42 @@ class _Profiler:
                 handle.remove()
 
     @contextlib.contextmanager
-    def _replaced_blocks(self, rest: Any) -> Iterator[None]:
-        """Replaces the forwards of the blocks inside the block: each kind runs once, apart from the others."""
+    def _replaced_blocks(self, run: Callable[..., Any]) -> Iterator[None]:
+        """Replaces the forwards of the blocks inside the block: each kind runs once, apart from the others.
+
+        Args:
+            run: Function to call for a forward with the block's name, the block, its forward, whether it is the last
+                and the first, and its inputs.
+        """
         blocks = [self.model.get_submodule(name) for name in self.names]
         for number, (name, block) in enumerate(zip(self.names, blocks, strict=True)):
             block.__dict__["forward"] = functools.partial(
-                self._pass, rest, name, block, block.forward, number == len(blocks) - 1, number == 0
+                run, name, block, block.forward, number == len(blocks) - 1, number == 0
             )
         try:
             yield
         finally:
             for block in blocks:
                 block.__dict__.pop("forward", None)
+
+    def _skip(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], last: bool, first: bool, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Returns a block's outputs; those of a kind that has run are empty."""
+        key = (_kind(block), _signature((args, kwargs)))
+        if key not in self.known:
+            self.known[key] = None, forward(*args, **kwargs)
+        like = self.known[key][1]
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        return tree_map(
+            lambda leaf: (
+                torch.empty_like(leaf, requires_grad=bool(inputs) or leaf.requires_grad)
+                if isinstance(leaf, Tensor) and leaf.is_floating_point()
+                else leaf
+            ),
+            like,
+        )
 
     def _pass(
         self, rest: Any, name: str, block: nn.Module, forward: Callable[..., Any], last: bool, first: bool,
@@ -270,7 +329,7 @@ class _Profiler:
     def profile(self, task: Any, batch: Any) -> ModelProfile:
         """Returns the profile."""
         model = task.model if self.plan is not None else task
-        counts, tied = self.regions.count_parameters(model, self.names, self.experts.names)
+        counts, tied = self.regions.count_parameters(model, self.names, self.experts.names, self.cast)
         blocks = tuple(_with_parameters(part, counts[name]) for part, name in zip(self.blocks, self.names, strict=True))
         if len(self.blocks) != len(self.names):
             raise DloError(
@@ -323,7 +382,7 @@ class _BlockPass(torch.autograd.Function):
 def _with_parameters(part: Part, counts: PartParameters) -> Part:
     return replace(
         part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
-        trained_experts=counts.trained_experts,
+        trained_experts=counts.trained_experts, cast=counts.cast,
     )  # fmt: skip
 
 

@@ -214,13 +214,15 @@ class FusedKernels(TorchFunctionMode):
         if self._on_cpu and given.get("dropout_p"):
             return func(*args, **kwargs)
         key, value = (getattr(tensor, "_before_repeat", tensor) for tensor in (key, value))
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
         length = query.shape[-2]
         mask = given.get("attn_mask")
         causal = bool(given.get("is_causal")) or (
             mask is not None and length > 1 and mask.shape[-2:] == (length, length)
         )
         with torch._C.DisableTorchFunctionSubclass():
-            out: Tensor = _Attention.apply(query, key, value, self._recorder, causal, self._on_cpu)
+            out: Tensor = _Attention.apply(query, key, value, self._recorder, causal)
         return out
 
 
@@ -228,15 +230,11 @@ class _Attention(torch.autograd.Function):
     """Attention that saves its operands, its result and one value a query."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder, causal: bool, on_cpu: bool
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: Recorder, causal: bool) -> Tensor:
         """Returns an empty result `[..., L, D]`."""
-        if on_cpu:  # In memory it is [..., L, H, D], so that joining the heads copies nothing.
-            swapped = query.transpose(-3, -2)
-            out = swapped.new_empty(*swapped.shape[:-1], value.shape[-1]).transpose(-3, -2)
-        else:
-            out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        # In memory it is [..., L, H, D], as of all of torch's kernels, so that joining the heads copies nothing.
+        swapped = query.transpose(-3, -2)
+        out = swapped.new_empty(*swapped.shape[:-1], value.shape[-1]).transpose(-3, -2)
         recorder.add_product(_scores(query, key, causal), [query, key, value], out)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder._allocate(lse, bool(recorder._region_of(False)[1]))
@@ -249,7 +247,7 @@ class _Attention(torch.autograd.Function):
         """Returns empty gradients."""
         query, key, value, *_ = ctx.saved_tensors
         ctx.recorder.add_gradients([ctx.product])
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> Tensor:

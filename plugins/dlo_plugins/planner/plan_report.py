@@ -122,7 +122,7 @@ def plan_run(
     whole = find_part(config, "Compile")
     rotor = whole is None or whole.get("scope") == "blocks"
     request = Request(gpus, options.memory or machine.memory, batch, options.fix, options.top, rotor)
-    profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
+    profile = profile_run(model, datamodule, state, machine.device)
     verify = None
     if isinstance(model, Task) and profile.blocks:
         verify = RankVerification(model.on_meta(), datamodule, config, nodes, state, request.memory)
@@ -175,7 +175,10 @@ def profile_frozen(
     for one, twin in frozen:
         name = None if one.dtype is None else str(one.dtype).removeprefix("torch.")
         dtype = one.dtype or getattr(torch, state.compute)
-        profile = profile_model(twin, batch_of(model, datamodule), twin.parallel_plan(), dtype=dtype, device=device)
+        profile = profile_model(
+            twin, batch_of(model, datamodule), twin.parallel_plan(), dtype=dtype,
+            autocast=dtype if one.dtype is None and state.autocasts else None, device=device,
+        )  # fmt: skip
         found.append(SecondModel(profile, name, one.offload))
     return found
 
@@ -189,7 +192,7 @@ def measure_here(
 
     device = read_device(config)
     calls = BlockCalls(model.on_meta().model if isinstance(model, Task) else model)
-    profile = profile_run(model, datamodule, getattr(torch, state.compute), device, calls)
+    profile = profile_run(model, datamodule, state, device, calls)
     content = measure_machine(profile, calls.found, state.compute, gpus, batch, options.measure, device)
     path = (options.out or Path()) / "machine.yaml"
     write_machine(content, path)
@@ -236,9 +239,11 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
 
 
 def profile_run(
-    model: Any, datamodule: Any, dtype: torch.dtype, device: str = "cuda", on_block: Any = None
+    model: Any, datamodule: Any, state: StateFormat, device: str = "cuda", on_block: Any = None
 ) -> ModelProfile:
     """Returns the profile of a config's model; `on_block` gets the calls of its blocks.
+
+    Under autocast a layout that gathers parameters in half precision has other activations than one that casts them.
 
     A LightningModule other than a Task has no plan: only data parallelism and ZeRO divide it.
 
@@ -247,7 +252,26 @@ def profile_run(
     """
     model = on_meta(model)
     plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
-    return profile_model(model, batch_of(model, datamodule), plan, dtype=dtype, device=device, on_block=on_block)
+    batch = batch_of(model, datamodule)
+    return profile_formats(model, batch, plan, state, device, on_block)
+
+
+def profile_formats(
+    model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str, on_block: Any = None
+) -> ModelProfile:
+    """Returns a model's profile on the parameters that a run gathers, and on those that autocast casts if there are."""
+    dtype: torch.dtype = getattr(torch, state.compute)
+    if not state.autocasts:
+        return profile_model(model, batch, plan, dtype=dtype, device=device, on_block=on_block)
+    gathers_half = state.gathered <= dtype.itemsize
+    uncast = profile_model(
+        model, batch, plan, dtype=torch.float32, autocast=dtype, device=device,
+        on_block=None if gathers_half else on_block,
+    )  # fmt: skip
+    if not gathers_half:
+        return uncast
+    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device, on_block=on_block)
+    return replace(found, uncast=uncast)
 
 
 def _completed(task: Task, datamodule: Any) -> ParallelPlan:

@@ -250,7 +250,6 @@ class _Measuring:
         self._together()
         began = time.perf_counter()
         for call in self.wanted.blocks:
-            # The call's arguments are in the dtype of products already.
             block = call.block.to_empty(device=self.device).to(self.wanted.dtype)
             for parameter in block.parameters():
                 nn.init.normal_(parameter, std=0.02)
@@ -270,7 +269,8 @@ class _Measuring:
         if leaf.dtype == torch.bool and leaf.ndim == 4:
             return None
         shape = [rows if at == 0 and size == given else size for at, size in enumerate(leaf.shape)]
-        made = torch.zeros(shape, dtype=leaf.dtype, device=self.device)
+        dtype = self.wanted.dtype if leaf.dtype.is_floating_point else leaf.dtype  # Autocast's may be mixed.
+        made = torch.zeros(shape, dtype=dtype, device=self.device)
         return made.normal_().requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
 
     def copy(self) -> float:

@@ -104,7 +104,6 @@ class _RankParameters:
     Attributes:
         stored: Bytes as they are stored, before sharding.
         full: Bytes as computation uses them.
-        count: Number in the run's dtype.
         trained: Number of trained ones.
         full_trained: Number of trained ones of which the rank computes gradients: of its own experts alone.
         units: Bytes of the two largest units, as computation uses them.
@@ -113,7 +112,6 @@ class _RankParameters:
 
     stored: float
     full: float
-    count: float
     trained: float
     full_trained: float
     units: float
@@ -260,20 +258,20 @@ class MemoryModel:
             parts = tuple(item for stage in own for item in stages[stage])
             stored = local_bytes(parts, mesh.tp, state.parameter)
             full = local_bytes(parts, mesh.tp, state.gathered, mesh.ep)
-            count, trained = local_count(parts, mesh.tp, ep=mesh.ep), local_count(parts, mesh.tp, trained=True)
+            trained = local_count(parts, mesh.tp, trained=True)
             full_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
             tied = self._times.profile.tied
             if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
                 copy = tied.inside / mesh.tp + tied.outside
                 stored, full = stored + copy * state.parameter, full + copy * state.gathered
-                count, trained, full_trained = count + copy, trained + copy, full_trained + copy
+                trained, full_trained = trained + copy, full_trained + copy
             units, unit_trained = full, full_trained
             if sum(times for *_, times in parts) != 1:
                 each = [((*item[:2], 1),) for item in parts]
                 units = sum(sorted(local_bytes(one, mesh.tp, state.gathered, mesh.ep) for one in each)[-2:])
                 trained_each = (local_count(one, mesh.tp, trained=True, ep=mesh.ep) for one in each)
                 unit_trained = sum(sorted(trained_each)[-2:])
-            self._counts[key] = _RankParameters(stored, full, count, trained, full_trained, units, unit_trained)
+            self._counts[key] = _RankParameters(stored, full, trained, full_trained, units, unit_trained)
         return self._counts[key]
 
     def _state(
@@ -289,14 +287,14 @@ class MemoryModel:
             if region > 1:
                 units += (region - 1) * max(
                     local_bytes(((b, "", 1),), layout.mesh.tp, state.gathered, layout.mesh.ep)
-                    for b in self._blocks(stages, own)
+                    for b in self._blocks(layout, stages, own)
                 )
             gathered = own_parameters.full if layout.zero < 3 else min(units, own_parameters.full)
             # Gradients of a step's micro-batches accumulate before they are reduced; a single one's by unit.
             accumulates = layout.micro_batches > 1 and not layout.reduce_each
             full_trained = own_parameters.full_trained
             gradients = state.reduced * full_trained if accumulates else state.gathered * own_parameters.unit_trained
-        gathered += state.casts(layout) * own_parameters.count
+        gathered += self._casts(layout, stages, own)
         copies = 0.0
         if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
             gradients += trained * state.gradient
@@ -310,9 +308,23 @@ class MemoryModel:
             gathered,
         )
 
-    def _blocks(self, stages: Sequence[Stage], own: Sequence[int]) -> Sequence[Part]:
-        ends = (self._times.profile.stem, self._times.profile.head)
-        return [part for stage in own for part, _, _ in stages[stage] if not any(part is end for end in ends)]
+    def _casts(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> float:
+        """Returns the bytes of casts: of all parts that keep their activations, and of one block that repeats them.
+
+        Those of blocks that Rotor keeps are among their activations.
+        """
+        kept = again = 0.0
+        for part, mode, times in (item for stage in own for item in stages[stage]):
+            size = self._times.cast_bytes(part, layout)
+            if mode == "none":
+                kept += times * size
+            elif layout.recompute != "rotor":
+                again = max(again, size)
+        return kept + again
+
+    def _blocks(self, layout: Layout, stages: Sequence[Stage], own: Sequence[int]) -> Sequence[Part]:
+        profile = self._times.profile_of(layout)
+        return [p for stage in own for p, _, _ in stages[stage] if p is not profile.stem and p is not profile.head]
 
     def stage_bytes(self, layout: Layout, stage: Stage) -> StageBytes:
         """Returns the activations of a stage, without its input."""
@@ -323,7 +335,7 @@ class MemoryModel:
             for part, name, times in stage:
                 way = part.modes.get(name, part.modes["none"])
                 everything, saved = (mode.kept(self.state.compiled).on(share) for mode in (part.modes["none"], way))
-                if part is self._times.profile.head:
+                if part is self._times.profile_of(layout).head:
                     loss = self.loss_bytes(layout)
                     continue
                 kept += times * (saved + part.output.on(share))
@@ -347,13 +359,13 @@ class MemoryModel:
 
     def loss_bytes(self, layout: Layout) -> float:
         """Returns the bytes of a micro-batch's logits and of the loss's gradients."""
-        head, share = self._times.profile.head, self._times.share(layout)
+        head, share = self._times.profile_of(layout).head, self._times.share(layout)
         everything = head.modes["none"].kept(self.state.compiled).on(share)
         return self._logits_fraction(layout) * (everything + head.transient.on(share))
 
     def _logits_fraction(self, layout: Layout) -> float:
         """Returns the fraction of a micro-batch's logits that are in memory at once."""
-        profile = self._times.profile
+        profile = self._times.profile_of(layout)
         if profile.max_logits is None:
             return 1.0
         mesh = layout.mesh

@@ -25,6 +25,7 @@ class PartParameters(NamedTuple):
         fixed: Bytes of frozen ones with a dtype of their own.
         experts: Number of those in `every` that `ep` divides.
         trained_experts: Number of trained ones.
+        cast: Number of those that autocast casts.
     """
 
     every: Amount
@@ -32,6 +33,7 @@ class PartParameters(NamedTuple):
     fixed: Amount
     experts: Amount
     trained_experts: Amount
+    cast: Amount
 
 
 class TensorRegions:
@@ -118,7 +120,7 @@ class TensorRegions:
         self._state.clear()
 
     def count_parameters(
-        self, model: nn.Module, blocks: list[str], experts: Collection[str] = ()
+        self, model: nn.Module, blocks: list[str], experts: Collection[str] = (), cast: Collection[str] = ()
     ) -> tuple[dict[str, PartParameters], Amount]:
         """Returns the parameters of each block, of `stem` and of `head`, and the number of tied ones.
 
@@ -126,6 +128,7 @@ class TensorRegions:
             model: Model with the dtypes that its parameters have before the run's precision changes them.
             blocks: Names of the blocks.
             experts: Names of the parameters that `ep` divides.
+            cast: Names of the parameters that autocast casts.
         """
         divisions = self._found.divisions if self._found is not None else {}
         found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
@@ -135,12 +138,14 @@ class TensorRegions:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             part = self._part_of(name, known)
             at = 0 if name in divisions else 1
+            if name in cast:
+                found[part][-1][at] += parameter.numel()
             if id(parameter) in owners:
                 if owners[id(parameter)] != part:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed, divided, trained_divided = found[part]
+            every, trained, fixed, divided, trained_divided, _ = found[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue

@@ -216,9 +216,10 @@ class RotorModel:
     def chains(self, layout: Layout) -> list[_StageChain]:
         """Returns the chain of each stage of a layout, for one micro-batch."""
         split, found, at = self._times.split(layout), [], 0
+        profile = self._times.profile_of(layout)
         share = self._times.share(layout)
         for number, count in enumerate(split):
-            blocks = self._times.profile.blocks[at : at + count]
+            blocks = profile.blocks[at : at + count]
             ends = number == 0, number == len(split) - 1
             key = (*map(id, blocks), ends, share)
             if key not in self._chains:
@@ -231,13 +232,14 @@ class RotorModel:
         times, share = self._times, self._times.share(layout)
         known = {id(part): self._stage(part, layout) for part in blocks}
         stages = [known[id(part)] for part in blocks]
-        head = times.profile.head
+        profile = times.profile_of(layout)
+        head = profile.head
         peak, seconds = 0, (0.0, 0.0)
         if is_last:
             peak, seconds = math.ceil(self._memory.loss_bytes(layout)), times.seconds(head, layout, "none")
         stages.append(Stage("head", 0, (Mode("all", 0, *seconds, 0, peak),)))
         chain = Chain(tuple(stages), math.ceil(times.hidden(layout)))
-        stem = times.profile.stem.modes["none"].kept(times.state.compiled).on(share) if is_first else 0.0
+        stem = profile.stem.modes["none"].kept(times.state.compiled).on(share) if is_first else 0.0
         measured = MeasuredChain(chain, math.ceil(stem))
         needs = [peak] + [
             chain.input_of(n) + stage.output + min(mode.saved + mode.backward_peak for mode in stage.modes)
@@ -250,10 +252,11 @@ class RotorModel:
         share, compiled = self._times.share(layout), self._times.state.compiled
         output = math.ceil(part.output.on(share))
         transient = math.ceil(part.transient.on(share) + exchanged_bytes(part, layout))
-        inside = math.ceil(part.modes["none"].kept(compiled).on(share))
+        casts = math.ceil(self._times.cast_bytes(part, layout))
+        inside = math.ceil(part.modes["none"].kept(compiled).on(share)) + casts
         modes = []
         for name in _MODES:
-            saved = math.ceil(part.modes[name].kept(compiled).on(share))
+            saved = math.ceil(part.modes[name].kept(compiled).on(share)) + casts * (name == "none")
             peak = inside - saved + transient
             seconds = self._times.seconds(part, layout, name)
             keeps_all = name == "none"  # What a selective policy keeps is not copied.

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
@@ -156,8 +154,8 @@ def check_run(
         )
     nodes = int((config.get("trainer") or {}).get("num_nodes") or 1)
     machine = replace(machine, ranks_per_node=max(1, ranks // nodes), host=given_host(config) or machine.host)
-    state, optimizer = run_state(config, model, *read_dtypes(config))
-    profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
+    state, optimizer = run_state(config, model, *read_dtypes(config, device))
+    profile = profile_run(model, datamodule, state, machine.device)
     times = TimeModel(profile, machine, state)
     profiles = profile_frozen(frozen, model, datamodule, state, machine.device)
     second = SecondModels(profiles, machine, state) if profiles else None

@@ -47,10 +47,14 @@ def given_host(config: dict[str, Any]) -> Host | None:
     return None if link is None else Host(link.to_host, math.inf)
 
 
-def read_dtypes(config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Returns the dtypes of gathered parameters and of reduced gradients; None where the config does not say."""
-    options = find_part(config, "FullyShard") or strategy_options((config.get("trainer") or {}).get("strategy"))
-    return options.get("param_dtype"), options.get("reduce_dtype")
+def read_dtypes(config: dict[str, Any], device: str) -> tuple[str | None, str | None]:
+    """Returns the dtypes of gathered parameters and of reduced gradients; None for those of the precision."""
+    trainer = config.get("trainer") or {}
+    options = find_part(config, "FullyShard") or strategy_options(trainer.get("strategy"))
+    gathered = options.get("param_dtype")
+    if gathered is None and device == "cpu" and str(trainer.get("precision")).startswith("bf16"):
+        gathered = None if str(trainer["precision"]) == "bf16-true" else "float32"  # The default of a CPU.
+    return gathered, options.get("reduce_dtype")
 
 
 def read_layout(config: dict[str, Any], ranks: int) -> Layout:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-
 from dlo_framework.task import Task
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.plan_report import profile_run, run_state
@@ -34,8 +32,8 @@ def predict_rank_memory(
     if isinstance(model, Task) and getattr(model, "recompute", False) and not model.has_model:
         model = copy.copy(model)
         model.recompute = False  # The layout has it.
-    state, _ = run_state(config, model, *read_dtypes(config))
+    state, _ = run_state(config, model, *read_dtypes(config, device))
     machine = load_machine("h100" if device == "cuda" else "cpu")
-    profile = profile_run(model, datamodule, getattr(torch, state.compute), machine.device)
+    profile = profile_run(model, datamodule, state, machine.device)
     found = MemoryModel(TimeModel(profile, machine, state)).largest(layout)
     return {name: size for name, size in vars(found).items() if size > 0}

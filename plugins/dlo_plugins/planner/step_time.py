@@ -103,7 +103,14 @@ class TimeModel:
         self._recomputed: dict[tuple[object, ...], frozenset[int]] = {}
         self._stage_seconds: dict[tuple[object, ...], _Seconds] = {}
         self._gathered: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._everything: Stage | None = None
+        self._everything: dict[bool, Stage] = {}
+
+    def profile_of(self, layout: Layout) -> ModelProfile:
+        """Returns the profile on the parameters that a layout computes with: gathered ones, or ones to cast."""
+        return self.profile.uncast if self.profile.uncast is not None and self._casts(layout) else self.profile
+
+    def _casts(self, layout: Layout) -> bool:
+        return self.state.casts(layout) > 0
 
     def share(self, layout: Layout) -> Share:
         """Returns the share of a micro-batch's activations that a rank has."""
@@ -112,14 +119,14 @@ class TimeModel:
 
     def hidden(self, layout: Layout) -> float:
         """Returns the bytes of a block's output on a rank; 0 for a model without blocks."""
-        blocks = self.profile.blocks
+        blocks = self.profile_of(layout).blocks
         return blocks[0].output.on(self.share(layout)) if blocks else 0.0
 
     def part_time(self, part: Part, layout: Layout, mode: str) -> PartTime:
         """Returns the times of a micro-batch in a part, which depend on `tp`, `cp`, `ep`, the rows and the mode."""
         mesh = layout.mesh
-        ep = mesh.ep if part.exchanged else 1
-        key = (id(part.forward), mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
+        ep = mesh.ep if part.exchanged or part.cast.total else 1
+        key = (id(part.forward), part.cast, mesh.tp, mesh.cp, ep, layout.micro_batch, layout.sequence_parallel, mode)
         if key not in self._parts:
             self._parts[key] = self._compute_part(part, layout, mode)
         return self._parts[key]
@@ -131,15 +138,27 @@ class TimeModel:
         )
         way = part.modes.get(mode, part.modes["none"])
         size = part.gathered * layout.micro_batch / mesh.cp
+        cast = self._cast_seconds(part, layout)
         once = part.collectives * self.machine.collective_seconds(size, mesh.tp, 1, reduces_and_gathers=True)
         return PartTime(
-            seconds(part.forward),
-            seconds(part.backward, backward=True),
-            seconds(way.repeated),
+            seconds(part.forward) + cast,
+            seconds(part.backward, backward=True) + cast,
+            seconds(way.repeated) + cast * (way.repeated.kernels > 0),
             (once, once, once if way.gathers_again else 0.0),
             self._ring(part, layout),
             part_exchange(self.machine, part, mode, layout),
         )
+
+    def _cast_seconds(self, part: Part, layout: Layout) -> float:
+        """Returns the time in which autocast casts a part's weights, and backward their gradients back."""
+        size = self.state.casts(layout)
+        moved = self.cast_bytes(part, layout) * (1 + self.state.parameter / size) if size else 0.0
+        return self.machine.moving_seconds(moved)
+
+    def cast_bytes(self, part: Part, layout: Layout) -> float:
+        """Returns the bytes of the casts of a part's weights on a rank."""
+        size = self.state.casts(layout)
+        return size * cast_count(part, layout.mesh.tp, layout.mesh.ep) if size else 0.0
 
     def _ring(self, part: Part, layout: Layout) -> tuple[float, float]:
         """Returns the exposed time of ring attention: keys and values pass all ranks of `cp` while attention runs."""
@@ -166,13 +185,14 @@ class TimeModel:
             return layout.split
         if layout.stages == 1:
             return (len(self.profile.blocks),)
-        key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every)
+        profile = self.profile_of(layout)
+        key = (layout.stages, layout.mesh.tp, layout.recompute, layout.every, self._casts(layout))
         if key not in self._splits:
             # Costs of one row: the ratios of blocks hardly depend on the number of rows, and on `ep`.
             one = replace(layout, micro_batch=1, mesh=replace(layout.mesh, cp=1, ep=1))
-            modes = [self.mode_of(layout, number) for number in range(len(self.profile.blocks))]
-            costs = [sum(self.seconds(part, one, mode)) for part, mode in zip(self.profile.blocks, modes, strict=True)]
-            ends = [sum(self.seconds(part, one, "none")) for part in (self.profile.stem, self.profile.head)]
+            modes = [self.mode_of(layout, number) for number in range(len(profile.blocks))]
+            costs = [sum(self.seconds(part, one, mode)) for part, mode in zip(profile.blocks, modes, strict=True)]
+            ends = [sum(self.seconds(part, one, "none")) for part in (profile.stem, profile.head)]
             self._splits[key] = split_blocks(costs, layout.stages, *ends)
         return self._splits[key]
 
@@ -191,24 +211,24 @@ class TimeModel:
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
         """Returns the parts of each stage, with their modes of recomputation and how often each occurs."""
         split = self.split(layout)
-        key = (split, layout.recompute, layout.every)
+        key = (split, layout.recompute, layout.every, self._casts(layout))
         if key not in self._stages:
             self._stages[key] = self._make_stages(layout, split)
         return self._stages[key]
 
     def _make_stages(self, layout: Layout, split: tuple[int, ...]) -> tuple[Stage, ...]:
         found: list[Stage] = []
-        at = 0
+        profile, at = self.profile_of(layout), 0
         for number, count in enumerate(split):
             parts: dict[tuple[int, str], tuple[Part, str, int]] = {}
             if number == 0:
-                parts[-1, ""] = (self.profile.stem, "none", 1)
+                parts[-1, ""] = (profile.stem, "none", 1)
             for block in range(at, at + count):
-                part, mode = self.profile.blocks[block], self.mode_of(layout, block)
+                part, mode = profile.blocks[block], self.mode_of(layout, block)
                 known = parts.get((id(part), mode), (part, mode, 0))
                 parts[id(part), mode] = (part, mode, known[2] + 1)
             if number == len(split) - 1:
-                parts[-2, ""] = (self.profile.head, "none", 1)
+                parts[-2, ""] = (profile.head, "none", 1)
             found.append(tuple(parts.values()))
             at += count
         known_stages: dict[Stage, Stage] = {}
@@ -220,11 +240,14 @@ class TimeModel:
         It has computation, the communication of `tp` and `ep`, and gathering. Longer computation hides more gathering,
         but never more than it takes itself.
         """
-        if self._everything is None:
-            self._everything = self._make_stages(Layout(), (len(self.profile.blocks),))[0]
-        times = [(self.part_time(part, layout, mode), n) for part, mode, n in self._everything]
+        casts = self._casts(layout)
+        if casts not in self._everything:
+            plain = replace(layout, recompute="none")
+            self._everything[casts] = self._make_stages(plain, (len(self.profile.blocks),))[0]
+        everything = self._everything[casts]
+        times = [(self.part_time(part, layout, mode), n) for part, mode, n in everything]
         own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
-        return own + sum(self._gathering(self._everything, layout))
+        return own + sum(self._gathering(everything, layout))
 
     def step(self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = ()) -> StepTime:
         """Returns the time of a step.
@@ -312,7 +335,7 @@ class TimeModel:
 
     def transfer(self, layout: Layout) -> float:
         """Returns the seconds of a message between stages: a block's output."""
-        block = self.profile.blocks[0]
+        block = self.profile_of(layout).blocks[0]
         size = block.output.total * layout.micro_batch / layout.mesh.cp
         return self.machine.send_seconds(size, layout.mesh.world_size // layout.mesh.pp)
 
@@ -448,6 +471,12 @@ def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
     """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
     amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
     return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+
+
+def cast_count(part: Part, tp: int, ep: int) -> float:
+    """Returns the number of a part's parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
+    found = part.cast.inside / tp + part.cast.outside
+    return found - expert_count(((part, "", 1),), tp) * (1 - 1 / ep) if found else 0.0
 
 
 def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:

@@ -76,7 +76,7 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
     mesh = layout.mesh
     if mesh.tp == 1:
         return 0.0
-    profile, found = times.profile, 0.0
+    profile, found = times.profile_of(layout), 0.0
     for part, mode, number in stage:
         is_end = part is profile.stem or part is profile.head
         if is_end and not part.collectives and part.parameters.inside and profile.blocks:
@@ -107,7 +107,7 @@ def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
     """Returns the bytes of a step: each block twice a micro-batch under ZeRO 3, everything once otherwise."""
     if layout.sharers == 1 or layout.zero < 1:
         return 0.0
-    mesh, state, profile = layout.mesh, times.state, times.profile
+    mesh, state, profile = layout.mesh, times.state, times.profile_of(layout)
     found = 0.0
     for part, _, number in stage:
         size = number * local_bytes(((part, "", 1),), mesh.tp, state.gathered)

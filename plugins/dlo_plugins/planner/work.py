@@ -235,6 +235,7 @@ class Part:
         experts: Numbers of those of `parameters` that `ep` divides: the experts of mixtures.
         trained_experts: Numbers of trained ones.
         exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
+        cast: Number of parameters that autocast casts in each forward.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
         gathered: Bytes of the input of one divided region.
     """
@@ -254,3 +255,4 @@ class Part:
     experts: Amount = _NOTHING
     trained_experts: Amount = _NOTHING
     exchanged: float = 0.0
+    cast: Amount = _NOTHING

@@ -23,9 +23,8 @@ from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import draw_figure
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.plan_config import find_part, read_batch, read_device
-from dlo_plugins.planner.plan_report import first_batch, state_format
+from dlo_plugins.planner.plan_report import first_batch, profile_formats, state_format
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.run_layout import read_layout
 from dlo_plugins.planner.step_time import TimeModel
@@ -118,16 +117,13 @@ def memory_table(
     rows: list[MemoryRow] = []
     name = ""
     for length in wanted:
-        profile = _profile(task, batch if length is None else _of_length(batch, length), state.compute, machine.device)
+        plan = task.parallel_plan() if isinstance(task, Task) else None
+        given = batch if length is None else _of_length(batch, length)
+        profile = profile_formats(task, given, plan, state, machine.device)
         name = profile.model
         memory = MemoryModel(TimeModel(profile, machine, state))
         rows += [MemoryRow(size, length, memory.largest(replace(layout, micro_batch=size))) for size in batches]
     return MemoryTable(name, layout, device, tuple(rows))
-
-
-def _profile(task: Any, batch: Any, dtype: str, device: str) -> ModelProfile:
-    plan = task.parallel_plan() if isinstance(task, Task) else None
-    return profile_model(task, batch, plan, dtype=getattr(torch, dtype), device=device)
 
 
 def _layout(config: dict[str, Any], trainer: dict[str, Any]) -> Layout:

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
 
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.model_profile import ModelProfile, profile_model
+from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.plan_report import profile_formats
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_tasks.llm.adapters import Lora
@@ -27,7 +27,8 @@ class _Windows:
 
 def _profile(**options: Any) -> tuple[ModelProfile, Any]:
     task = CausalLM(config=dict(CONFIG), **options).on_meta()
-    return profile_model(task, task.example_batch(_Windows()), task.parallel_plan(), dtype=torch.bfloat16), task  # type: ignore[arg-type]
+    batch = task.example_batch(_Windows())  # type: ignore[arg-type]
+    return profile_formats(task, batch, task.parallel_plan(), MIXED, "cuda"), task
 
 
 def _memory(profile: ModelProfile, layout: Layout) -> RankMemory:
@@ -78,8 +79,26 @@ def test_backward_ends_at_the_first_trained_block() -> None:
 def test_autocast_keeps_casts_where_nothing_gathers_half_precision() -> None:
     profile, _ = _profile()
     alone, gathered = (_memory(profile, Layout(MeshSpec(dp_shard=n), zero=3 if n > 1 else 0)) for n in (1, 4))
-    assert alone.gathered == 2 * profile.parameters
+    uncast = [512 * 128, *[128] * 9]  # The table of embeddings and the norms' weights stay in single precision.
+    assert alone.gathered == 2 * (profile.parameters - sum(uncast))
     assert gathered.gathered < alone.gathered
+    # Hidden states have twice the bytes, and rows as many.
+    assert 1.1 * gathered.activations < alone.activations < 2 * gathered.activations
+
+
+def test_autocast_casts_no_frozen_weights_in_half_precision() -> None:
+    profile, task = _profile(lora=Lora(rank=4), dtype="bfloat16")
+    assert profile.uncast is not None
+    adapters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    assert sum(part.cast.total for part in profile.uncast.parts) == adapters
+
+
+def test_recomputed_blocks_keep_no_casts() -> None:
+    profile, _ = _profile()
+    assert profile.uncast is not None
+    whole, again = (_memory(profile, Layout(recompute=mode)).gathered for mode in ("none", "full"))
+    blocks = [2 * block.cast.total for block in profile.uncast.blocks]
+    assert whole - again == sum(blocks[1:])
 
 
 def test_steps_in_backward_keep_no_gradients() -> None:
