@@ -55,7 +55,7 @@ class GatheredModules:
 
         Args:
             module: Model.
-            parts: What to do with its modules.
+            parts: Attention, gathered modules and blocks of the model.
             models: Models of transformers that hold blocks, the outermost ones and those inside.
         """
         for name in parts.gathered:

@@ -22,7 +22,7 @@ Gather = Literal["auto", "all"]
 #: Parameters of a forward that tell a module that mixes positions: what it has seen before, and what it may see.
 _STATES = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past", "state", "kv_cache")
 _MASK = "attention_mask"
-#: Kinds of layers (`config.layer_types`) whose attention is over all tokens or a window, or that are no attention.
+#: Kinds of layers (`config.layer_types`) with attention over all tokens or a window, or without attention.
 _SHAREABLE = {"full_attention", "sliding_attention", "attention", "linear_attention", "conv", "mamba", "mlp", "moe"}
 #: Model types whose attention makes a mask of its own inside.
 _OWN_MASKS = {"doge"}

@@ -35,7 +35,7 @@ def share_attention(
         module: Model of transformers, or one with such a model inside.
         plan: Plan of the model, with its blocks and attention.
         sequence: Shared sequence of the attention modules.
-        gather: Which modules are gathered; see :func:`dlo_plugins.context.token_mixing.find_parts`.
+        gather: Choice of the modules that are gathered; see :func:`dlo_plugins.context.token_mixing.find_parts`.
 
     Returns:
         The modules that get full sequences; None if there are none.
