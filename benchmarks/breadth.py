@@ -1,6 +1,6 @@
 """How many models that nobody here wrote work: causal LMs of transformers, and a model of each timm module.
 
-    python benchmarks/breadth.py [--only bart beit_base_patch16_224] [--kinds text image] [--axes tp pp cp packing]
+    python benchmarks/breadth.py [--only bart beit_base_patch16_224] [--kinds text image] [--axes tp resizing]
 
 Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check of two ranks before a run, which
 rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
@@ -8,7 +8,9 @@ backward of the cut model in double precision, and the largest difference from t
 gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
 or so there. Where `cp` passes, two processes with gloo compare the same for a sequence that they share, with packed
 documents where the model keeps them apart. `packing` is whether a batch may hold several documents in a row: by the
-model's own masks (`ok`), or by changes to its modules that dlo infers (`inferred`).
+model's own masks (`ok`), or by changes to its modules that dlo infers (`inferred`). `resizing` is whether a model of
+images computes, and trains every parameter, at the next size that its multiple allows, with the same parameters and the
+same outputs at its own size.
 
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
@@ -35,6 +37,7 @@ from measuring.record import Record, Table
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
+from dlo_framework.model_sizes import accept_any_size, find_objection, size_multiple
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
@@ -55,6 +58,9 @@ AXES: dict[str, dict[str, int]] = {
     "pp": {"pp": 2, "dp_shard": 1, "micro_batches": 2},
     "cp": {"cp": 2, "dp_shard": 1},
 }
+KINDS = [*AXES, "packing", "resizing"]
+#: What is asked of one kind of models alone.
+ONLY = {"packing": "text", "resizing": "image"}
 OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 #: Largest difference that counts as the same result, where code computes in double precision throughout.
 SAME = 1e-7
@@ -149,6 +155,35 @@ def difference(found: Any, expected: Tensor, least: float) -> float:
     return float((found - expected).abs().max()) / scale
 
 
+def resized(name: str) -> str:
+    """Returns why a model of images cannot change their size in training, "ok" if it can."""
+    torch.manual_seed(0)
+    task: Any = make(name)
+    task.configure_model()
+    model, size = task.model, task.image_size
+    own = torch.randn(ROWS, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for parameter in model.parameters():  # Some tables begin as zeros.
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+        expected, before = model.eval()(own), dict(model.named_parameters())
+    accept_any_size(model)
+    step = size_multiple(model) or 32
+    other = (size // step + 1) * step
+    why = find_objection(model, (other, other))
+    if why is not None:
+        return f"{size} -> {other}: {why}"
+    with torch.no_grad():
+        if not torch.equal(model(own), expected):
+            return f"its outputs at {size} change"
+    output = model.train()(torch.randn(ROWS, 3, other, other))
+    sum(part.square().sum() for part in (output if isinstance(output, tuple) else (output,))).backward()
+    now = dict(model.named_parameters())
+    if now.keys() != before.keys() or any(now[key] is not parameter for key, parameter in before.items()):
+        return "its parameters change"
+    still = [key for key, parameter in now.items() if parameter.grad is None or not parameter.grad.isfinite().all()]
+    return f"no gradient of {', '.join(still[:3])} at {other}" if still else "ok"
+
+
 def measure(name: str, axes: list[str]) -> dict[str, Any]:
     """Returns what is found of a model, by axis: `ok`, `inferred` or the reason of a refusal; and tp's difference."""
     found: dict[str, Any] = {}
@@ -160,6 +195,9 @@ def measure(name: str, axes: list[str]) -> dict[str, Any]:
                 traits = task._traits
                 way = "inferred" if traits.isolation is not None else "ok"
                 found[axis] = way if traits.isolates_documents else "documents are not kept apart: rows are padded"
+                continue
+            if axis == "resizing":
+                found[axis] = resized(name)
                 continue
             refused, inferred = checked(name, axis)
             found[axis] = refused or ("inferred" if inferred else "ok")
@@ -190,14 +228,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--kinds", nargs="*", default=["text", "image"], choices=["text", "image"])
-    parser.add_argument("--axes", nargs="*", default=["tp", "pp", "cp", "packing"], choices=[*AXES, "packing"])
+    parser.add_argument("--axes", nargs="*", default=KINDS, choices=KINDS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     record = Record.of(__file__, __doc__, args)
     for kind in args.kinds:
         names = [name for name in (TYPES if kind == "text" else IMAGE_MODELS) if not args.only or name in args.only]
-        axes = [axis for axis in args.axes if kind == "text" or axis != "packing"]
+        axes = [axis for axis in args.axes if ONLY.get(axis, kind) == kind]
         found = {}
         for name in names:
             found[name] = measure(name, axes)

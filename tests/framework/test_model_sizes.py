@@ -12,7 +12,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection, size_multiple
-from dlo_tasks.imagenet.timm_sizes import bias_at, expand_relative_bias
+from dlo_tasks.imagenet.sized_windows import bias_at, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}
@@ -202,6 +202,100 @@ def test_swin_transformers_keep_their_windows_at_other_sizes(name):
         check_sizes(plain, [(32, 34)], (32, 32))
 
 
+SMALL = {"img_size": 32, "num_classes": 3}
+LARGE = {"img_size": 64, "num_classes": 3}
+VIT = {**SMALL, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+SHARED = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True}
+#: Models of families that have tensors for one size.
+FAMILIES = {
+    "beit": ("beit_base_patch16_224", {**VIT, "use_abs_pos_emb": True}),
+    "beit, shared": ("beit_base_patch16_224", {**VIT, **SHARED}),
+    "relative bias": ("vit_srelpos_small_patch16_224", {**VIT, "rel_pos_type": "bias", "class_token": True}),
+    "relative mlp": ("vit_relpos_small_patch16_224", {**VIT, "shared_rel_pos": True}),
+    "eva": ("eva02_tiny_patch14_224", VIT),
+    "rope mixed": ("vit_small_patch16_rope_mixed_ape_224", VIT),
+    "dinov3": ("vit_small_patch16_dinov3", VIT),
+    "cait": ("cait_xxs24_224", VIT),
+    "convit": ("convit_tiny", {**VIT, "embed_dim": 8, "num_heads": 4, "local_up_to_layer": 1}),
+    "pit": ("pit_xs_224", {**SMALL, "base_dims": (8, 8, 8), "heads": (2, 2, 2), "depth": (1, 1, 1)}),
+    "visformer": ("visformer_tiny", {**LARGE, "depth": (1, 1, 1)}),
+    "tnt": ("tnt_s_legacy_patch16_224", {**SMALL, "embed_dim": 32, "inner_dim": 8, "num_heads_outer": 2, "depth": 2}),
+    "hiera": ("hiera_tiny_224", {**LARGE, "embed_dim": 16, "stages": (1, 1, 1, 1)}),
+    "nest": ("nest_tiny", SMALL),
+    "maxvit": ("maxvit_tiny_tf_224", {**COAT, "num_classes": 3, "depths": (1, 1, 1, 1)}),
+    "maxvit, mlp": ("maxvit_rmlp_pico_rw_256", {**COAT, "num_classes": 3, "depths": (1, 1, 1, 1)}),
+    "coat": ("coat_tiny", {**LARGE, "serial_depths": (1, 1, 1, 1), "parallel_depth": 1}),
+    "volo": ("volo_d1_224", SMALL),
+    "gcvit": ("gcvit_xxtiny", LARGE),
+    "levit": ("levit_128s", LARGE),
+    "efficientformer": ("efficientformerv2_s0", LARGE),
+    "mvitv2": ("mvitv2_tiny", LARGE),
+}
+SLOW = ("maxvit", "maxvit, mlp", "nest", "coat", "volo", "gcvit", "levit", "efficientformer", "mvitv2")
+#: Whose tables timm resizes by the same interpolation.
+AS_TIMM = ("beit", "beit, shared", "relative bias", "relative mlp", "eva", "rope mixed", "dinov3")
+
+
+def family(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    architecture, arguments = FAMILIES[name]
+    model = timm.create_model(architecture, **arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():  # Some tables begin as zeros.
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAMILIES]
+)
+def test_families_train_the_same_parameters_at_other_sizes(name):
+    model = family(name)
+    base = FAMILIES[name][1]["img_size"]
+    own, keys = dict(model.named_parameters()), list(model.state_dict())
+    with torch.no_grad():
+        before = model(images(base, base))
+    accept_any_size(model)
+    accept_any_size(model)
+    step = size_multiple(model) or 16
+    wide = (base + step, base + step) if name == "nest" else (base + step, base + 2 * step)  # NesT's are square.
+    for sides in (wide, (2 * base, 2 * base), (max(step, 16),) * 2):
+        check_sizes(model, [sides], (base, base))
+        model.zero_grad()
+        out = model(images(*sides))  # Without dropout, and with the statistics of batch norms.
+        assert out.shape == (2, 3)
+        out.square().sum().backward()
+        assert all(value.grad is not None and value.grad.isfinite().all() for value in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(images(base, base)), before)  # Nothing of another size is left.
+    assert list(model.state_dict()) == keys
+    assert all(own[key] is value for key, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", AS_TIMM)
+def test_families_are_timms_own_of_the_other_size(name):
+    """By timm's ``set_input_size``, which makes other parameters."""
+    for sides in ((48, 64), (24, 16)):
+        ours, other = family(name), family(name)
+        other.set_input_size(img_size=sides)
+        accept_any_size(ours)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(images(*sides)), other(images(*sides)), rtol=1e-4, atol=1e-4)
+
+
+def test_recomputed_blocks_see_the_map_of_their_forward():
+    """Two sizes before a backward, whose blocks run again in it."""
+    grads = []
+    for recomputes in (False, True):
+        model = family("beit")
+        accept_any_size(model)
+        model.set_grad_checkpointing(recomputes)
+        model.train()
+        (model(images(48, 48)).sum() + model(images(64, 32)).sum()).backward()
+        grads.append(model.blocks[0].attn.relative_position_bias_table.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 class Holder(LightningModule):
     """A LightningModule whose forward is not that of its network."""
 
@@ -225,11 +319,6 @@ def mixer() -> nn.Module:
         (mixer, [(64, 64)], r"mixer_s16_224: images must have .* 32 x 32 pixels, got 64 x 64 \(.*\); use a ViT"),
         (lambda: Holder(mixer()), [(64, 64)], "mixer_s16_224: images must have"),
         (lambda: Runner(mixer(), "network"), [(64, 64)], "Runner: images must have"),
-        (
-            lambda: timm.create_model("eva02_tiny_patch14_224", img_size=32, patch_size=8, depth=1),
-            [(64, 64)],
-            "dynamic_img_size: true",
-        ),
         (lambda: build("vit"), [(32, 32), (32, 36)], "multiples of 8 pixels, got 36; use 32 or 40"),
         (lambda: Holder(build("coatnet"), "network"), [(16, 16)], "multiples of 32 pixels, got 16; use 32$"),
     ],

@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
+from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
 from dlo_plugins.tensor.local_shapes import LocalSizes, local_shape
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -90,6 +93,35 @@ def test_timms_beit_whose_bias_is_added_by_hand() -> None:
         **{"attn.q_bias": "heads", "attn.k_bias": "heads", "attn.v_bias": "heads"},
         "attn.relative_position_bias_table": "last_dim_heads",
     }
+
+
+def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -> None:
+    """VOLO's outlookers have a `proj` too, and are no blocks of the plan."""
+    task = ImageClassifier("volo_d1_224", num_classes=3, image_size=32)
+    task = task.on_meta()
+    found = infer_rules(task, task.parallel_plan(), Shapes())
+    plan = ParallelPlan(tensor=found.tensor)
+    assert plan.rule_for("network.2.0.attn.proj") is Rule.ROW
+    assert plan.rule_for("network.0.0.attn.proj") is Rule.REPLICATE
+
+
+class Split(nn.Module):
+    """Returns its features too, in tensors of eight: a slice has fewer of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.up(x)
+        return (x + self.down(hidden), *hidden.split(8, dim=-1))
+
+
+def test_a_slice_that_returns_another_number_of_tensors_is_no_proof() -> None:
+    x = TensorInput((2, 4, 8), torch.float32, False)
+    proof = BlockProof(Split(), BlockCall((x,), {}, 0, used=set(range(5))))
+    with pytest.raises(NotProvenError, match="its output with slices of the weights is 3 tensors, not 5"):
+        proof.prove({"up": Rule.COLUMN, "down": Rule.ROW}, {})
 
 
 def test_heads_that_are_mixed_stay_whole_with_the_reason() -> None:

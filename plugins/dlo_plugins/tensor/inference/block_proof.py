@@ -172,6 +172,8 @@ class BlockProof:
         return _Result([leaf.detach() for leaf in outputs], [leaf.grad for leaf in trained.values()], grads)
 
     def _compare(self, what: str, found: list[Any], expected: list[Any]) -> None:
+        if len(found) != len(expected):
+            raise NotProvenError(f"its {what} with slices of the weights is {len(found)} tensors, not {len(expected)}")
         for one, other in zip(found, expected, strict=True):
             differs = self._differs(one, other)
             if differs is not None:

@@ -154,7 +154,7 @@ def _small(example: Any) -> Any:
 
 
 def _infer(model: nn.Module, plan: ParallelPlan, flow: ProjectionFlow) -> InferredRules:
-    blocks = plan.block_names(model)
+    blocks, modules = plan.block_names(model), [name for name, _ in model.named_modules()]
     by_kind: dict[Any, list[str]] = {}
     for name in blocks:
         by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
@@ -167,7 +167,7 @@ def _infer(model: nn.Module, plan: ParallelPlan, flow: ProjectionFlow) -> Inferr
         candidates = find_candidates(block, first, flow)
         if candidates:
             own = _prove_block(block, first, flow, candidates)
-            found = _merged(found, own, _patterns(names, blocks))
+            found = _merged(found, own, _patterns(names, modules))
     return found
 
 
@@ -211,13 +211,13 @@ def _likeliest(reasons: Sequence[DloError]) -> str:
     return str(min(later, key=lambda why: (not isinstance(why, NotProvenError), "does not run" in str(why))))
 
 
-def _patterns(names: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """Returns patterns of the blocks of one kind: with `*` where all blocks that it matches are of this kind."""
+def _patterns(names: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Returns patterns of the blocks of one kind: with `*` where all modules that it matches are of this kind."""
     found: dict[str, None] = {}
     for name in names:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-        matched = ParallelPlan(tensor={pattern: Rule.COLUMN})
-        is_whole = all(other in names for other in blocks if matched.rule_for(other) is Rule.COLUMN)
+        matched = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        is_whole = all(other in names for other in modules if matched.fullmatch(other))
         found[pattern if is_whole else name] = None
     return list(found)
 
