@@ -2,7 +2,7 @@
 
     python benchmarks/expert_parallel.py [--rounds 5] [--steps 4]
 
-Each round fits each contestant anew, in a random order, for some steps after one to warm up; a contestant's time is
+Each round fits each contestant once, in a random order, for some steps after one to warm up; a contestant's time is
 that of a step. `ddp again` is the A/A control. Each rank has a CPU core of its own, where there are as many, and one
 thread.
 
