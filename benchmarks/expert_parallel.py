@@ -2,7 +2,7 @@
 
     python benchmarks/expert_parallel.py [--rounds 5] [--steps 4]
 
-Each round fits each contestant anew, in a random order, for some steps after one to warm up; a contestant's time is
+Each round fits each contestant once, in a random order, for some steps after one to warm up; a contestant's time is
 that of a step. `ddp again` is the A/A control. Each rank has a CPU core of its own, where there are as many, and one
 thread.
 
@@ -10,7 +10,7 @@ thread.
 * ``FSDP``: ``MeshStrategy(dp_shard=2)``, which gathers all experts of a layer for each use.
 * ``ep 2``: ``MeshStrategy(dp_shard=2, ep=2)``: half of the experts on each rank.
 * ``ep 2, without its bytes``: the same less the time of the exchanges alone, measured in the same round: as many
-  all-to-all calls of as many bytes as the step has sent, between ranks that do nothing else.
+  all-to-all calls of as many bytes as the rank that sends most has sent, between ranks that do nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, RanksClock, ratios, take_turns
@@ -58,6 +58,14 @@ class Tokens(LightningDataModule):
         return DataLoader(found, batch_size=None, shuffle=False)  # type: ignore[arg-type]
 
 
+class LastLoss(Callback):
+    """Keeps the loss of the last batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Keeps the loss."""
+        self.loss = outputs["loss"].detach()
+
+
 def mixture(options: argparse.Namespace) -> CausalLM:
     seed_everything(0, verbose=False)
     config = {
@@ -70,14 +78,16 @@ def mixture(options: argparse.Namespace) -> CausalLM:
 
 def fit(strategy: Any, options: argparse.Namespace, rank: int) -> tuple[float, float]:
     """Returns the seconds of a step, and the last loss."""
-    watch = Stopwatch(RanksClock(torch.device("cpu")), WARM_UP, options.steps)
+    watch, last = Stopwatch(RanksClock(torch.device("cpu")), WARM_UP, options.steps), LastLoss()
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(
-        **{"accelerator": "cpu", "devices": RANKS, "strategy": strategy, "callbacks": [watch], **quiet},  # type: ignore[arg-type]
+        **{"accelerator": "cpu", "devices": RANKS, "strategy": strategy, "callbacks": [watch, last], **quiet},  # type: ignore[arg-type]
         **{"max_steps": WARM_UP + options.steps, "use_distributed_sampler": False},
     )
     trainer.fit(mixture(options), datamodule=Tokens(options.rows, options.length, WARM_UP + options.steps, rank))
-    return watch.seconds_of_a_step, float(trainer.callback_metrics["train_loss"])
+    loss = last.loss.clone()
+    dist.all_reduce(loss)
+    return watch.seconds_of_a_step, float(loss) / RANKS
 
 
 def exchange(elements: int, layers: int) -> None:
@@ -110,7 +120,9 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
     def alone() -> float:
         if not sent:  # In the warm-up round, perhaps.
             return 0.0
-        elements = sent[-1] // (options.layers * EXCHANGES)
+        most = torch.tensor(sent[-1] // (options.layers * EXCHANGES))
+        dist.all_reduce(most, dist.ReduceOp.MAX)  # The routers of the ranks send different numbers.
+        elements = int(most)
         return RanksClock(torch.device("cpu")).seconds(lambda: exchange(elements, options.layers), calls=options.steps)
 
     runs = {name: (lambda name=name: timed(name)) for name in (UNIT, f"{UNIT} again", "FSDP", EP)}
