@@ -150,10 +150,13 @@ def table(ranks: list[dict[str, Any]], options: argparse.Namespace) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, usual in (("rounds", 5), ("steps", 4), ("rows", 2), ("length", 256)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    for name, usual in (("width", 256), ("layers", 4), ("experts", 8)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=8)
     options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options, "cpu")
     record.add(table(run_distributed(measure, RANKS, options, timeout=1800, backend=None), options))

@@ -10,7 +10,7 @@ from dlo_framework.process_setup import silence_warnings
 
 def test_lightnings_tip_on_tensor_cores_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
     silence_warnings()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         rank_zero_info(
             "You are using a CUDA device ('NVIDIA H200') that has Tensor Cores. To properly utilize them, ..."
         )

@@ -122,7 +122,7 @@ class _SizedEva(SizedModel):
 
 def _rotations(rope: nn.Module, grid: Size) -> nn.Module:
     """Returns a module with the same parameters for another grid."""
-    rope = rope._modules.get("module") or rope  # The stand-in of a pipeline's stage has the module's attributes.
+    rope = rope._modules.get("module") or rope  # The placeholder of a pipeline's stage has the module's attributes.
     found: Any = copy.copy(rope)
     vars(found)["_buffers"] = dict(rope._buffers)
     vars(found)["_non_persistent_buffers_set"] = set(rope._non_persistent_buffers_set)
