@@ -16,6 +16,8 @@ from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.remat.selective_policy import _KEPT_NAMES, _policy, selective_contexts
+from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import tiny
 from support.late import LateStream
 
 DEPTH, WIDTH = 4, 32
@@ -263,3 +265,19 @@ def test_offload_on_an_accelerator() -> None:
     assert found[1][0] < found[0][0] - 3 * 64 * 256 * WIDTH * 4
     for own, expected in zip(found[1][1], found[0][1], strict=True):
         assert torch.equal(own, expected)
+
+
+def test_products_that_code_changes_in_place_are_computed_again() -> None:
+    """transformers adds the biases of gpt_oss's experts to the output of their product."""
+    torch.manual_seed(0)
+    task: Any = CausalLM(config=tiny("gpt_oss", dropout=False))
+    task.configure_model()
+    ids = torch.randint(3, 60, (2, 8))
+    found = []
+    for recomputes in (False, True):
+        task.model.zero_grad()
+        if recomputes:
+            ActivationCheckpoint("selective").apply(task.model, None, task.parallel_plan())
+        task.model(input_ids=ids, use_cache=False).logits.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in task.model.parameters() if parameter.grad is not None])
+    assert all(map(torch.equal, *found))

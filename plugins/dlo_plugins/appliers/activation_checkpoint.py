@@ -20,7 +20,7 @@ from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tens
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
-from dlo_plugins.remat.selective_policy import selective_contexts
+from dlo_plugins.remat.selective_policy import contexts_for
 
 _MODES = ("full", "selective")
 #: Device types whose tensors are not offloaded.
@@ -76,7 +76,7 @@ class ActivationCheckpoint(Applier):
                 f"the parallel plan must name blocks for ActivationCheckpoint, got none of {type(module).__name__};"
                 " name them in Task.parallel_plan: ParallelPlan(blocks=(...))"
             )
-        context_fn = selective_contexts if self.mode == "selective" else None
+        context_fn = contexts_for(*blocks) if self.mode == "selective" else None
         recompute(blocks[:: self.every], context_fn, _InputsOnCpu() if self.offload else None)
 
 

@@ -44,7 +44,7 @@ from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank, Plan, plan_ranks
 from dlo_plugins.remat.schedule import Keep
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
-from dlo_plugins.remat.selective_policy import selective_contexts
+from dlo_plugins.remat.selective_policy import contexts_for
 
 
 class Rotor(Callback):
@@ -272,7 +272,7 @@ class Rotor(Callback):
         for block, node in zip(survey.blocks, nodes, strict=False):
             if isinstance(node, Keep) and node.mode == 0:
                 continue
-            recompute([block], selective_contexts if isinstance(node, Keep) else None)
+            recompute([block], contexts_for(block) if isinstance(node, Keep) else None)
             self._recomputed.append(block)
 
     def _show(self, trainer: Trainer) -> None:

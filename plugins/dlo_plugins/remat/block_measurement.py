@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.recompute import BufferGuard, checkpointed
 from dlo_plugins.remat.allocation_log import AllocationLog, storage_bytes, tensor_storage
-from dlo_plugins.remat.selective_policy import selective_contexts
+from dlo_plugins.remat.selective_policy import contexts_for
 
 #: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.remat.chain.Mode`.
 MODES = ("all", "selective")
@@ -98,7 +98,8 @@ class BlockRun:
         if mode == "all":
             outputs = self._forward(*args, **kwargs)
         else:
-            outputs = checkpointed(self._forward, *args, guard=self._guard, context_fn=selective_contexts, **kwargs)
+            context_fn = contexts_for(self._block)
+            outputs = checkpointed(self._forward, *args, guard=self._guard, context_fn=context_fn, **kwargs)
         torch.clear_autocast_cache()
         return _differentiable((args, kwargs)), _differentiable(outputs)
 

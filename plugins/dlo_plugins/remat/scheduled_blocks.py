@@ -23,7 +23,7 @@ from dlo_plugins.remat.host_link import HostLink
 from dlo_plugins.remat.offloaded_pass import OffloadedPass
 from dlo_plugins.remat.region_check import is_same, split_hidden, with_hidden
 from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule
-from dlo_plugins.remat.selective_policy import selective_contexts
+from dlo_plugins.remat.selective_policy import contexts_for
 
 
 class ScheduledBlocks:
@@ -153,7 +153,7 @@ class ScheduledBlocks:
         if isinstance(node, Keep):
             if node.mode == 0:
                 return self._execute(node.stage, hidden, run)
-            context_fn = selective_contexts if self._keeps else None
+            context_fn = contexts_for(self._blocks[node.stage]) if self._keeps else None
             self.forwards[node.stage] += 1
             guard = self._guard(node.stage, node.stage)
             return checkpointed(lambda value: run(node.stage, value), hidden, guard=guard, context_fn=context_fn)

@@ -8,8 +8,11 @@ nothing.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 #: Operators whose outputs `selective` keeps: products of activations with weights; fused attention, which stores no
@@ -27,14 +30,29 @@ _KEPT_NAMES = (
 )
 
 
+#: Product of experts, to whose output transformers (5.24) adds a bias in place; an output that changes is not kept.
+_GROUPED = "aten._grouped_mm"
+
+
 def selective_contexts() -> Any:
     """Returns the contexts of a forward and of its recomputation that keep the outputs of selected operators."""
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _contexts_without_grouped() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, without=_GROUPED))
+
+
+def contexts_for(*blocks: nn.Module) -> Callable[[], Any]:
+    """Returns the function of the contexts for blocks, which leaves out products whose outputs they change."""
+    adds_biases = any(getattr(part, "has_bias", False) is True for block in blocks for part in block.modules())
+    return _contexts_without_grouped if adds_biases else selective_contexts
+
+
+def _policy(context: Any, op: Any, *args: Any, without: str = "", **kwargs: Any) -> CheckpointPolicy:
     """Returns whether an operator's output is kept; compiled code may keep further outputs."""
-    is_kept = f"{op.namespace}.{op.overloadpacket.__name__}" in _KEPT_NAMES and not _drops(op, args, kwargs)
+    name = f"{op.namespace}.{op.overloadpacket.__name__}"
+    is_kept = name in _KEPT_NAMES and name != without and not _drops(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
