@@ -44,6 +44,7 @@ def model() -> tuple[CausalLM, TimeModel]:
         (MeshSpec(dp_shard=1, tp=2), 1, {"sequence_parallel": True}),
         (MeshSpec(dp_shard=1, tp=2), 1, {"appliers": [{"class_path": "ActivationCheckpoint"}]}),
         (MeshSpec(dp_shard=1, pp=2), 4, {"micro_batches": 4}),
+        (MeshSpec(dp_shard=2, pp=2), 4, {"micro_batches": 4}),
         (MeshSpec(dp_shard=1, cp=2), 1, {}),
     ],
 )
