@@ -81,6 +81,11 @@ def _drop_choices(router: Any, args: Any, output: Any) -> Any:
         return None
     _, weights, indices = read_routing(type(router).__name__, router, output)
     row, experts, choices = getattr(router, _ROW), getattr(router, _EXPERTS), indices.shape[-1]
+    if output[0].shape[-1] != experts:
+        raise DloError(
+            f"experts.capacity_factor must be unset for routers that choose among others than their {experts} experts,"
+            f" got {output[0].shape[-1]} choices in {type(router).__name__}; remove it"
+        )
     capacity = math.ceil(router.capacity_factor * row * choices / experts)
     order = weights.detach().sort(dim=-1, descending=True, stable=True).indices
     in_order = is_within_capacity(indices.gather(-1, order).view(-1, row, choices), capacity).reshape(order.shape)

@@ -78,6 +78,9 @@ def test_a_silent_process_is_ended_with_all_that_it_started(tmp_path):
     with pytest.raises(DloError, match=r"no sign of progress in 1 s \(timeout\)"):
         search("silent", str(tmp_path / "pids"), timeout=1.0)
     *pids, folder = (tmp_path / "pids").read_text().split()
+    until = time.monotonic() + 10  # The kernel ends killed processes when it comes to them.
+    while any(is_alive(int(pid)) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
     assert not any(is_alive(int(pid)) for pid in pids)
     assert not Path(folder).exists()
 

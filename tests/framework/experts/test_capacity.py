@@ -92,6 +92,7 @@ def test_a_mixture_in_a_form_of_its_own_is_refused() -> None:
 
 @pytest.mark.slow
 def test_every_family_with_mixtures_drops_choices_or_is_refused() -> None:
+    torch.manual_seed(0)
     refused, dropped = set(), set()
     for family in TYPES:
         config = tiny(family)
@@ -103,14 +104,16 @@ def test_every_family_with_mixtures_drops_choices_or_is_refused() -> None:
         model = AutoModelForCausalLM.from_config(settings).train()
         try:
             limit_capacity(model, FACTOR)
+            loads, _ = watch_loads(model)
+            loss = model(input_ids=torch.randint(3, 60, (ROWS, LENGTH)), use_cache=False).logits.float().sum()
         except DloError:
             refused.add(family)
             continue
-        loads, _ = watch_loads(model)
-        model(input_ids=torch.randint(3, 60, (ROWS, LENGTH)), use_cache=False).logits.float().sum().backward()
+        loss.backward()
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None), family
         found = [describe_balance(sums) for sums in sum_loads(loads, None, torch.device("cpu"))]
         assert any(balance is not None and balance.dropped > 0 for balance in found), family
         dropped.add(family)
-    assert refused == {"llama4", "llama4_text"}
+    # Llama 4's experts get all tokens, and one choice of ZAYA's router is no expert.
+    assert refused == {"llama4", "llama4_text", "zaya"}
     assert len(dropped) >= 50
