@@ -114,6 +114,6 @@ def test_every_family_with_mixtures_drops_choices_or_is_refused() -> None:
         found = [describe_balance(sums) for sums in sum_loads(loads, None, torch.device("cpu"))]
         assert any(balance is not None and balance.dropped > 0 for balance in found), family
         dropped.add(family)
-    # Llama 4's experts get all tokens, and one choice of ZAYA's router is no expert.
+    # Llama 4's experts get all tokens, and one choice of the router of ZAYA skips all of them.
     assert refused == {"llama4", "llama4_text", "zaya"}
     assert len(dropped) >= 50
