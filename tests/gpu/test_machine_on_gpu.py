@@ -73,7 +73,7 @@ def test_a_program_of_a_quantised_model_computes_what_the_model_does(tmp_path: P
     on_gpu = scheme in ("int4_weights", "fp8")
     images = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     images = images.cuda() if on_gpu else images
-    found = program(images.bfloat16() if scheme == "int4_weights" else images).float().cpu()
+    found = program(images.bfloat16() if on_gpu else images).float().cpu()
     with torch.no_grad():
         expected = task.model.cpu().eval()(images.cpu())  # in float
     assert float((found - expected).norm() / expected.norm()) < (0.5 if scheme == "int4_weights" else 0.2)

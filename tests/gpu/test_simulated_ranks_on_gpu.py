@@ -30,6 +30,8 @@ def _held(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     device, found = torch.device("cuda", 0), {}
     x = torch.randn(16, WIDTH, device=device)
+    for dtype in (torch.float32, torch.bfloat16):  # cuBLAS keeps 32 MiB for each thread: forward's and backward's.
+        nn.Linear(WIDTH, WIDTH, device=device, dtype=dtype)(x.to(dtype)).sum().backward()
     for half, stages in EXPECTED.items():
         for stage, expected in stages.items():
             torch.cuda.synchronize()
@@ -58,4 +60,4 @@ def _held(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
 def test_the_first_of_eight_ranks_holds_what_the_formula_says() -> None:
     (found,) = run_distributed(_held, 1, backend=None)
     for name, (held, expected) in found.items():
-        assert held < 1.15 * expected + 0.3, (name, held, expected)  # 0.3: what cuBLAS keeps, 8 MiB and more.
+        assert held < 1.15 * expected + 0.3, (name, held, expected)  # 0.3: what cuBLAS keeps beside that.

@@ -43,8 +43,11 @@ def convert(
 
 
 def computes_in_bf16(scheme: Scheme, device: torch.device) -> bool:
-    """Returns whether a converted model is in bf16 on a device, the dtype of torchao's kernel for grouped weights."""
-    return device.type == "cuda" and scheme.is_grouped
+    """Returns whether a converted model is in bf16 on a device, as torchao's (0.18) kernels for some schemes require.
+
+    Those are grouped weights, and fp8 with a scale per row.
+    """
+    return device.type == "cuda" and (scheme.is_grouped or scheme.name == "fp8")
 
 
 @contextlib.contextmanager
