@@ -100,4 +100,5 @@ def test_one_device_trains_as_the_plain_loop() -> None:
         weights, home = found[name]
         assert home == ("cpu" if options.get("offload") else "cuda"), name
         for key, value in reference(precision).items():
-            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+            atol = 1e-5 if precision == "32-true" else 5e-5
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=atol, msg=f"{name}: {key}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from dlo_framework.distributed import collectives
 from dlo_framework.distributed.collectives import HostReceive, backend_of, exchange_limit
 
-#: Number of receives that are posted in advance for each sender.
+#: Number of receives that are posted in advance for each sender, but on NCCL.
 _AHEAD = 2
 
 
@@ -31,6 +31,7 @@ class Link:
         device: Device of the messages.
         limit: Timeout of a message; None uses the group's.
         by_host: Whether to copy messages to the CPU to send them.
+        ahead: Number of receives to post in advance.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Link:
         device: torch.device,
         limit: timedelta | None,
         by_host: bool = False,
+        ahead: int = _AHEAD,
     ) -> None:
         self.group, self.peer, self.device, self._limit, self._by_host = group, peer, device, limit, by_host
+        self.ahead = ahead
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Starts to send a contiguous tensor."""
@@ -88,6 +91,9 @@ class Transport:
     ranks of the pipeline make these groups together. They must be members of equally many groups, as the ranks of a
     mesh are, since torch names such groups by that number. gloo runs all messages concurrently.
 
+    On NCCL no receive is posted in advance: a posted one is a kernel that waits on the device. With two in advance,
+    pipelines hung on an H200 (two ranks, torch 2.11, NCCL 2.28); with none, 1F1B trains as one process.
+
     Args:
         group: Process group of the pipeline's ranks.
         device: Device of the messages.
@@ -107,6 +113,7 @@ class Transport:
         self._limit = exchange_limit(group) if backend == "gloo" else None
         self._by_host = collectives.is_sent_by_host(group, device)
         self._is_fake = backend == "fake"
+        self._ahead = 0 if backend == "nccl" else _AHEAD
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connects pairs of ranks in advance: each pair sends a number in both directions.
@@ -132,7 +139,7 @@ class Transport:
         if self._apart:
             upwards = peer < self.rank if incoming else peer > self.rank
             group = self._apart[2 * group_index(self.rank, peer) + int(upwards)]
-        return Link(group, peer, self.device, self._limit, self._by_host)
+        return Link(group, peer, self.device, self._limit, self._by_host, self._ahead)
 
 
 def group_index(rank: int, peer: int) -> int:
@@ -226,7 +233,7 @@ class ReceiveQueue:
                 first = self._expected[0]
                 self._header(first, self._link.receive_object())
         work, buffer = self._posted.pop(item)
-        while len(self._posted) < _AHEAD and self._expected and self._post():
+        while len(self._posted) < self._link.ahead and self._expected and self._post():
             pass
         self._link.wait(work)
         return buffer

@@ -25,8 +25,11 @@ _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 class NotingLink(transport.Link):
     """Notes what a rank asks for: ``(what, group, peer, number)``."""
 
-    def __init__(self, noted: list[Any], group: Any, peer: int) -> None:
+    least_ahead = 0
+
+    def __init__(self, noted: list[Any], group: Any, peer: int, ahead: int) -> None:
         self.noted, self.group, self.peer = noted, group, peer
+        self.ahead = max(ahead, self.least_ahead)
 
     def note(self, what: str) -> Any:
         self.noted.append((what, self.group, self.peer, len(self.noted)))
@@ -60,7 +63,7 @@ def transport_of(rank: int, ranks: int, noted: list[Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: list(range(ranks)))
     monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: next(made))
-    monkeypatch.setattr(transport, "Link", lambda group, peer, *_: NotingLink(noted, group, peer))
+    monkeypatch.setattr(transport, "Link", lambda group, peer, *rest: NotingLink(noted, group, peer, rest[-1]))
     return transport.Transport(group, torch.device("cpu"))
 
 
@@ -150,8 +153,9 @@ def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, mon
         assert stuck(programs) == []
 
 
-def test_one_group_a_direction_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_group_a_direction_would_not_do_with_receives_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "group_index", lambda rank, peer: 0)
+    monkeypatch.setattr(NotingLink, "least_ahead", 2)
     schedule = make_schedule("1F1B", 4, 16)
     programs = [asked(schedule, rank, monkeypatch, known=True) for rank in range(4)]
     assert stuck(programs)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.transport import Transport, group_index
+from dlo_plugins.pipeline.transport import ReceiveQueue, Transport, group_index
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,17 @@ def test_on_nccl_what_comes_and_goes_to_each_neighbour_passes_in_a_group_of_its_
     ways = [transport.link(peer, incoming=incoming) for peer in (0, 2) for incoming in (False, True)]
     assert len({id(way.group) for way in ways}) == (4 if apart else 1)
     assert {way._limit for way in ways} == {limit}
+    assert {way.ahead for way in ways} == {0 if apart else 2}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_receives_are_posted_as_far_ahead_as_the_link_allows(ahead: int) -> None:
+    posted: list[Any] = []
+    link: Any = SimpleNamespace(ahead=ahead, receive=posted.append, wait=lambda work: None)
+    queue = ReceiveQueue(link, range(5), lambda item: torch.full((1,), float(item)), lambda *_: None)
+    for item in range(5):
+        assert float(queue.receive(item)) == item
+        assert len(posted) == min(5, item + 1 + ahead)
 
 
 def test_both_ends_meet_in_one_group_and_no_rank_has_two_neighbours_in_one() -> None:
