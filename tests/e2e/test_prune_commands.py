@@ -157,3 +157,13 @@ def test_a_launcher_rank_is_refused(monkeypatch, tmp_path):
     Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
     with pytest.raises(DloError, match="must be started once, as each round starts its own ranks"):
         ticket_command.main(["--config", "tiny.yaml"])
+
+
+def test_a_config_that_prunes_by_itself_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for entry in ("Prune", {"class_path": "Prune", "init_args": {"amount": 0.5}}):
+        Path("tiny.yaml").write_text(yaml.safe_dump({**CONFIG, "trainer": {"callbacks": [entry]}}))
+        with pytest.raises(
+            DloError, match=r"must have no Prune, which the rounds add, got one in .*tiny.yaml; remove it"
+        ):
+            ticket_command.main(["--config", "tiny.yaml"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import read_config
 from dlo_framework.errors import DloError
 
 _HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to early values, train again.
@@ -64,6 +65,14 @@ def parse_amount(text: str) -> float:
     return value
 
 
+def _callbacks_of(path: str) -> list[str]:
+    """Returns the class names of the callbacks in a config."""
+    given = (read_config(path).get("trainer") or {}).get("callbacks") or []
+    entries = given if isinstance(given, list) else [given]
+    paths = [entry.get("class_path", "") if isinstance(entry, dict) else entry for entry in entries]
+    return [str(name).rpartition(".")[2] for name in paths]
+
+
 class Rounds:
     """Rounds of one search for tickets.
 
@@ -88,6 +97,12 @@ class Rounds:
             name = word.partition("=")[0]
             if name in ("--ckpt_path", "--run.dir", "--run.name"):
                 raise DloError(f"ticket: {name} must be left out, as the rounds set it, got {word}; use --output")
+        for path in configs:
+            if _PRUNE.rpartition(".")[2] in _callbacks_of(path):
+                raise DloError(
+                    f"ticket: the config must have no Prune, which the rounds add, got one in {path}; remove it from"
+                    " trainer.callbacks"
+                )
         if any(variable in os.environ for variable in ("RANK", "SLURM_PROCID")):
             raise DloError(
                 "ticket: the command must be started once, as each round starts its own ranks, got a launcher's rank;"
