@@ -299,5 +299,5 @@ def test_a_program_is_for_the_device_that_its_packed_weights_are_for(scheme, pla
     with FakeTensorMode(allow_non_fake_inputs=True):
         moved = program_input(torch.ones(2, 3), found, gpu)
         assert moved.device == gpu
-        assert moved.dtype == (torch.bfloat16 if scheme == "int4_weights" else torch.float32)
+        assert moved.dtype == torch.bfloat16
         assert program_input(torch.ones(2, dtype=torch.long), found, gpu).dtype == torch.long
