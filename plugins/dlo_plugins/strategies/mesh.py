@@ -168,7 +168,7 @@ class MeshStrategy(ShardedStrategy):
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
-            self.pipelining.check_schedule(spec.pp)
+            self.pipelining.check_schedule(spec.pp, spec.ep > 1)
             self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
             if options.full_parameters:
                 self.zero_stage = 1
