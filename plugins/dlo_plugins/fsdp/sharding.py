@@ -30,7 +30,7 @@ from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
-from dlo_plugins.fsdp.step_state import drop_step_state
+from dlo_plugins.fsdp.step_state import drop_step_state, resume_forward
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -255,6 +255,20 @@ class ShardedModule:
             return self.roots[0](method, *args, **kwargs)
         call = getattr(self.module, method) if isinstance(method, str) else method
         return call(*args, **kwargs)
+
+    def call_with_backwards(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that uses the module and runs backwards itself; returns its result.
+
+        The parameters outside units stay gathered for the backward of the result.
+        """
+
+        def run(*given: Any) -> Any:
+            found = function(*given)
+            for root in self._sharded_roots() if self.options.whole_steps else ():
+                resume_forward(root)
+            return found
+
+        return self.call(run, *args)
 
     def set_keep_gathered(self, enabled: bool) -> None:
         """Sets whether the next backward passes leave parameters gathered, for others of the same step."""

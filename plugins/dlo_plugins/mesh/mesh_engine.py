@@ -120,7 +120,8 @@ class MeshEngine:
         self._open_window()
         self.sharded.set_sync(False)
         self.sharded.set_keep_gathered(True)
-        found = self.sharded.call(self.pipelined.train, batch, loss_scale(), accumulates, self._ends_window)
+        arguments = batch, loss_scale(), accumulates, self._ends_window
+        found = self.sharded.call_with_backwards(self.pipelined.train, *arguments)
         self._fit.usage.record_accumulated()
         return found
 
