@@ -49,6 +49,7 @@ class MeshOptions:
         precision: Precision of the Trainer.
         device: Device on which this rank computes.
         bf16_weights: Kind of bf16 weights; None for weights in the precision's dtype.
+        separate_copies: Whether each copy of the model trains by itself.
     """
 
     spec: MeshSpec
@@ -57,6 +58,7 @@ class MeshOptions:
     precision: str
     device: torch.device
     bf16_weights: Bf16Weights | None = None
+    separate_copies: bool = False
 
     @property
     def cuts_model(self) -> bool:
@@ -171,6 +173,11 @@ class ParallelState:
             raise DloError(
                 f"options must be those of the earlier run that has sharded {name}, got others; build a new model for a"
                 " strategy with these"
+            )
+        if trains and options.separate_copies != known.groups.separate_copies:
+            raise DloError(
+                f"copies of {name} must train by themselves in all of its runs or in none, got an earlier run"
+                f" {'with' if known.groups.separate_copies else 'without'} DiLoCo; build a new model for this one"
             )
         cut_by, ours = self.cut_options, options.cut_options()
         other = [key for key, value in ours.items() if key in cut_by and cut_by[key] != value]
