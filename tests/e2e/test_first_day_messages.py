@@ -72,6 +72,76 @@ def test_an_option_without_the_part_that_it_belongs_to(refused):
     assert refused("--nothing_like_it", "3").endswith("unknown option '--nothing_like_it'")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--epochs", "3"], "--trainer.max_epochs"),
+        (["--trainer.epochs", "3"], "--trainer.max_epochs"),
+        (["--trainer.gpus", "1"], "--trainer.devices"),
+        (["--num_gpus=2"], "--trainer.devices"),
+        (["--trainer.lr", "1e-3"], "--model.lr"),
+        (["--trainer.batch_size", "8"], "--data.batch_size"),
+        (["--resume", "run"], "--ckpt_path last"),
+        (["--seed", "3"], "--seed_everything or --data.seed"),
+        (["--mixed_precision", "bf16"], "--trainer.precision"),
+    ],
+)
+def test_an_option_by_another_tools_name(refused, words, meant):
+    option = words[0].split("=")[0]
+    assert refused(*words).endswith(f"unknown option '{option}'; did you mean {meant}?")
+
+
+def test_a_config_without_its_option(refused, capfd):
+    message = refused("train.yaml")
+    assert message.endswith("an option must begin with --, got 'train.yaml'; write --config train.yaml")
+    assert refused("more").endswith("an option must begin with --, got 'more'")
+    Path("gpus.yaml").write_text(CONFIG.replace("max_epochs: 1", "gpus: 1"))
+    message = refused(config="gpus.yaml")
+    assert message.endswith("gpus.yaml: unknown key 'trainer.gpus'; did you mean 'trainer.devices'?")
+
+
+@pytest.mark.parametrize(("word", "meant"), [("train", "fit"), ("evaluate", "validate"), ("generate", "predict")])
+def test_a_command_by_another_tools_name(word, meant, capfd):
+    assert main([word, "--config", "quickstart"]) == 2
+    assert f"unknown command '{word}'; did you mean '{meant}'? available: fit, " in capfd.readouterr().err
+
+
+def test_a_choice_that_does_not_exist(refused):
+    message = refused("--model.init_args.schedule", "cosin")
+    assert message.endswith(
+        "model.schedule must be one of 'cosine', 'linear', 'constant', got 'cosin'; did you mean 'cosine'?"
+    )
+    message = refused("--ckpt_path", "bst")
+    assert message.endswith("no checkpoint bst; did you mean 'best'? choose an existing path, or 'last' or 'best'")
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"question": "a", "answer": "b"}, "set data.init_args.columns to {prompt: question, completion: answer}"),
+        ({"instruction": "a", "input": "", "output": "b"}, "to {prompt: instruction, completion: output}"),
+        (
+            {"instruction": "a", "input": "c", "output": "b"},
+            "and join 'input' to the prompt, which is left out otherwise",
+        ),
+        ({"content": "a"}, "set data.init_args.columns to {text: content}"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "columns to {messages: conversations}"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "> chats.jsonl` makes it of yours"),
+    ],
+)
+def test_columns_of_common_data_sets(tmp_path, record, fix):
+    with pytest.raises(DloError) as raised:
+        read(tmp_path, "x.jsonl", json.dumps(record))
+    assert fix in str(raised.value)
+
+
+def test_the_fix_for_columns_works(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": "b"}))
+    (record,) = read_records([path], {"prompt": "question", "completion": "answer"})
+    assert record.content == ("a", "b")
+
+
 def test_a_field_of_an_options_own_class(refused):
     fault = "of Lora; did you mean 'rank'? it takes: rank, "
     assert f"unknown key 'model.lora.rnk' {fault}" in refused("--model.init_args.lora.rnk", "4", config="text.yaml")

@@ -121,7 +121,7 @@ def _find(path: Path) -> Path:
 
     found = locate(path)
     if found is None:
-        raise DloError(f"no checkpoint {path}")
+        raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
     if not is_folder(found):
         refuse_remote(found)
     return found
