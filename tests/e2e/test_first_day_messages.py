@@ -12,7 +12,7 @@ import pytest
 from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_framework.watch.monitored_names import find_misspelt
+from dlo_framework.watch.monitored_names import find_misspelt, is_doubtful
 from dlo_tasks.llm.records import read_records
 
 DATA = "data: {class_path: DigitsData, init_args: {image_size: 16}}\n"
@@ -183,6 +183,48 @@ def test_other_metrics_may_be_logged_by_training():
         "val_acc1"
     ]
     assert [find_misspelt(name, logged) for name in ("train_loss", "loss", "step", "val_loss")] == [None] * 4
+
+
+def test_a_metric_that_nobody_logs(refused):
+    words = ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val_kappa"]
+    with pytest.warns(UserWarning, match="EarlyStopping is 'val_kappa', which validation does not log; it logs val_a"):
+        message = refused(*words)
+    assert "monitor of EarlyStopping must be a logged metric, got 'val_kappa'; logged: val_acc1, " in message
+
+
+def test_names_that_validation_should_have_logged():
+    logged = ["val_acc1", "val_loss"]
+    names = ("val_kappa", "val/kappa", "val_loss", "train_loss", "epoch", "kappa")
+    assert [is_doubtful(name, logged) for name in names] == [True, True, False, False, False, False]
+    assert not is_doubtful("val_kappa", ["val_loss", "lr"])
+
+
+def test_an_accelerator_that_the_machine_lacks(refused, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.accelerators.CUDAAccelerator.is_available", lambda: False)
+    monkeypatch.setattr("lightning.pytorch.accelerators.MPSAccelerator.is_available", lambda: False)
+    fix = "set cpu, or install a torch that sees the device (`dlo doctor`)"
+    for given in ("gpu", "cuda"):
+        rule = f"trainer.accelerator must be one that this machine has (auto, cpu), got {given}"
+        assert refused("--trainer.accelerator", given).endswith(f"{rule}; {fix}")
+    assert refused("--trainer.accelerator", "cpuu").endswith("(auto, cpu), got cpuu; did you mean 'cpu'?")
+    assert refused("--trainer.devices", "0").endswith(
+        "trainer.devices must be at least 1, or auto, got 0; set 1 or auto"
+    )
+
+
+def test_a_folder_of_images_without_train(refused):
+    images = ["--data", "ImageFolderData", "--data.image_size", "32", "--data.batch_size", "4", "--data.root"]
+    Path("pictures/train/one").mkdir(parents=True)
+    Path("pictures/val/one").mkdir(parents=True)
+    Path("flat/one").mkdir(parents=True)
+    Path("outer").mkdir()
+    assert refused(*images, "flat").endswith("got flat without train/; " + MOVE)
+    assert refused(*images, "pictures/train").endswith("without train/; set data.init_args.root to pictures")
+    Path("pictures").rename("outer/pictures")
+    assert refused(*images, "outer").endswith("got outer without train/; set data.init_args.root to outer/pictures")
+
+
+MOVE = "its folders one look like classes: move them to flat/train, and a part of each one's images to flat/val/<class>"
 
 
 def test_a_config_without_data(refused):
