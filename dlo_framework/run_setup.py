@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -196,6 +198,27 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
             f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
             f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
         )
+
+
+def explain_trainer_error(error: Exception, options: Any) -> DloError:
+    """Returns the message for arguments that Lightning's Trainer (2.6) refuses.
+
+    Args:
+        error: Lightning's error.
+        options: Arguments of the Trainer.
+    """
+    text = " ".join(str(error).split())
+    if re.search(r"No supported gpu|invalid accelerator name|can not run on your system", text):
+        names = [name for name in AcceleratorRegistry.available_accelerators() if name != "auto"]
+        present = ["auto", *(name for name in names if AcceleratorRegistry[name]["accelerator"].is_available())]
+        given = str(options.get("accelerator"))
+        fix = f"set {present[-1]}, or install a torch that sees the device (`dlo doctor`)"
+        hint = did_you_mean(given, present) if given not in (*names, "gpu") else ""
+        rule = f"trainer.accelerator must be one that this machine has ({', '.join(present)})"
+        return DloError(f"{rule}, got {given}{hint or f'; {fix}'}")
+    if re.search(r"devices='?-?\d*'?\)` value is not a valid input", text):
+        return DloError(f"trainer.devices must be at least 1, or auto, got {options.get('devices')}; set 1 or auto")
+    return DloError(f"trainer: {text}")
 
 
 def check_strategy(strategy: Any) -> None:

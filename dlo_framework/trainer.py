@@ -35,6 +35,7 @@ from dlo_framework.run_setup import (
     check_ranks,
     check_run,
     check_strategy,
+    explain_trainer_error,
     find_start_checkpoint,
     lock_run_folder,
     resumed_run,
@@ -117,7 +118,7 @@ class Trainer(LightningTrainer):
         except (MisconfigurationException, ValueError, TypeError) as error:
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
-            raise DloError(f"trainer: {error}") from error
+            raise explain_trainer_error(error, self._options) from error
         own = [callback for callback in self._callbacks() if callback not in self._given]
         self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
 

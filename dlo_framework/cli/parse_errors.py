@@ -18,6 +18,7 @@ from typing import Any
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
+from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
@@ -323,8 +324,37 @@ def _explain_required(key: str, name: str, given: str) -> str:
     )
 
 
+#: Options by the names that other tools, and older versions of Lightning, have for them.
+_OTHER_NAMES = {
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs", "train_epochs"), "trainer.max_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "max_train_steps", "train_steps"), "trainer.max_steps"),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "gpu", "world_size"), "trainer.devices"),
+    **dict.fromkeys(("nproc", "nproc_per_node", "num_processes", "tpu_cores", "num_devices"), "trainer.devices"),
+    **dict.fromkeys(("nodes", "nnodes", "num_machines"), "trainer.num_nodes"),
+    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "amp"), "trainer.precision"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "trainer.accumulate_grad_batches"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad_norm", "clip_grad"), "trainer.gradient_clip_val"),
+    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), "ckpt_path last"),
+    **dict.fromkeys(("ckpt", "checkpoint", "checkpoint_path", "weights"), "ckpt_path"),
+    **dict.fromkeys(("seed", "random_seed"), "seed_everything"),
+    **dict.fromkeys(("output_dir", "out_dir", "output", "default_root_dir", "log_dir"), "run.dir"),
+    **dict.fromkeys(("learning_rate", "lr"), "model.lr"),
+}
+
+
+def _find_meant(name: str, keys: list[str]) -> list[str]:
+    """Returns the keys that end in the last part of a name, or that other tools call so."""
+    last = name.rpartition(".")[2]
+    meant = _OTHER_NAMES.get(last.replace("-", "_"), "")
+    same = [key for key in keys if key.rpartition(".")[2] == last and key != name]
+    return list(dict.fromkeys([*([meant] if meant.split(" ")[0] in keys else []), *same]))
+
+
 def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, registry: Registry) -> str:
     """Returns the message for an option that does not exist, with the key of the config's classes that is meant."""
+    if not option.startswith("-"):
+        is_config = option.endswith((".yaml", ".yml")) or option in list_shipped_configs()
+        return f"an option must begin with --, got '{option}'" + (f"; write --config {option}" if is_config else "")
     name = option.lstrip("-")
     keys = list(known)
     for part in ("model", "data"):
@@ -332,9 +362,9 @@ def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, re
         with contextlib.suppress(DloError):  # The message is on the option.
             cls = _find_class(given, KINDS[part], registry) if given else None
             keys += [f"{part}.{parameter}" for parameter in (list_parameters(cls) if cls is not None else None) or ()]
-    same = [key for key in keys if key.rpartition(".")[2] == name]
-    if same:
-        return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in same)}?"
+    meant = _find_meant(name, keys)
+    if meant:
+        return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in meant)}?"
     near = nearest(name, keys) if "." in name else None
     if near is None:
         last = nearest(name, [key.rpartition(".")[2] for key in keys])
@@ -346,6 +376,9 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
+    meant = _OTHER_NAMES.get(name, "").split(" ")[0]
+    if meant in known:
+        return f"unknown key '{key}'; did you mean '{meant}'?"
     siblings = {other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)}
     return f"unknown key '{key}'{did_you_mean(name, siblings)}"
 
@@ -363,7 +396,8 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
         types = " or ".join(_simplify_type(text) for text in expected if "NoneType" not in text) or "something else"
-        return f"{keys} must be {types}, got {given!r}"
+        hint = did_you_mean(given, re.findall(r"'([^']+)'", types)) if types.startswith("one of ") else ""
+        return f"{keys} must be {types}, got {given!r}{hint}"
     return " ".join(message.split())
 
 
@@ -378,6 +412,6 @@ def _simplify_type(text: str) -> str:
     """Returns ``int`` for ``<class 'int'>``, and the choices of a ``typing.Literal``."""
     choices = re.match(r"typing\.Literal\[(.*)\]", text)
     if choices:
-        return choices.group(1)
+        return f"one of {choices.group(1)}"
     found = re.search(r"<class '([^']+)'>", text)
     return found.group(1) if found else text.strip()

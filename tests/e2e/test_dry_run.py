@@ -79,6 +79,42 @@ def test_several_ranks_and_a_mesh(dry):
     assert rows["activations"].startswith("not predicted: ")
 
 
+PLAIN = """
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+
+class Net(BoringModel):
+    pass
+
+
+class Plain(LightningDataModule):
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        assert self.trainer.lightning_module is not None, "some data read the module, as a tokenizer's source"
+        return DataLoader(RandomDataset(32, 26), batch_size=self.batch_size)
+"""
+
+
+def test_a_plain_loader_is_divided_among_ranks(dry):
+    Path("plain.py").write_text(PLAIN)
+    Path("x.yaml").write_text(
+        "plugins: [./plain.py]\ntrainer: {max_epochs: 2, accelerator: cpu}\n"
+        "model: {class_path: Net}\ndata: {class_path: Plain}\n"
+    )
+    rows = dry()
+    assert (rows["data"], rows["steps"]) == ("Plain, 4 samples a batch", "14")
+    rows = dry("--trainer.devices", "2", "--trainer.strategy", "zero2")
+    assert (rows["data"], rows["steps"]) == ("Plain, 4 samples a batch, a rank: 8 over all 2", "8")
+    rows = dry("--trainer.devices", "2", "--trainer.use_distributed_sampler", "false")
+    assert rows["steps"] == "14"
+
+
 def number_of_bytes(text: str) -> float:
     number, unit = text.split()[:2]
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit.rstrip(",")]
