@@ -27,7 +27,6 @@ def main(argv: list[str]) -> int:
         raise DloError(f"unknown command 'dlo checkpoint {first}'{hint or ';'} available: {', '.join(COMMANDS)}")
     given = _parser().parse_args(argv or ["--help"])
     from dlo_framework.checkpoint.store import checkpoint_path
-
     from dlo_framework.process_setup import silence_warnings
 
     silence_warnings()
