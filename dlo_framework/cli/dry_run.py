@@ -78,7 +78,10 @@ class DryRun(ObjectCLI):
         shares = count_data_ranks(ranks, axes) if divides else 1
         batches = count_batches(trainer, self.datamodule, shares) if self.command == "fit" else None
         steps = count_steps(trainer, batches) if self.command == "fit" else None
-        if self.command == "fit":
+        if steps is not None and not self.model.automatic_optimization:
+            yield "steps", f"those of {type(self.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
+            steps = None
+        elif self.command == "fit":
             yield "steps", f"{steps:,}" if steps is not None else "unknown: neither max_steps nor the data's length is"
         seconds = last_step_seconds(self._runs())
         if steps is not None and seconds is not None:

@@ -22,6 +22,7 @@ from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
+from dlo_framework.run_setup import OTHER_NAMES, explain_precision
 
 #: Kind of class that a key takes: that of a plug-in, or a logger.
 KINDS = {
@@ -51,7 +52,7 @@ def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry
         if fault:
             return DloError(fault)
     if keys == "trainer.precision":
-        return DloError(_explain_precision(given))
+        return DloError(explain_precision(given))
     required = re.search(r"the following arguments are required: (\w+)", str(error))
     if required and keys in KINDS:
         return DloError(_explain_required(keys, required.group(1), given))
@@ -289,31 +290,6 @@ def list_parameters(cls: type) -> list[str] | None:
     return names or None
 
 
-#: Lightning's names of precisions that other tools call otherwise.
-_PRECISIONS = {
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "half": "16-mixed",
-    "amp": "16-mixed",
-    "bfloat16": "bf16-mixed",
-    "bf16": "bf16-mixed",
-    "fp32": "32-true",
-    "float32": "32-true",
-    "float": "32-true",
-    "fp64": "64-true",
-    "float64": "64-true",
-    "double": "64-true",
-}
-
-
-def _explain_precision(given: str) -> str:
-    """Returns the message for a precision that Lightning does not have."""
-    names = ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "transformer-engine"]
-    known = _PRECISIONS.get(given.lower())
-    hint = f"; did you mean '{known}'?" if known else did_you_mean(given, names)
-    return f"trainer.precision must be one of {', '.join(names)}, got '{given}'{hint}"
-
-
 def _explain_required(key: str, name: str, given: str) -> str:
     """Returns the message for a class under ``key`` without an argument that it requires."""
     classes = re.findall(rf"class_path='([^']+)', init_args=Namespace\((?:(?!class_path).)*?\b{name}=None", given)
@@ -324,28 +300,10 @@ def _explain_required(key: str, name: str, given: str) -> str:
     )
 
 
-#: Options by the names that other tools, and older versions of Lightning, have for them.
-_OTHER_NAMES = {
-    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs", "train_epochs"), "trainer.max_epochs"),
-    **dict.fromkeys(("steps", "num_steps", "max_train_steps", "train_steps"), "trainer.max_steps"),
-    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "gpu", "world_size"), "trainer.devices"),
-    **dict.fromkeys(("nproc", "nproc_per_node", "num_processes", "tpu_cores", "num_devices"), "trainer.devices"),
-    **dict.fromkeys(("nodes", "nnodes", "num_machines"), "trainer.num_nodes"),
-    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "amp"), "trainer.precision"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "trainer.accumulate_grad_batches"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad_norm", "clip_grad"), "trainer.gradient_clip_val"),
-    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), "ckpt_path last"),
-    **dict.fromkeys(("ckpt", "checkpoint", "checkpoint_path", "weights"), "ckpt_path"),
-    **dict.fromkeys(("seed", "random_seed"), "seed_everything"),
-    **dict.fromkeys(("output_dir", "out_dir", "output", "default_root_dir", "log_dir"), "run.dir"),
-    **dict.fromkeys(("learning_rate", "lr"), "model.lr"),
-}
-
-
 def _find_meant(name: str, keys: list[str]) -> list[str]:
     """Returns the keys that end in the last part of a name, or that other tools call so."""
     last = name.rpartition(".")[2]
-    meant = _OTHER_NAMES.get(last.replace("-", "_"), "")
+    meant = OTHER_NAMES.get(last.replace("-", "_"), "")
     same = [key for key in keys if key.rpartition(".")[2] == last and key != name]
     return list(dict.fromkeys([*([meant] if meant.split(" ")[0] in keys else []), *same]))
 
@@ -376,7 +334,7 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    meant = _OTHER_NAMES.get(name, "").split(" ")[0]
+    meant = OTHER_NAMES.get(name, "").split(" ")[0]
     if meant in known:
         return f"unknown key '{key}'; did you mean '{meant}'?"
     siblings = {other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)}

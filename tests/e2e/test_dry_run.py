@@ -90,13 +90,27 @@ class Net(BoringModel):
     pass
 
 
+class ByHand(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        raise AssertionError("a dry run takes no step")
+
+
+class Short(BoringModel):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
 class Plain(LightningDataModule):
     def __init__(self, batch_size: int = 4):
         super().__init__()
         self.batch_size = batch_size
 
     def train_dataloader(self):
-        assert self.trainer.lightning_module is not None, "some data read the module, as a tokenizer's source"
+        assert self.trainer is None or self.trainer.lightning_module is not None, "data may read the module"
         return DataLoader(RandomDataset(32, 26), batch_size=self.batch_size)
 """
 
@@ -113,6 +127,11 @@ def test_a_plain_loader_is_divided_among_ranks(dry):
     assert (rows["data"], rows["steps"]) == ("Plain, 4 samples a batch, a rank: 8 over all 2", "8")
     rows = dry("--trainer.devices", "2", "--trainer.use_distributed_sampler", "false")
     assert rows["steps"] == "14"
+    assert rows["activations"].endswith(" a rank, predicted")
+    assert dry("--model", "Short")["activations"].endswith(" a rank, predicted"), "without the batch's number"
+    rows = dry("--model", "ByHand")
+    assert rows["steps"] == "those of ByHand's own, in 14 batches: it optimizes by hand"
+    assert "got ByHand with automatic_optimization = False; measure a run" in rows["activations"]
 
 
 def number_of_bytes(text: str) -> float:
