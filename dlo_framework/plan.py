@@ -60,6 +60,8 @@ class Rule(enum.StrEnum):
     """Works on activations split along the sequence; its own parameters are whole on each rank."""
     LOCAL_SHAPES = "local_shapes"
     """An attention whose code reshapes to full numbers of heads or features: each rank reshapes to its share."""
+    LOCAL_COUNTS = "local_counts"
+    """`local_shapes` for code that also reads numbers of heads from attributes: they are set to the rank's."""
     REPLICATE = "replicate"
     """Whole on each rank. What no pattern matches is replicated."""
 

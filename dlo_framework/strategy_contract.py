@@ -335,9 +335,7 @@ class StrategyContract:
 
         In an error "where" is before it. It is known before ranks start.
         """
-        return (
-            "nothing says when a parameter's gradient is complete; use ddp, zero1 to zero3, fsdp, hsdp or MeshStrategy"
-        )
+        return "nothing says when a parameter's gradient is complete; use ddp, zero1 to zero3, or fsdp"
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in each backward with tensors that the optimizer steps, when their gradients are complete.

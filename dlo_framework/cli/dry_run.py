@@ -170,7 +170,7 @@ def count_batches(trainer: Any, datamodule: LightningDataModule | None, shares: 
 
     Args:
         trainer: Trainer of the run.
-        datamodule: Datamodule of the run.
+        datamodule: Data of the run.
         shares: Number of ranks that have different samples, among which Lightning divides a plain loader's.
 
     Returns:

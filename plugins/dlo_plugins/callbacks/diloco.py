@@ -99,7 +99,7 @@ class DiLoCo(Callback):
         """Checks the strategy, the precision and the other callbacks, before processes start.
 
         Raises:
-            DloError: If there are no copies that can train by themselves.
+            DloError: If no copy can train by itself.
         """
         _check_copies(trainer)
         if str(trainer.precision) in ("16-mixed", "16"):

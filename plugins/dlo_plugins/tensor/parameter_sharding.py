@@ -55,7 +55,7 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
             set_channel_counts(module.get_submodule(name), ranks)
         if region.heads:
             attention = module.get_submodule(around)
-            if not region.local_shapes:
+            if region.local_counts:
                 set_local_heads(attention, region.heads, region.kv, region.width, ranks)
             count = region.heads // ranks
             bind_heads(attention, LocalHeads(rank * count, count))

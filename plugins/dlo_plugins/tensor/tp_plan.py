@@ -32,6 +32,7 @@ class RegionPlan:
         width: Number of features of a head.
         counts_by_config: Whether the module reads its number of heads from the model's config.
         local_shapes: Whether its code reshapes to full sizes; see :mod:`dlo_plugins.tensor.local_shapes`.
+        local_counts: Whether its attributes with numbers of heads are set to the rank's.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -48,6 +49,7 @@ class RegionPlan:
     width: int = 0
     counts_by_config: bool = False
     local_shapes: bool = False
+    local_counts: bool = True
 
 
 @dataclass

@@ -27,6 +27,8 @@ _COLUMNS = (
     *(Rule.COLUMN, Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED, Rule.QKV_BY_GROUP),
     *(Rule.GATE_UP, Rule.HEADS, Rule.KV_HEADS),
 )
+#: Rules of a region's module: how its code reshapes.
+SHAPING = (Rule.LOCAL_SHAPES, Rule.LOCAL_COUNTS)
 _CUTTING = (*_COLUMNS, Rule.ROW, Rule.VOCAB, Rule.COLUMN_NORM, Rule.PER_CHANNEL, Rule.LAST_DIM_HEADS)
 
 
@@ -52,7 +54,8 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
         )
     _find_regions(found, modules, ruled)
     for name, region in found.regions.items():
-        region.local_shapes = plan.rule_for(name) is Rule.LOCAL_SHAPES
+        region.local_shapes = plan.rule_for(name) in SHAPING
+        region.local_counts = plan.rule_for(name) is not Rule.LOCAL_SHAPES
         region.width = plan.head_width_for(name) or 0
         region.operands = dict(plan.head_operands_for(name))
     # Query heads first: a module may have an attribute for their number, and none for their width.

@@ -20,7 +20,7 @@ from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.local_shapes import LocalSizes, local_expansion, local_shape
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
@@ -38,7 +38,7 @@ def rules_of(task: Task) -> InferredRules:
 
 def kinds(found: InferredRules) -> dict[str, str]:
     """Rules of projections and tensors, without those that only say that a module works on full activations."""
-    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, Rule.LOCAL_SHAPES)}
+    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, *SHAPING)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -185,6 +185,13 @@ def test_queries_beside_one_key_and_value() -> None:
 def test_one_key_is_repeated_for_a_rank_s_heads(given: Any, shape: Any, expected: list[int]) -> None:
     assert local_expansion(given, shape, LocalSizes(2, 4, 1, 8)) == expected
     assert local_expansion(given, shape, LocalSizes(2, 4, 4, 8)) == list(shape)
+
+
+def test_code_that_reshapes_to_full_features_and_checks_its_number_of_heads() -> None:
+    """TrOCR's attention compares shapes with its attribute, and reshapes to its full width."""
+    found = rules_of(CausalLM(config=tiny("trocr", dropout=False)))
+    assert not found.whole
+    assert found.tensor["model.decoder.layers.*.self_attn"] is Rule.LOCAL_COUNTS
 
 
 def test_timms_beit_whose_bias_is_added_by_hand() -> None:

@@ -24,7 +24,7 @@ from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_plan import TPPlan, region_of
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 
 #: Largest relative difference: code that computes in single precision inside is off by 1e-6, a wrong slice by 1e-1.
 _TOLERANCE = 1e-4
@@ -124,7 +124,7 @@ class BlockProof:
                     more.setdefault(local, Rule.SEQUENCE)
             elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
                 raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
-        more = dict(sorted(more.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+        more = dict(sorted(more.items(), key=lambda item: item[1] in SHAPING))
         make_tp_plan(
             self._holder, _plan(more, head_widths, operands), ranks
         )  # Partial gradients may not be supported there.
@@ -146,10 +146,10 @@ class BlockProof:
     def _sequential(self, rules: Mapping[str, Rule]) -> dict[str, Rule]:
         """Returns rules with `sequence` for all parameters that have none: gradients tell later which are partial."""
         names = [name.removeprefix("block.") for name, _ in self._holder.named_parameters()]
-        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule not in SHAPING})
         unnamed = [name for name in names if known.rule_for(name) is Rule.REPLICATE]
-        local = {name: rule for name, rule in rules.items() if rule is Rule.LOCAL_SHAPES}
-        cut = {name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES}
+        local = {name: rule for name, rule in rules.items() if rule in SHAPING}
+        cut = {name: rule for name, rule in rules.items() if rule not in SHAPING}
         return {**cut, **dict.fromkeys(unnamed, Rule.SEQUENCE), **local}
 
     def _run_ranks(self, found: TPPlan, ranks: int) -> list[_Result]:

@@ -23,12 +23,12 @@ from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, is_projection, record_flow
 from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
 from dlo_plugins.tensor.tp_plan import region_of
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 
 _ROWS = 2
 #: Tokens of a row: enough for each to see others.
 _TOKENS = 16
-_PROJECTING = (Rule.REPLICATE, Rule.SEQUENCE, Rule.VOCAB, Rule.LOCAL_SHAPES)
+_PROJECTING = (Rule.REPLICATE, Rule.SEQUENCE, Rule.VOCAB, *SHAPING)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: 
     cut: list[str] = []
     whole: dict[str, str] = {}
     for candidate in candidates:
-        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule not in SHAPING})
         taken = [key for key in (candidate.row, *candidate.columns) if used.rule_for(key) not in _PROJECTING]
         if taken:
             continue
@@ -245,7 +245,7 @@ def _merged(found: InferredRules, own: InferredRules, patterns: Sequence[str]) -
         return {f"{at}.{key}" if key else at: value for at in patterns for key, value in values.items()}
 
     tensor = {**found.tensor, **named(own.tensor)}
-    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] in SHAPING))
     return InferredRules(
         tensor,
         {**found.head_widths, **named(own.head_widths)},

@@ -23,6 +23,7 @@ from dlo_plugins.tensor.inference.projection_flow import (
     is_projection,
 )
 from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.tp_planner import SHAPING
 
 #: Factor by which the output of a bottleneck, such as a squeeze-and-excitation's, is wider than its hidden features.
 _BOTTLENECK = 4
@@ -157,7 +158,7 @@ def _candidate(
         made = {name: options[0] for name, options in combination}
         for more in [extras, {}] if extras else [{}]:
             plain = {**more, **made, row: Rule.ROW}
-            rules += [plain, {**plain, around: Rule.LOCAL_SHAPES}]
+            rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
     return Candidate(row, tuple(entering), True, around, tuple(rules), width)
 
 
@@ -246,4 +247,4 @@ def rules_of(candidates: Iterator[Mapping[str, Rule]]) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     for rules in candidates:
         found |= rules
-    return dict(sorted(found.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+    return dict(sorted(found.items(), key=lambda item: item[1] in SHAPING))
