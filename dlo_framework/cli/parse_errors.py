@@ -16,6 +16,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
 from dlo_framework.cli.shipped_configs import list_shipped_configs
@@ -213,10 +215,24 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
             return _format_unknown(f"{key}.{name}", name, inner, list_parameters(inner) or [])
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
+    if name == "init_args":  # --model.init_args '{width: 32, lrr: 1}'
+        name = next((each for each in _find_given_options(key, found) if each not in accepted), name)
     message = _format_unknown(f"{key}.{name}", name, cls, accepted)
     if any(isinstance(_get_value(config, key), list) for config in found.configs.values()):
         message += f"; the command line sets the last of a list: set options of the others in the config, under {key}"
     return message
+
+
+def _find_given_options(key: str, found: ConfigScan) -> list[str]:
+    """Returns the names in a mapping that the command line gives as all options of a key."""
+    for number, word in enumerate(found.argv):
+        option, _, value = word.partition("=")
+        if option == f"--{key}.init_args":
+            text = value or "".join(found.argv[number + 1 : number + 2])
+            with contextlib.suppress(yaml.YAMLError):
+                options = yaml.safe_load(text)
+                return list(map(str, options)) if isinstance(options, dict) else []
+    return []
 
 
 def _find_class_path(key: str, found: ConfigScan) -> str:

@@ -83,9 +83,10 @@ def _snake_case(name: str) -> str:
 def _format_next_steps(kind: str, class_name: str, file: Path, test: Path) -> str:
     written, tested = _format_path(file), _format_path(test)
     snippet = format_yaml_snippet(kind, class_name, read_class_in_file(file, class_name).parameters)
+    install = "pip install pytest\n  " if find_spec("pytest") is None else ""
     return (
         f"wrote {written} and {tested}\n\n"
-        f"Run the test:\n\n  pytest {tested}\n\n"
+        f"Run the test:\n\n  {install}pytest {tested}\n\n"
         f"Switch it on in a config:\n\nplugins: [{written}]\n{snippet}"
     )
 

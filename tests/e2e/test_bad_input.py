@@ -168,7 +168,7 @@ def test_values_of_the_wrong_type(refused):
     message = refused("fit", "--config", "train.yaml", "--model.init_args.lrr", "1")
     assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'? it takes: model," in message
     message = refused("fit", "--config", "train.yaml", "--model.init_args.schedule", "cosin")
-    assert "must be 'cosine', 'linear', 'constant', got 'cosin'" in message
+    assert "must be one of 'cosine', 'linear', 'constant', got 'cosin'; did you mean 'cosine'?" in message
     message = refused("fit", "--config", "train.yaml", "--trainer.accumulate_grad_batches", "0")
     assert "accumulate_grad_batches must be at least 1, got 0" in message
     assert not Path("runs").exists(), "what is refused leaves nothing behind"

@@ -91,6 +91,11 @@ def test_an_option_by_another_tools_name(refused, words, meant):
     assert refused(*words).endswith(f"unknown option '{option}'; did you mean {meant}?")
 
 
+def test_an_unknown_name_among_all_options_of_a_class(refused):
+    message = refused("--model.init_args", "{model: vit_tiny_patch16_224, weight_deca: 0.1}")
+    assert "unknown key 'model.weight_deca' of ImageClassifier; did you mean 'weight_decay'? it takes: mod" in message
+
+
 def test_a_config_without_its_option(refused, capfd):
     message = refused("train.yaml")
     assert message.endswith("an option must begin with --, got 'train.yaml'; write --config train.yaml")

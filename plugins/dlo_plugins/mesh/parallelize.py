@@ -125,7 +125,7 @@ class MeshOptions:
         if not isinstance(module, Task):
             raise DloError(
                 f"a module with axes {self.spec} or appliers must have a parallel plan, got"
-                f" {type(module).__name__} without one; make it a dlo_framework.Task (docs: your own task), or use"
+                f" {type(module).__name__} without one; make it a dlo_framework.Task (docs/write/task.md), or use"
                 " dp_shard and dp_replicate alone"
             )
 
