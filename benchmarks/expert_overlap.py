@@ -59,7 +59,8 @@ class SlowLink:
     def __init__(self) -> None:
         self.rate: float | None = None
         self.waited = 0.0
-        self._exchange, self._free = dist.all_to_all_single, 0.0
+        self._exchange: Any = dist.all_to_all_single
+        self._free = 0.0
 
     def __call__(self, out: Tensor, rows: Tensor, *splits: Any, group: Any, async_op: bool = False) -> Any:
         """Exchanges rows over the link."""
@@ -109,7 +110,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, share: floa
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     model, exchanges = build(options)
-    alone = [dist.new_group([number]) for number in range(world_size)][rank]
+    alone: Any = [dist.new_group([number]) for number in range(world_size)][rank]
     pipeline = Pipeline(model, PLAN, alone, schedule="DualPipeV", split=[options.layers // 2] * 2)
     turns, link, clock = Turns(torch.device("cpu")), SlowLink(), RanksClock(torch.device("cpu"))
     for found in exchanges:

@@ -52,8 +52,8 @@ class Rule(enum.StrEnum):
     LAST_DIM_HEADS = "last_dim_heads"
     """A tensor whose last dim is one entry a head, such as a table of relative position biases."""
     PER_CHANNEL = "per_channel"
-    """A batch norm, or a convolution of each channel alone, between projections: parameters and running statistics are
-    split with the channels."""
+    """A batch norm, or a convolution of several groups, such as one for each channel, between projections: parameters
+    and running statistics are split with the channels."""
     VOCAB = "vocab"
     """Embedding rows, or the logits' columns, split over the vocabulary."""
     SEQUENCE = "sequence"

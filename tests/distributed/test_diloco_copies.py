@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from dlo_framework.checkpoint import load
+from dlo_framework.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.diloco import DiLoCo
@@ -42,12 +43,13 @@ class Stop(Callback):
 
 
 def run(folder: Path, strategy: str, world: int, name: str, *more: Any, **options: Any) -> list[float]:
-    """Trains, saves `last.ckpt` in a folder of the name and returns the losses."""
+    """Trains, saves `last.ckpt` in a folder of the name and returns the losses; with experts if the name has `ep`."""
     home = folder / name
     home.mkdir(exist_ok=True)
     seeded()
     logger = CSVLogger(home, name="", version="")
-    made = texts(folder, weight_decay=0.05, config={"tie_word_embeddings": True})
+    experts = {"experts": MixtureOptions(count=4, aux_loss=0.0, z_loss=0.01)} if "ep" in name.split() else {}
+    made = texts(folder, weight_decay=0.05, config={"tie_word_embeddings": True}, **experts)
     callbacks = [DiLoCo(PERIOD), AdaptiveGradientClipping(0.02), *more]
     found, _ = fit(home, made, strategy, world, callbacks, logger=logger, **OPTIONS | options)
     return found
@@ -60,9 +62,11 @@ def logged(folder: Path, name: str, key: str = "diloco/change") -> list[float]:
     return [float(line.split(",")[column]) for line in lines if line.split(",")[column]]
 
 
-def _by_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def _by_rank(rank: int, world: int, folder: Path, with_ep: bool) -> dict[str, Any]:
     silence_lightning()
-    found = {name: run(folder, name, world, name) for name in ("ddp", "copies")}
+    found = {
+        name: run(folder, name.split()[0], world, name) for name in ("ddp", "copies", "ddp with ep")[: 2 + with_ep]
+    }
     run(folder, "copies", world, "stopped", Stop(folder / "of_ranks.ckpt"))
     for name in ("zero1", "zero3", "fsdp", "tp", "deepspeed_1"):
         found[name] = refusal(lambda name=name: fit(folder, texts(folder), name, world, [DiLoCo()], check=False))
@@ -89,12 +93,15 @@ def _by_copy(rank: int, world: int, folder: Path, strategies: list[str]) -> dict
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     "strategies",
-    [["copies x shard"], pytest.param(["copies x sp", "copies x pp", "copies x cp"], marks=pytest.mark.slow)],
+    [
+        ["copies x shard"],
+        pytest.param(["copies x sp", "copies x pp", "copies x cp", "copies x ep"], marks=pytest.mark.slow),
+    ],
     ids=["shards", "other axes"],
 )
 def test_copies_of_two_ranks_train_as_ranks_of_ddp_do(tmp_path: Path, strategies: list[str]) -> None:
     prepare_texts(tmp_path)
-    by_rank = run_distributed(_by_rank, 2, tmp_path, timeout=400)
+    by_rank = run_distributed(_by_rank, 2, tmp_path, "copies x ep" in strategies, timeout=400)
     by_copy = run_distributed(_by_copy, 4, tmp_path, strategies, timeout=400)
     expected, moved = saved_state(tmp_path / "ddp" / "last.ckpt"), logged(tmp_path, "ddp")
     assert len(moved) == 3
@@ -102,6 +109,8 @@ def test_copies_of_two_ranks_train_as_ranks_of_ddp_do(tmp_path: Path, strategies
     assert any(value > 0 for value in logged(tmp_path, "ddp", "optim/agc_clipped"))
     for name in ("copies", *strategies):
         found = saved_state(tmp_path / name / "last.ckpt")
+        if name == "copies x ep":
+            expected, moved = saved_state(tmp_path / "ddp with ep" / "last.ckpt"), logged(tmp_path, "ddp with ep")
         assert max(apart(found, expected).values(), default=0.0) < 1e-12, name
         assert logged(tmp_path, name) == pytest.approx(moved, rel=1e-10), name
     for strategy in strategies:

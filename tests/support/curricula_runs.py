@@ -62,6 +62,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "copies x sp": lambda: MeshStrategy(dp_replicate=2, tp=2, sequence_parallel=True),
     "copies x pp": lambda: MeshStrategy(dp_replicate=2, pp=2, micro_batches=2),
     "copies x cp": lambda: MeshStrategy(dp_replicate=2, cp=2),
+    "copies x ep": lambda: MeshStrategy(dp_replicate=2, dp_shard=2, ep=2),
     "late copies": lambda: MeshStrategy(dp_replicate=2, pp=2, micro_batches=2, schedule="PipeDream2BW"),
     "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
     "deepspeed_2": lambda: DeepSpeedBridge(stage=2),

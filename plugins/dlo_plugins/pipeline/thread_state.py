@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import overrides
-from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch._C._dynamo import guards
 from torch.utils import _python_dispatch
 
 
@@ -77,17 +77,20 @@ _NOTES = (
 )
 
 
-def get_mode_notes() -> tuple[bool, ...]:
+def get_mode_notes() -> dict[str, bool]:
     """Returns torch's notes of the modes of operations that are entered.
 
-    They are of all threads (torch 2.11 to 2.15). Each mode restores on exit those of its entry, so that threads that
+    They are of all threads (torch 2.11 to 2.14). Each mode restores on exit those of its entry, so that threads that
     take turns inside modes, as those of selective recomputation, would leave them wrong.
     """
-    return tuple(getattr(_python_dispatch, note) for note in _NOTES)
+    return {note: getattr(_python_dispatch, note) for note in _NOTES if hasattr(_python_dispatch, note)}
 
 
-def set_mode_notes(notes: tuple[bool, ...]) -> None:
+def set_mode_notes(notes: dict[str, bool]) -> None:
     """Sets torch's notes of the modes of operations that are entered."""
-    for note, value in zip(_NOTES, notes, strict=True):
+    for note, value in notes.items():
         setattr(_python_dispatch, note, value)
-    set_is_in_mode_without_ignore_compile_internals(notes[-1])
+    # Compiled code asks a copy of the last one.
+    copy = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", None)
+    if copy is not None and _NOTES[-1] in notes:
+        copy(notes[_NOTES[-1]])

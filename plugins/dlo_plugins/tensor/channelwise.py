@@ -1,4 +1,4 @@
-"""Modules that compute with each channel of a feature map alone: batch norms, and convolutions with a group a channel.
+"""Modules that compute with each channel, or group of channels, alone: batch norms, and convolutions of several groups.
 
 Between a convolution whose output channels are divided and one whose input channels are, each rank computes them for
 its own channels. The mean and variance of a batch norm are those of a channel, so that no rank needs another's, and
@@ -13,14 +13,14 @@ from torch.nn.modules.conv import _ConvNd
 
 
 def is_channelwise(module: nn.Module) -> bool:
-    """Returns whether a module computes with each channel alone."""
+    """Returns whether a module computes with each channel, or group of channels, alone."""
     if isinstance(module, _BatchNorm):
         return True
-    return isinstance(module, _ConvNd) and not module.transposed and module.groups == module.in_channels > 1
+    return isinstance(module, _ConvNd) and not module.transposed and module.groups > 1
 
 
 def channel_count(module: nn.Module) -> int:
-    """Returns the number of channels that can be divided."""
+    """Returns the number of channels, or groups of them, that can be divided."""
     count = module.groups if isinstance(module, _ConvNd) else module.num_features
     assert isinstance(count, int)
     return count

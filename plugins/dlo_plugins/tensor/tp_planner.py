@@ -238,11 +238,11 @@ def _divide_norm(found: TPPlan, name: str, part: nn.Module) -> None:
 
 
 def _divide_channels(found: TPPlan, name: str, part: nn.Module) -> None:
-    """Divides the parameters and running statistics of a module that computes with each channel alone."""
+    """Divides the parameters and running statistics of a module that computes with groups of channels alone."""
     region = region_of(found, name)
     if region is None or not is_channelwise(part):
         raise DloError(
-            f"module '{name}' with the rule 'per_channel' must be a batch norm, or a convolution of each channel alone,"
+            f"module '{name}' with the rule 'per_channel' must be a batch norm, or a convolution of several groups,"
             f" between sharded projections, got {type(part).__name__}; remove it from the plan's tensor rules"
         )
     found.regions[region].channelwise.append(name)
@@ -250,7 +250,7 @@ def _divide_channels(found: TPPlan, name: str, part: nn.Module) -> None:
     for key, tensor in (*part._parameters.items(), *part._buffers.items()):
         if tensor is not None and tensor.ndim:
             found.divisions[f"{name}.{key}"] = Division(0, (tensor.shape[0],))
-    found.divisibilities.append(Divisibility(name, channels, "channels"))
+    found.divisibilities.append(Divisibility(name, channels, "channels, or groups of them"))
 
 
 def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:

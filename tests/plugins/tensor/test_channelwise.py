@@ -44,6 +44,19 @@ class Inverted(nn.Module):
         return x + self.norm3(self.narrow(self.gate(hidden)))
 
 
+class Grouped(nn.Module):
+    """ResNeXt's bottleneck."""
+
+    def __init__(self, width: int, hidden: int, gates: bool) -> None:
+        super().__init__()
+        self.wide, self.norm1 = nn.Conv2d(width, hidden, 1), nn.BatchNorm2d(hidden)
+        self.each, self.norm2 = nn.Conv2d(hidden, hidden, 3, padding=1, groups=4), nn.BatchNorm2d(hidden)
+        self.narrow = nn.Conv2d(hidden, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.norm2(self.each(self.norm1(self.wide(x)).relu())).relu())
+
+
 class Basic(nn.Module):
     def __init__(self, width: int, hidden: int, gates: bool) -> None:
         super().__init__()
@@ -95,7 +108,7 @@ INVERTED = {
 }
 GATED = {**INVERTED, "gate.reduce": "row", "gate.expand": "column"}
 BASIC = {"first": "column", "norm1": "per_channel", "second": "row"}
-KINDS = [(Inverted, False, INVERTED), (Inverted, True, GATED), (Basic, False, BASIC)]
+KINDS = [(Inverted, False, INVERTED), (Inverted, True, GATED), (Basic, False, BASIC), (Grouped, False, INVERTED)]
 
 
 @pytest.mark.parametrize(("kind", "gates", "expected"), KINDS)
@@ -167,8 +180,8 @@ def test_which_modules_compute_with_each_channel_alone() -> None:
     assert is_channelwise(nn.BatchNorm2d(8, affine=False))
     assert is_channelwise(nn.Conv2d(8, 16, 3, groups=8))
     assert channel_count(nn.Conv2d(8, 16, 3, groups=8)) == 8
+    assert channel_count(nn.Conv2d(8, 16, 3, groups=4)) == 4
     for other in (
-        nn.Conv2d(8, 8, 3, groups=4),
         nn.Conv2d(8, 8, 1),
         nn.GroupNorm(2, 8),
         nn.ConvTranspose2d(8, 8, 1, groups=8),

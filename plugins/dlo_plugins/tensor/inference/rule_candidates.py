@@ -74,9 +74,10 @@ def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list
         names = tuple(name.removeprefix(f"{prefix}.") for name in columns)
         splits = {name: flow.splits.get(f"{prefix}.{name}", []) for name in names}
         from_input = [name for name in names if INPUT in flow.feeds.get(f"{prefix}.{name}", ())]
-        more = {**_between(prefix, columns, flow), **_gates(prefix, columns, flow)}
         one = _candidate(block, row, names, PRODUCT in labels, splits, from_input)
         around = f"{prefix}.{one.around}" if one.around else prefix
+        cut = [f"{prefix}.{name}" for name in one.columns]
+        more = {**_between(prefix, cut, flow), **({} if one.is_attention else _gates(prefix, cut, flow))}
         variants = tuple({**more, **variant} for variant in one.variants)
         operands = _operands(block, one, flow.operands.get(around, {}), flow.calls.get(prefix))
         found.append(replace(one, variants=variants, operands=operands))
