@@ -241,7 +241,7 @@ def break_layout(root: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no train", r"no such folder: .*/train; expected"),
+        ("no train", r"root must have train/<class>/.*, got .* without train/; rename .*/training to train,"),
         ("no classes", "train has no class folders"),
         ("empty class", r"got the empty folder .*/train/zebra"),
         ("foreign class", "only the classes of train/, got flowers"),

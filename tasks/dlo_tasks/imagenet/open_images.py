@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, nearest
 from dlo_tasks.imagenet.folder_sources import FolderSource, ImageSource, ShardSource, class_folders
 from dlo_tasks.imagenet.image_streams import ImageStorage, find_streams, open_stream
 from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards
@@ -59,7 +59,10 @@ def _guess_root(root: Path) -> str:
             shown = other if other.is_relative_to(root) else root.parent
             return f"set data.init_args.root to {shown}"
     folders = class_folders(root)
-    if folders:
+    near = nearest("train", folders)
+    if near is not None:
+        return f"rename {root / near} to train, or set data.init_args.root"
+    if folders and "val" not in folders:
         return (
             f"its folders {_some(folders)} look like classes: move them to {root / 'train'}, and a part of each one's"
             f" images to {root / 'val'}/<class>"
