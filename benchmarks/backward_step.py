@@ -1,4 +1,4 @@
-"""Peak of the gradients with OptimizerInBackward against the ordinary step: one process, ddp, FSDP, ZeRO 3.
+"""Peak of the gradients with OptimizerInBackward against the ordinary step: one process, ddp, FSDP, ZeRO 2 and 3.
 
 The ordinary step holds the gradients of all of a rank's parameters at the end of backward: psi elements, or psi / N
 where they are sharded. With OptimizerInBackward a rank holds one parameter, bucket or unit at a time.
@@ -36,6 +36,7 @@ from dlo_plugins.strategies.zero import ZeroStrategy
 STRATEGIES: dict[str, Any] = {
     "one process": lambda: "auto",
     "ddp": DataParallelStrategy,
+    "zero2": lambda: ZeroStrategy(2, bucket_mb=4),
     "zero3": lambda: ZeroStrategy(3),
     "fsdp": FSDPStrategy,
 }

@@ -6,11 +6,11 @@ Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check 
 rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
 backward of the cut model in double precision, and the largest difference from the full one is kept: of outputs and
 gradients, relative to the largest entry. Code that computes norms or softmax in single precision inside is off by 1e-7
-or so there. Where `cp` passes, two processes with gloo compare the same for a sequence that they share, with packed
-documents where the model keeps them apart. `packing` is whether a batch may hold several documents in a row: by the
-model's own masks (`ok`), or by changes to its modules that dlo infers (`inferred`). `resizing` is whether a model of
-images computes, and trains every parameter, at the next size that its multiple allows, with the same parameters and the
-same outputs at its own size.
+or so there. `attention` is whether two ranks of `tp` divide the heads of an attention, or why not. Where `cp` passes,
+two processes with gloo compare the same for a sequence that they share, with packed documents where the model keeps
+them apart. `packing` is whether a batch may hold several documents in a row: by the model's own masks (`ok`), or by
+changes to its modules that dlo infers (`inferred`). `resizing` is whether a model of images computes, and trains every
+parameter, at the next size that its multiple allows, with the same parameters and the same outputs at its own size.
 
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
@@ -58,7 +58,7 @@ AXES: dict[str, dict[str, int]] = {
     "pp": {"pp": 2, "dp_shard": 1, "micro_batches": 2},
     "cp": {"cp": 2, "dp_shard": 1},
 }
-KINDS = [*AXES, "packing", "resizing"]
+KINDS = [*AXES, "attention", "packing", "resizing"]
 #: What is asked of one kind of models alone.
 ONLY = {"packing": "text", "resizing": "image"}
 OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
@@ -155,6 +155,16 @@ def difference(found: Any, expected: Tensor, least: float) -> float:
     return float((found - expected).abs().max()) / scale
 
 
+def divided_attention(name: str) -> str:
+    """Returns why two ranks divide no attention's heads, "ok" or "inferred" if they do."""
+    task: Any = make(name).on_meta()
+    plan, applier = task.parallel_plan(), TensorParallel()
+    found = make_tp_plan(task.model, applier.complete_plan(task, plan, 2, Shapes()), 2)
+    if any(region.heads for region in found.regions.values()):
+        return "ok" if has_rules(plan) else "inferred"
+    return "; ".join(line.strip() for line in applier.describe_inferred(task.model)[1:]) or "no attention"
+
+
 def resized(name: str) -> str:
     """Returns why a model of images cannot change their size in training, "ok" if it can."""
     torch.manual_seed(0)
@@ -195,6 +205,9 @@ def measure(name: str, axes: list[str]) -> dict[str, Any]:
                 traits = task._traits
                 way = "inferred" if traits.isolation is not None else "ok"
                 found[axis] = way if traits.isolates_documents else "documents are not kept apart: rows are padded"
+                continue
+            if axis == "attention":
+                found[axis] = divided_attention(name)
                 continue
             if axis == "resizing":
                 found[axis] = resized(name)

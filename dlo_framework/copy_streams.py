@@ -33,6 +33,11 @@ class CopyHandle:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the copy is complete, as the host sees it now."""
+        return self._event is None or bool(self._event.query())
+
     def stream_context(self) -> AbstractContextManager[Any]:
         """Returns a context whose kernels run after the copy, concurrently with the current stream."""
         found: AbstractContextManager[Any] = contextlib.nullcontext()

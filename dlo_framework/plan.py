@@ -37,7 +37,10 @@ class Rule(enum.StrEnum):
     QKV_BY_HEAD = "qkv_by_head"
     """Fused projection, output `[heads, 3, head_dim]`: a rank's heads are contiguous."""
     QKV_GROUPED = "qkv_grouped"
-    """Fused projection, output `[heads + 2 * kv_heads, head_dim]`: whole heads of each of the three."""
+    """Fused projection, output `[heads + 2 * kv_heads, head_dim]`: whole heads of each of the three. One key/value head
+    of all queries is computed by all ranks together."""
+    QKV_BY_GROUP = "qkv_by_group"
+    """Fused projection, output `[kv_heads, heads / kv_heads + 2, head_dim]`: a rank's groups are contiguous."""
     GATE_UP = "gate_up"
     """Fused projection of a gated MLP, output `[2, features]`: columns of both halves."""
     HEADS = "heads"
@@ -48,12 +51,17 @@ class Rule(enum.StrEnum):
     """An RMS norm over all features that column projections give: weight split, mean square over all ranks."""
     LAST_DIM_HEADS = "last_dim_heads"
     """A tensor whose last dim is one entry a head, such as a table of relative position biases."""
+    PER_CHANNEL = "per_channel"
+    """A batch norm, or a convolution of each channel alone, between projections: parameters and running statistics are
+    split with the channels."""
     VOCAB = "vocab"
     """Embedding rows, or the logits' columns, split over the vocabulary."""
     SEQUENCE = "sequence"
     """Works on activations split along the sequence; its own parameters are whole on each rank."""
     LOCAL_SHAPES = "local_shapes"
     """An attention whose code reshapes to full numbers of heads or features: each rank reshapes to its share."""
+    LOCAL_COUNTS = "local_counts"
+    """`local_shapes` for code that also reads numbers of heads from attributes: they are set to the rank's."""
     REPLICATE = "replicate"
     """Whole on each rank. What no pattern matches is replicated."""
 
@@ -75,6 +83,9 @@ class ParallelPlan:
             match without experts are the dense layers between. See :func:`dlo_framework.experts.find_mixtures`.
         head_widths: Mapping of patterns of attention modules to the number of features of a head, for modules without
             an attribute `head_dim` or `num_heads`.
+        head_operands: Mapping of patterns of attention modules to arguments of their forward that have an entry for
+            each head, made outside of the module, such as a bias; each name with its dim of `heads`, or of
+            `samples * heads`. An attention whose heads are divided gets its own heads' entries.
 
     Raises:
         DloError: for an unknown rule, or a tied group of fewer than two names.
@@ -88,6 +99,7 @@ class ParallelPlan:
     tied: tuple[tuple[str, ...], ...] = ()
     experts: tuple[str, ...] = ()
     head_widths: Mapping[str, int] = field(default_factory=dict, hash=False)
+    head_operands: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("blocks", "stem", "head", "attention", "experts"):
@@ -147,6 +159,11 @@ class ParallelPlan:
     def head_width_for(self, name: str) -> int | None:
         """Returns the width of an attention module's heads, if `head_widths` names it."""
         return next((width for pattern, width in self.head_widths.items() if _any_match((pattern,), name)), None)
+
+    def head_operands_for(self, name: str) -> Mapping[str, int]:
+        """Returns the arguments of an attention module that have an entry for each head, with their dims."""
+        found = (given for pattern, given in self.head_operands.items() if _any_match((pattern,), name))
+        return next(found, {})
 
     def owners(self, name: str) -> list[str]:
         """Returns which of `"stem"`, `"blocks"` and `"head"` own a parameter; exactly one in a valid plan."""

@@ -50,6 +50,26 @@ def silence_warnings() -> None:
         logging.getLogger(name).addFilter(_is_relevant)
 
 
+def shorten_warnings() -> None:
+    """Makes Python print a warning of dlo's own, or of a pack `dlo_...`, as one line, without the code that raised it.
+
+    Lightning (2.6) sets the same hook for its own warnings when it is imported, so this must be called afterwards.
+    """
+    before = warnings.formatwarning
+    if getattr(before, "is_dlos", False):
+        return
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not any(part.startswith("dlo_") for part in Path(filename).parts[:-1]):
+            return before(message, category, filename, lineno, line)
+        return f"warning: {message}\n"
+
+    format_warning.is_dlos = True  # type: ignore[attr-defined]
+    warnings.formatwarning = format_warning
+
+
 def _is_relevant(record: logging.LogRecord) -> bool:
     """Returns False for tips, for accelerators that were not asked for, and for what torchao's import deprecates.
 

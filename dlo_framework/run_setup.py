@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -117,8 +119,9 @@ def check_data(model: Any, datamodule: Any, command: str) -> None:
     loader = {"fit": "train", "validate": "val"}.get(command, command) + "_dataloader"
     if datamodule is None and not is_overridden(loader, model, LightningModule):
         raise DloError(
-            f"data must be set for {command}, got none: {type(model).__name__} has no {loader} of its own; add data:"
-            " {class_path: ...} to the config, or --data ClassName (`dlo plugins` lists them)"
+            f"data must be set for {command}, got none: {type(model).__name__} has no {loader} of its own; add"
+            " data: {class_path: ...} to the config, or --data ClassName (`dlo plugins` lists them); from Python, pass"
+            " a datamodule or loaders"
         )
 
 
@@ -196,6 +199,71 @@ def check_ranks(strategy: Strategy, options: Any) -> None:
             f"trainer.devices x trainer.num_nodes must be 1 under {type(strategy).__name__}, got"
             f" {options.get('devices')} x {nodes}; set both to 1, or use a strategy of several ranks, such as ddp"
         )
+
+
+#: Options by the names that other tools, and older versions of Lightning, have for them.
+OTHER_NAMES = {
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs", "train_epochs"), "trainer.max_epochs"),
+    **dict.fromkeys(("steps", "num_steps", "max_train_steps", "train_steps"), "trainer.max_steps"),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "gpu", "world_size"), "trainer.devices"),
+    **dict.fromkeys(("nproc", "nproc_per_node", "num_processes", "tpu_cores", "num_devices"), "trainer.devices"),
+    **dict.fromkeys(("nodes", "nnodes", "num_machines"), "trainer.num_nodes"),
+    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "amp"), "trainer.precision"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "trainer.accumulate_grad_batches"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad_norm", "clip_grad"), "trainer.gradient_clip_val"),
+    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint"), "ckpt_path last"),
+    **dict.fromkeys(("ckpt", "checkpoint", "checkpoint_path", "weights"), "ckpt_path"),
+    **dict.fromkeys(("seed", "random_seed"), "seed_everything"),
+    **dict.fromkeys(("output_dir", "out_dir", "output", "default_root_dir", "log_dir"), "run.dir"),
+    **dict.fromkeys(("learning_rate", "lr"), "model.lr"),
+}
+
+#: Lightning's names of precisions that other tools call otherwise.
+_PRECISIONS = {
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "half": "16-mixed",
+    "amp": "16-mixed",
+    "bfloat16": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "fp32": "32-true",
+    "float32": "32-true",
+    "float": "32-true",
+    "fp64": "64-true",
+    "float64": "64-true",
+    "double": "64-true",
+}
+
+
+def explain_precision(given: str) -> str:
+    """Returns the message for a precision that Lightning does not have."""
+    names = ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "transformer-engine"]
+    known = _PRECISIONS.get(given.lower())
+    hint = f"; did you mean '{known}'?" if known else did_you_mean(given, names)
+    return f"trainer.precision must be one of {', '.join(names)}, got '{given}'{hint}"
+
+
+def explain_trainer_error(error: Exception, options: Any) -> DloError:
+    """Returns the message for arguments that Lightning's Trainer (2.6) refuses.
+
+    Args:
+        error: Lightning's error.
+        options: Arguments of the Trainer.
+    """
+    text = " ".join(str(error).split())
+    if re.search(r"No supported gpu|invalid accelerator name|can not run on your system", text):
+        names = [name for name in AcceleratorRegistry.available_accelerators() if name != "auto"]
+        present = ["auto", *(name for name in names if AcceleratorRegistry[name]["accelerator"].is_available())]
+        given = str(options.get("accelerator"))
+        fix = f"set {present[-1]}, or install a torch that sees the device (`dlo doctor`)"
+        hint = did_you_mean(given, present) if given not in (*names, "gpu") else ""
+        rule = f"trainer.accelerator must be one that this machine has ({', '.join(present)})"
+        return DloError(f"{rule}, got {given}{hint or f'; {fix}'}")
+    if re.search(r"devices='?-?\d*'?\)` value is not a valid input", text):
+        return DloError(f"trainer.devices must be at least 1, or auto, got {options.get('devices')}; set 1 or auto")
+    if re.match(r"Precision '[^']*' is invalid", text):
+        return DloError(explain_precision(str(options.get("precision"))))
+    return DloError(f"trainer: {text}")
 
 
 def check_strategy(strategy: Any) -> None:

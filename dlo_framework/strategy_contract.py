@@ -82,6 +82,23 @@ class StrategyContract:
         """Time limit of a collective; None for torch's default."""
         return getattr(_strategy_of(self), "_timeout", None)  # Lightning's name for it (2.6).
 
+    @property
+    def copies(self) -> int | None:
+        """Number of copies of parameters and optimizer state; None where nothing can keep their gradients apart."""
+        return None
+
+    def separate_copies(self) -> None:
+        """Makes each copy train by itself: gradients are averaged over a copy's ranks. Called before setup."""
+        raise NotImplementedError(f"{type(_strategy_of(self)).__name__} has no copies that it can separate")
+
+    def norm_of_copy(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once.
+
+        Args:
+            values: Tensors in the shape of this rank's shards of parameters, by parameter name; called on all ranks.
+        """
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values.values()))))
+
     def data_share(self) -> tuple[int, int]:
         """Returns this rank's share of the samples: its number, and the number of shares.
 
@@ -312,7 +329,15 @@ class StrategyContract:
     #: Whether gradients are stepped and dropped during backward, see :meth:`watch_gradients`.
     drops_gradients = False
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+    @property
+    def gradients_wait(self) -> str:
+        """Reason, by the options, why gradients are complete at the end of backward only, and a fix; empty if not.
+
+        In an error "where" is before it. It is known before ranks start.
+        """
+        return "nothing says when a parameter's gradient is complete; use ddp, zero1 to zero3, or fsdp"
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in each backward with tensors that the optimizer steps, when their gradients are complete.
 
         Args:
@@ -320,9 +345,9 @@ class StrategyContract:
                 None ends the calls.
 
         Returns:
-            Whether the strategy does; False where gradients are complete at the end of backward only.
+            Reason why the strategy does not, as :attr:`gradients_wait`, or by the optimizer; empty where it does.
         """
-        return False
+        return "" if ready is None else self.gradients_wait
 
     def full_sequences(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model takes full sequences, also where ranks share those of the steps."""

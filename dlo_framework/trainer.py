@@ -29,12 +29,14 @@ from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
 from dlo_framework.process_setup import disable_nvml_check, silence_warnings
 from dlo_framework.registry import Registry
 from dlo_framework.run_setup import (
+    OTHER_NAMES,
     check_accumulation,
     check_data,
     check_parts,
     check_ranks,
     check_run,
     check_strategy,
+    explain_trainer_error,
     find_start_checkpoint,
     lock_run_folder,
     resumed_run,
@@ -94,7 +96,9 @@ class Trainer(LightningTrainer):
         for name in options:
             if name not in _DEFAULTS or name == "self":
                 known = [*_DEFAULTS, "run_name", "run_dir", "async_checkpoints", "checkpoint_format", "stop_grace"]
-                raise DloError(f"unknown argument '{name}' of Trainer{did_you_mean(name, known)}")
+                meant = OTHER_NAMES.get(name, "").removeprefix("trainer.")
+                hint = f"; did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
+                raise DloError(f"unknown argument '{name}' of Trainer{hint}")
         self.run_folder: Path | None = None
         self._lock: run_lock.RunLock | None = None
         self._run_options: dict[str, Any] = {"name": run_name or script_name()}
@@ -108,6 +112,8 @@ class Trainer(LightningTrainer):
         self._runs()
         given = self._options["callbacks"] or []
         self._given = list(given) if isinstance(given, list) else [given]
+        for callback in self._given:
+            _check_object(callback, "callbacks", Callback)
         check_checkpoint_folders(self._given)
         try:
             super().__init__(**self._lightning_options())
@@ -117,7 +123,7 @@ class Trainer(LightningTrainer):
         except (MisconfigurationException, ValueError, TypeError) as error:
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
-            raise DloError(f"trainer: {error}") from error
+            raise explain_trainer_error(error, self._options) from error
         own = [callback for callback in self._callbacks() if callback not in self._given]
         self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
 
@@ -146,6 +152,7 @@ class Trainer(LightningTrainer):
         Raises:
             DloError: If a check refuses the run.
         """
+        _check_object(model, "model", LightningModule)
         data = datamodule if datamodule is not None else _as_datamodule(train_dataloaders)
         if train_dataloaders is None:
             check_data(model, data, "fit")
@@ -352,3 +359,16 @@ def _find_strategy(strategy: Any) -> Any:
 
 def _as_datamodule(loaders: Any) -> LightningDataModule | None:
     return loaders if isinstance(loaders, LightningDataModule) else None
+
+
+def _check_object(given: Any, name: str, base: type) -> None:
+    """Checks that an argument is an object, and not its class or its name, which Lightning (2.6) fails on later.
+
+    Raises:
+        DloError: If it is one of them.
+    """
+    rule = f"{name} must be {base.__name__} objects" if name == "callbacks" else f"{name} must be a {base.__name__}"
+    if isinstance(given, type):
+        raise DloError(f"{rule}, got the class {given.__name__}; write {given.__name__}(...)")
+    if isinstance(given, str):
+        raise DloError(f"{rule}, got the text '{given}'; write dlo_framework.{given}(...)")

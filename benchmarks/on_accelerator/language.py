@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
 from dlo_tasks.llm import batch_counts
-from on_accelerator.subjects import BATCHES, Size, Subject, draw_weights_on, pinned
+from on_accelerator.subjects import BATCHES, Size, Subject, blocks_of, draw_weights_on, pinned
 from on_accelerator.throughput import BASE, rates_table
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 
@@ -244,11 +244,6 @@ def language_table(part: str, name: str, size: Size, device: torch.device, round
     if model.others:
         table.notes.append(f"Others report {model.others}.")
     return table
-
-
-def blocks_of(net: nn.Module) -> list[nn.Module]:
-    """Returns a model's blocks, whatever has been put around it."""
-    return list(max((m for m in net.modules() if isinstance(m, nn.ModuleList)), key=len))
 
 
 #: Tokens, width and vocabulary of the loss on Liger Kernel's page, and of a CPU's.

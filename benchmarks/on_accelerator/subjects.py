@@ -177,6 +177,11 @@ def llama(size: Size, fused: bool, *, divided: bool = False) -> Subject:
     )
 
 
+def blocks_of(net: nn.Module) -> list[nn.Module]:
+    """Returns a model's blocks, whatever has been put around it."""
+    return list(max((m for m in net.modules() if isinstance(m, nn.ModuleList)), key=len))
+
+
 def build_network(device: torch.device, make: Callable[[], nn.Module]) -> nn.Module:
     """Returns a network whose random weights were drawn on a device, in CPU memory: a CPU draws one after another."""
     with device:

@@ -11,10 +11,11 @@ from measuring.record import Table
 from measuring.rounds import Clock, all_ratios, clock_of, take_turns
 
 from dlo_plugins.callbacks.compile import Compile
-from on_accelerator.subjects import BATCHES, Size, Subject, build_network, draw_weights_on, pinned
+from on_accelerator.subjects import BATCHES, Size, Subject, blocks_of, build_network, draw_weights_on, pinned
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
 
 BASE = "loop"
+BY_BLOCK = "loop, compiled by block"
 
 
 def throughput(subject: Subject, size: Size, device: torch.device, rounds: int, backend: str) -> Table:
@@ -64,6 +65,10 @@ def contestants(subject: Subject, work: Work, backend: str) -> dict[str, Callabl
     """Returns who takes part. Networks stay from round to round, with the code that was compiled for them."""
     nets = {name: build_network(work.device, subject.net) for name in (BASE, "loop again", "loop, compiled")}
     nets["loop, compiled"].compile(backend=backend)
+    if subject.scope == "blocks":  # What dlo compiles: each call of a block costs the host its guards.
+        nets[BY_BLOCK] = build_network(work.device, subject.net)
+        for block in blocks_of(nets[BY_BLOCK]):
+            block.compile(backend=backend)
     tasks = {name: draw_weights_on(work.device, subject.task()) for name in ("dlo fit", "dlo fit, compiled")}
 
     def compiled() -> Trained:

@@ -59,7 +59,8 @@ def check(path: str | Path) -> None:
     path = checkpoint_path(path)
     found = locate(path)
     if found is None:
-        raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
+        hint = did_you_mean(str(path), ["last", "best"])
+        raise DloError(f"no checkpoint {path}{hint or ';'} choose an existing path, or 'last' or 'best'")
     if store_of(found).status(found / STATE) is not None:
         _verify_or_offer(path, "size", None)
         refuse_unsafe(found / STATE)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from dlo_framework.checkpoint.loading import load
 from dlo_framework.checkpoint.state_tree import plain_data
 from dlo_framework.checkpoint.store import is_folder_checkpoint, locate
+from dlo_framework.errors import DloError
 
 M = TypeVar("M", LightningModule, LightningDataModule)
 
@@ -39,8 +40,10 @@ def load_from_checkpoint(
         kwargs: Arguments of the class, which override the checkpoint's hyperparameters.
 
     Raises:
-        DloError: if the checkpoint is damaged.
+        DloError: If the checkpoint does not exist, or is damaged.
     """
+    if isinstance(path, str | Path) and "://" not in str(path) and locate(path) is None:
+        raise DloError(f"no checkpoint {path}; choose an existing path, such as a run's checkpoints/last.ckpt")
     source: Any = single_file(path) if is_canonical(path) else path
     return kind.load_from_checkpoint(
         source, map_location=map_location, hparams_file=hparams_file, strict=strict, **kwargs

@@ -46,6 +46,19 @@ CORE_COMMANDS = {
 }
 
 
+#: Commands by the words that other tools have for them.
+_OTHER_WORDS = {
+    **dict.fromkeys(("train", "run", "launch", "resume", "finetune", "sft"), "fit"),
+    **dict.fromkeys(("eval", "evaluate", "val"), "validate"),
+    **dict.fromkeys(("infer", "inference", "generate"), "predict"),
+    **dict.fromkeys(("env", "check", "collect-env"), "doctor"),
+    **dict.fromkeys(("find-lr", "lr_find", "lrfind", "tune"), "lr-find"),
+    **dict.fromkeys(("search", "hpo"), "sweep"),
+    **dict.fromkeys(("export", "convert", "merge"), "checkpoint"),
+    **dict.fromkeys(("list", "ls"), "configs"),
+}
+
+
 def installed_commands() -> dict[str, list[metadata.EntryPoint]]:
     """Returns the commands of installed distributions by name; two of one name are a conflict."""
     found: dict[str, list[metadata.EntryPoint]] = {}
@@ -66,7 +79,9 @@ def load_command(name: str) -> Callable[[list[str]], int | None]:
     installed = installed_commands()
     if name not in installed:
         known = list(dict.fromkeys([*RUN_COMMANDS, *CORE_COMMANDS, *installed]))
-        raise DloError(f"unknown command '{name}'{did_you_mean(name, known) or ';'} available: {', '.join(known)}")
+        other = _OTHER_WORDS.get(name)
+        hint = f"; did you mean '{other}'?" if other in known else did_you_mean(name, known) or ";"
+        raise DloError(f"unknown command '{name}'{hint} available: {', '.join(known)}")
     if len(installed[name]) > 1:
         raise DloError(_format_conflict(name, map(format_origin, installed[name])))
     return load_function(installed[name][0], "command")

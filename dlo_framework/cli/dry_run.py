@@ -8,16 +8,19 @@ group ``dlo_framework.memory``: ``predict(config, model, datamodule, ranks, devi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy
+from torch.utils.data import DataLoader, DistributedSampler
 
 from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.cli.object_cli import ObjectCLI
+from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
 from dlo_framework.run_setup import check_data, check_parts, check_run
@@ -69,10 +72,16 @@ class DryRun(ObjectCLI):
         trained, frozen = count_parameters(self.model)
         yield "model", f"{type(self.model).__name__}, {trained:,} trained parameters, {frozen:,} frozen"
         yield from self._describe_memory(trained, frozen, ranks, axes)
-        yield "data", describe_data(self.datamodule)
-        batches = count_batches(trainer, self.datamodule) if self.command == "fit" else None
+        trainer.strategy.connect(self.model)  # Data may read the tokenizer or the sizes of `trainer.lightning_module`.
+        yield "data", describe_data(self.datamodule, count_data_ranks(ranks, axes))
+        divides = self.config[self.command].trainer.use_distributed_sampler
+        shares = count_data_ranks(ranks, axes) if divides else 1
+        batches = count_batches(trainer, self.datamodule, shares) if self.command == "fit" else None
         steps = count_steps(trainer, batches) if self.command == "fit" else None
-        if self.command == "fit":
+        if steps is not None and not self.model.automatic_optimization:
+            yield "steps", f"those of {type(self.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
+            steps = None
+        elif self.command == "fit":
             yield "steps", f"{steps:,}" if steps is not None else "unknown: neither max_steps nor the data's length is"
         seconds = last_step_seconds(self._runs())
         if steps is not None and seconds is not None:
@@ -138,16 +147,35 @@ def count_parameters(model: Any) -> tuple[int, int]:
     return sum(size for size, trained in sizes if trained), sum(size for size, trained in sizes if not trained)
 
 
-def describe_data(datamodule: LightningDataModule | None) -> str:
-    """Returns the data's class and global batch."""
+def count_data_ranks(ranks: int, axes: dict[str, int]) -> int:
+    """Returns the number of ranks that have different samples: those of a mesh that split the model share theirs."""
+    return ranks // math.prod(axes.get(axis, 1) for axis in ("pp", "tp", "cp"))
+
+
+def describe_data(datamodule: LightningDataModule | None, shares: int) -> str:
+    """Returns the data's class and batch: the global one, or for plain loaders, which Lightning divides, a rank's."""
     if datamodule is None:
         return "loaders of the module"
-    batch = getattr(datamodule, "batch_size", None)
-    return type(datamodule).__name__ + (f", {batch} samples a batch over all ranks" if batch else "")
+    name, batch = type(datamodule).__name__, getattr(datamodule, "batch_size", None)
+    if not batch:
+        return name
+    if isinstance(datamodule, ResumableDataModule):
+        return f"{name}, {batch} samples a batch over all ranks"
+    each = f", a rank: {batch * shares:,} over all {shares}" if shares > 1 and isinstance(batch, int) else ""
+    return f"{name}, {batch} samples a batch{each}"
 
 
-def count_batches(trainer: Any, datamodule: LightningDataModule | None) -> int | None:
-    """Returns the number of training batches of an epoch, for which data are prepared as in a run; None if unknown."""
+def count_batches(trainer: Any, datamodule: LightningDataModule | None, shares: int) -> int | None:
+    """Returns a rank's number of training batches of an epoch, for which data are prepared as in a run.
+
+    Args:
+        trainer: Trainer of the run.
+        datamodule: Data of the run.
+        shares: Number of ranks that have different samples, among which Lightning divides a plain loader's.
+
+    Returns:
+        The number, or None if it is unknown.
+    """
     if datamodule is None or (trainer.max_steps > 0 and trainer.max_epochs is None):
         return None
     datamodule.trainer = trainer
@@ -156,8 +184,17 @@ def count_batches(trainer: Any, datamodule: LightningDataModule | None) -> int |
     loader = datamodule.train_dataloader()
     if not hasattr(loader, "__len__"):
         return None
-    total, limit = len(loader), trainer.limit_train_batches
+    total, limit = _count_own(loader, shares), trainer.limit_train_batches
     return min(total, limit) if isinstance(limit, int) else int(total * limit)
+
+
+def _count_own(loader: Any, shares: int) -> int:
+    """Returns a rank's number of batches; a plain loader gets a DistributedSampler, as long on each rank."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler) or shares == 1:
+        return len(loader)
+    samples = -(-len(loader.sampler) // shares)  # type: ignore[arg-type]
+    batch = loader.batch_size or 1
+    return samples // batch if loader.drop_last else -(-samples // batch)
 
 
 def count_steps(trainer: Any, batches: int | None) -> int | None:

@@ -31,6 +31,7 @@ from dlo_framework.run_setup import (
     check_ranks,
     check_run,
     check_strategy,
+    explain_trainer_error,
     find_start_checkpoint,
     lock_run_folder,
     resumed_run,
@@ -340,7 +341,7 @@ class DloCLI(LightningCLI):
                 self.run_folder.rmdir()
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
-            raise DloError(f"trainer: {error}") from error
+            raise explain_trainer_error(error, self._get(self.config_init, "trainer")) from error
 
     def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the trainer's arguments, with values from its strategy where the config leaves the defaults.

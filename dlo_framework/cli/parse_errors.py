@@ -18,9 +18,11 @@ from typing import Any
 
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
+from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
+from dlo_framework.run_setup import OTHER_NAMES, explain_precision
 
 #: Kind of class that a key takes: that of a plug-in, or a logger.
 KINDS = {
@@ -50,7 +52,7 @@ def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry
         if fault:
             return DloError(fault)
     if keys == "trainer.precision":
-        return DloError(_explain_precision(given))
+        return DloError(explain_precision(given))
     required = re.search(r"the following arguments are required: (\w+)", str(error))
     if required and keys in KINDS:
         return DloError(_explain_required(keys, required.group(1), given))
@@ -288,31 +290,6 @@ def list_parameters(cls: type) -> list[str] | None:
     return names or None
 
 
-#: Lightning's names of precisions that other tools call otherwise.
-_PRECISIONS = {
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "half": "16-mixed",
-    "amp": "16-mixed",
-    "bfloat16": "bf16-mixed",
-    "bf16": "bf16-mixed",
-    "fp32": "32-true",
-    "float32": "32-true",
-    "float": "32-true",
-    "fp64": "64-true",
-    "float64": "64-true",
-    "double": "64-true",
-}
-
-
-def _explain_precision(given: str) -> str:
-    """Returns the message for a precision that Lightning does not have."""
-    names = ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true", "transformer-engine"]
-    known = _PRECISIONS.get(given.lower())
-    hint = f"; did you mean '{known}'?" if known else did_you_mean(given, names)
-    return f"trainer.precision must be one of {', '.join(names)}, got '{given}'{hint}"
-
-
 def _explain_required(key: str, name: str, given: str) -> str:
     """Returns the message for a class under ``key`` without an argument that it requires."""
     classes = re.findall(rf"class_path='([^']+)', init_args=Namespace\((?:(?!class_path).)*?\b{name}=None", given)
@@ -323,8 +300,19 @@ def _explain_required(key: str, name: str, given: str) -> str:
     )
 
 
+def _find_meant(name: str, keys: list[str]) -> list[str]:
+    """Returns the keys that end in the last part of a name, or that other tools call so."""
+    last = name.rpartition(".")[2]
+    meant = OTHER_NAMES.get(last.replace("-", "_"), "")
+    same = [key for key in keys if key.rpartition(".")[2] == last and key != name]
+    return list(dict.fromkeys([*([meant] if meant.split(" ")[0] in keys else []), *same]))
+
+
 def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, registry: Registry) -> str:
     """Returns the message for an option that does not exist, with the key of the config's classes that is meant."""
+    if not option.startswith("-"):
+        is_config = option.endswith((".yaml", ".yml")) or option in list_shipped_configs()
+        return f"an option must begin with --, got '{option}'" + (f"; write --config {option}" if is_config else "")
     name = option.lstrip("-")
     keys = list(known)
     for part in ("model", "data"):
@@ -332,9 +320,9 @@ def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, re
         with contextlib.suppress(DloError):  # The message is on the option.
             cls = _find_class(given, KINDS[part], registry) if given else None
             keys += [f"{part}.{parameter}" for parameter in (list_parameters(cls) if cls is not None else None) or ()]
-    same = [key for key in keys if key.rpartition(".")[2] == name]
-    if same:
-        return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in same)}?"
+    meant = _find_meant(name, keys)
+    if meant:
+        return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in meant)}?"
     near = nearest(name, keys) if "." in name else None
     if near is None:
         last = nearest(name, [key.rpartition(".")[2] for key in keys])
@@ -346,6 +334,9 @@ def _explain_unknown_key(key: str, known: list[str]) -> str:
     """Returns ``unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?``."""
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
+    meant = OTHER_NAMES.get(name, "").split(" ")[0]
+    if meant in known:
+        return f"unknown key '{key}'; did you mean '{meant}'?"
     siblings = {other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)}
     return f"unknown key '{key}'{did_you_mean(name, siblings)}"
 
@@ -363,7 +354,8 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
         types = " or ".join(_simplify_type(text) for text in expected if "NoneType" not in text) or "something else"
-        return f"{keys} must be {types}, got {given!r}"
+        hint = did_you_mean(given, re.findall(r"'([^']+)'", types)) if types.startswith("one of ") else ""
+        return f"{keys} must be {types}, got {given!r}{hint}"
     return " ".join(message.split())
 
 
@@ -378,6 +370,6 @@ def _simplify_type(text: str) -> str:
     """Returns ``int`` for ``<class 'int'>``, and the choices of a ``typing.Literal``."""
     choices = re.match(r"typing\.Literal\[(.*)\]", text)
     if choices:
-        return choices.group(1)
+        return f"one of {choices.group(1)}"
     found = re.search(r"<class '([^']+)'>", text)
     return found.group(1) if found else text.strip()

@@ -15,7 +15,7 @@ from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.cli.run_help import HELP_ALL
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
-from dlo_framework.process_setup import DRIVER, disable_nvml_check, silence_warnings
+from dlo_framework.process_setup import DRIVER, disable_nvml_check, shorten_warnings, silence_warnings
 
 if TYPE_CHECKING:
     from dlo_framework.registry import Registry
@@ -72,12 +72,16 @@ def _train(build: Callable[[], None]) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.stop import RunStopped
+    from dlo_framework.watch.monitored_names import explain_missing_metric
 
     try:
         build()
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
     except RuntimeError as error:
+        missing = explain_missing_metric(str(error))
+        if missing:
+            raise DloError(missing) from error
         if "Error(s) in loading state_dict" not in str(error):
             raise
         raise DloError(summarize_mismatch(str(error))) from error
@@ -125,6 +129,7 @@ def prepared_process(found: ConfigScan) -> Iterator[None]:
     import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
     disable_nvml_check()
+    shorten_warnings()
     registry = _load_plugins(found)
     from dlo_framework.cli.lightning_cli import ParseError
     from dlo_framework.cli.parse_errors import explain_parse_error

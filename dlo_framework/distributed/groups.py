@@ -21,14 +21,18 @@ class MeshGroups:
         spec: Sizes of the mesh's axes, without -1; their product is the world size.
         device_type: Type of the device on which ranks compute, such as ``cuda``.
         timeout: Time limit of a collective; None for torch's default.
+        separate_copies: Whether each copy of the model trains by itself.
 
     Attributes:
         coordinates: Coordinates of this rank.
     """
 
-    def __init__(self, spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, spec: MeshSpec, device_type: str, timeout: timedelta | None = None, *, separate_copies: bool = False
+    ) -> None:
         assert spec.world_size == dist.get_world_size()
         self.spec, self.device_type, self.timeout = spec, device_type, timeout
+        self.separate_copies = separate_copies
         self.coordinates = spec.coordinates(dist.get_rank())
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
@@ -77,6 +81,11 @@ class MeshGroups:
         return self.group("dp_replicate", "dp_shard", "cp")
 
     @property
+    def averaging_group(self) -> dist.ProcessGroup:
+        """Ranks over which the gradients of this rank's part of the model are averaged."""
+        return self.shard_group if self.separate_copies else self.data_group
+
+    @property
     def shard_group(self) -> dist.ProcessGroup:
         """Ranks over which one part of the model is sharded."""
         return self.group("dp_shard", "cp")
@@ -88,8 +97,13 @@ class MeshGroups:
 
     @property
     def has_data_parallelism(self) -> bool:
-        """Whether several ranks hold the same part of the model."""
-        return self.spec.dp_replicate * self.spec.dp_shard * self.spec.cp > 1
+        """Whether several ranks hold the same part of the model, and average its gradients."""
+        return self._averaged_copies * self.spec.dp_shard * self.spec.cp > 1
+
+    @property
+    def _averaged_copies(self) -> int:
+        """Number of copies of the model whose gradients are averaged."""
+        return 1 if self.separate_copies else self.spec.dp_replicate
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -119,6 +133,11 @@ class MeshGroups:
             return self.expert_shard_group
         return self._named_group("expert data", [rank for row in self._expert_copies() for rank in row])
 
+    @property
+    def expert_averaging_group(self) -> dist.ProcessGroup:
+        """Ranks over which the gradients of this rank's experts are averaged."""
+        return self.expert_shard_group if self.separate_copies else self.expert_data_group
+
     def _expert_copies(self) -> list[list[int]]:
         """Returns the ranks with this rank's experts, by copy of the model."""
         ranks, ep = self.ranks("dp_replicate", "dp_shard", "cp"), self.spec.ep
@@ -132,7 +151,7 @@ class MeshGroups:
             copies: Name of the axis of replicas.
             shards: Name of the axis of shards.
         """
-        if self.spec.dp_replicate == 1:
+        if self._averaged_copies == 1:
             return DeviceMesh.from_group(self.expert_shard_group, self.device_type, mesh_dim_names=(shards,))
         return DeviceMesh.from_group(
             [self.group("dp_replicate"), self.expert_shard_group],
@@ -148,13 +167,14 @@ class MeshGroups:
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=AXES)
 
     def data_mesh(self, copies: str, shards: str) -> DeviceMesh:
-        """Returns the DeviceMesh to shard over: an axis of replicas, unless there is one only, and an axis of shards.
+        """Returns the DeviceMesh to shard over: an axis of replicas, unless there is one or each trains by itself, and
+        an axis of shards.
 
         Args:
             copies: Name of the axis of replicas.
             shards: Name of the axis of shards.
         """
-        if self.spec.dp_replicate == 1:
+        if self._averaged_copies == 1:
             return DeviceMesh.from_group(self.shard_group, self.device_type, mesh_dim_names=(shards,))
         ranks = torch.tensor(self.ranks("dp_replicate", "dp_shard", "cp")).view(self.spec.dp_replicate, -1)
         return DeviceMesh.from_group(

@@ -34,13 +34,16 @@ from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
-from dlo_framework.distributed.unused_parameters import unused_message, unused_numbers
+from dlo_framework.distributed.unused_parameters import USED_AT_THE_END, unused_message, unused_numbers
 from dlo_framework.errors import DloError, shown_names
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
 #: Fix under plain data parallelism that allows parameters without a gradient.
 _ALLOW_UNUSED = "use --trainer.strategy ddp_find_unused_parameters_true"
+
+#: Why gradients cannot be stepped in backward, and a fix.
+_SENT_BY_HOOK = "a communication hook gets buckets of all gradients; leave out what compresses gradients"
 
 
 class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
@@ -49,7 +52,9 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
     holds_full_state = True
     _handles: tuple[RemovableHandle, ...] = ()
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+    gradients_wait = ""
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in backward with each parameter whose gradient is complete."""
         for handle in self._handles:
             handle.remove()
@@ -58,7 +63,15 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
             assert self.lightning_module is not None
             trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
             self._handles = tuple(p.register_post_accumulate_grad_hook(lambda p: ready([p])) for p in trained)
-        return True
+        return ""
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of parameters and optimizer state."""
+        return 1
+
+    def separate_copies(self) -> None:
+        """Does nothing, as there is one copy."""
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of an optimizer's gradients."""
@@ -81,6 +94,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
 
     holds_full_state = True
     _buckets: BackwardBuckets | None = None
+    _separates = False
 
     def __init__(
         self,
@@ -131,6 +145,18 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
                 " ddp_find_unused_parameters_false if every backward reaches all parameters"
             )
         super().configure_ddp()
+        if self._separates and isinstance(self.model, DistributedDataParallel):
+            # torch checks a hook's annotations, and accepts a hook without any.
+            self.model.register_comm_hook(None, lambda state, bucket: _unreduced(bucket.buffer()))
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of parameters and optimizer state: one for each rank."""
+        return self.num_processes * self.num_nodes
+
+    def separate_copies(self) -> None:
+        """Makes each rank train by itself, on its own gradients."""
+        self._separates = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training step through torch's wrapper.
@@ -150,7 +176,12 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         with self._naming_unused():
             super().pre_backward(closure_loss)
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+    @property
+    def gradients_wait(self) -> str:
+        """Reason why gradients are complete at the end of backward only; empty if they are not."""
+        return USED_AT_THE_END if self._ddp_kwargs.get("find_unused_parameters") else ""
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in backward with each bucket whose gradients are averaged, in place of torch's wrapper."""
         module = self.lightning_module
         assert module is not None
@@ -158,16 +189,16 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
             self._buckets.remove()
         self.drops_gradients, self._buckets = ready is not None, None
         if ready is None:
-            return True
+            return ""
         wrapper = self.model
         if isinstance(wrapper, DistributedDataParallel):
             if wrapper.find_unused_parameters or wrapper._comm_hooks:
                 self.drops_gradients = False
-                return False
+                return self.gradients_wait or _SENT_BY_HOOK
             self.model = wrapper.module  # The wrapper's buckets would hold all gradients.
             del wrapper
         self._buckets = BackwardBuckets(module, ready, self._world())
-        return True
+        return ""
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Ends a backward that has averaged gradients in buckets of its own."""
@@ -200,6 +231,13 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
                 raise
             names = [self._trained[number] for number in missed]
             raise DloError(unused_message(names, _ALLOW_UNUSED, self.lightning_module)) from error
+
+
+def _unreduced(buffer: Tensor) -> Any:
+    """Returns the result of a communication hook that leaves a rank's gradients alone."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
 
 
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):

@@ -11,6 +11,12 @@ from dlo_framework.errors import DloError, shown_names
 if TYPE_CHECKING:
     from dlo_framework.task import Task
 
+#: Why a strategy that allows unused parameters cannot step in backward, and a fix.
+USED_AT_THE_END = (
+    "parameters may have no gradient on some ranks, so that only the end of backward tells which are stepped; leave out"
+    " find_unused, and freeze the unused ones"
+)
+
 
 def unused_message(
     names: Sequence[str], allow: str = "set find_unused: true in the strategy", module: Any = None

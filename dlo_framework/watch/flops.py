@@ -32,6 +32,21 @@ def grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
+def product_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a matrix product with a dtype for its result.
+
+    Args:
+        a: Shape of the left operand, `[M, K]` or `[G, M, K]`.
+        b: Shape of the right operand, `[K, N]` or `[G, K, N]`.
+    """
+    return 2 * math.prod(a) * b[-1]
+
+
+def added_product_flops(added: torch.Size, a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a matrix product that is added to a matrix; shapes as in :func:`product_flops`."""
+    return product_flops(a, b)
+
+
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
     """Returns the FLOPs of attention, forward; those that a causal mask leaves out count too, as in torch's counter.
 
@@ -79,11 +94,15 @@ def _pairs(ends_q: Tensor, ends_k: Tensor) -> int:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Returns FLOPs by operator where torch's counter has none, or (2.11) refuses fewer groups than heads."""
+    """Returns FLOPs by operator where torch's counter has none, or (2.11) refuses what runs.
+
+    torch 2.11 refuses attention with fewer groups than heads, and products with a dtype for their result.
+    """
     from torch.nn.attention import varlen  # noqa: F401  It registers the operators.
 
     aten, packed = torch.ops.aten, torch.ops.torch_attn
-    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
+    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops, aten.bmm: product_flops}
+    found |= dict.fromkeys((aten.addmm, aten.baddbmm), added_product_flops)
     for kind in ("flash", "efficient", "cudnn"):
         found[getattr(aten, f"_scaled_dot_product_{kind}_attention")] = attention_flops
         found[getattr(aten, f"_scaled_dot_product_{kind}_attention_backward")] = attention_backward_flops

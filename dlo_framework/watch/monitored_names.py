@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
-from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 
 #: Least similarity of two names of which one is a misspelling of the other; `train_loss` and `val_loss` have 0.67.
 _MISSPELT = 0.85
@@ -18,7 +20,8 @@ _ALWAYS = {"epoch", "step"}
 def check_monitored(trainer: Trainer) -> None:
     """Checks that no monitored name is a misspelling of a metric that the sanity validation has logged.
 
-    Another unknown name may be one that training logs, which shows later.
+    Another unknown name may be one that training logs, which shows later. A warning says so of one that begins like the
+    names of the validation.
 
     Raises:
         DloError: On all ranks, with the nearest name.
@@ -33,6 +36,30 @@ def check_monitored(trainer: Trainer) -> None:
                     f" {', '.join(logged)}"
                 )
             )
+        if is_doubtful(name, logged):
+            rank_zero_warn(
+                f"monitor of {owner} is '{name}', which validation does not log; it logs {', '.join(logged)}. The run"
+                " ends at its first use, unless training logs it"
+            )
+
+
+def is_doubtful(name: str, logged: Iterable[str]) -> bool:
+    """Returns whether a name is not logged, and begins with the word with which all logged names begin."""
+    known = set(logged)
+    words = {re.split(r"[_/]", other)[0] for other in known}
+    return name not in known | _ALWAYS and words == {re.split(r"[_/]", name)[0]}
+
+
+def explain_missing_metric(message: str) -> str | None:
+    """Returns one line for Lightning's (2.6) error of an EarlyStopping whose metric nobody logs; None for others."""
+    found = re.search(
+        r"Early stopping conditioned on metric `(.*?)` which is not available.*following: `(.*)`", message
+    )
+    if found is None:
+        return None
+    name, logged = found[1], found[2].split("`, `")
+    hint = did_you_mean(name, logged) or ";"
+    return f"monitor of EarlyStopping must be a logged metric, got '{name}'{hint} logged: {', '.join(sorted(logged))}"
 
 
 def find_misspelt(name: str, logged: Iterable[str]) -> str | None:

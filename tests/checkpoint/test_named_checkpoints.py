@@ -42,7 +42,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_run_s_checkpoint_is_found(folder, capsys, words, step):
     assert main(["checkpoint", "inspect", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == step
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step"] == step
+    named = words[0] in ("last", "best")
+    assert printed.err.startswith(f"{words[0]}: runs/") if named else not printed.err, "which one was meant"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from dlo_framework.copy_streams import CopyHandle
 from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
@@ -25,12 +27,22 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_plugins.zero.flat_group import FlatGroup
 from support.fsdp_nets import Module, differ, mine, trainer
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DataParallelStrategy,
+    "zero2": partial(ZeroStrategy, 2, bucket_mb=1e-4),
     "zero3": partial(ZeroStrategy, 3),
     "fsdp": FSDPStrategy,
+}
+#: Others, which are compared once.
+MORE: dict[str, Any] = {
+    "zero1": partial(ZeroStrategy, 1),
+    "zero2 offload": partial(ZeroStrategy, 2, offload="optimizer"),
+    "zero3 offload": partial(ZeroStrategy, 3, offload="both"),
+    "zero3 offloaded parameters": partial(ZeroStrategy, 3, offload="parameters"),
+    "fsdp offload": partial(FSDPStrategy, offload=True),
 }
 
 
@@ -43,6 +55,27 @@ class Scaled(Module):
 
     def loss(self, batch: Any) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]) * self.net.scale, batch[1])
+
+
+class ReadsDetached(Module):
+    """Whose backward reads the head once more after its gradient is complete, by an operation without a gradient."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs = batch[0] @ self.net.head.weight.detach().t() @ self.net.head.weight.detach()
+        read = torch.nn.functional.linear(self.net.stem(inputs), self.net.head.weight.detach())
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1]) + 1e-3 * read.square().sum()
+
+
+class LateCopy(CopyHandle):
+    """Copy to the CPU that has not ended when it is asked."""
+
+    has_ended = False
+
+
+def _arrive_late(group: FlatGroup, segment: torch.Tensor) -> CopyHandle:
+    copied = LateCopy()
+    group._arriving.append((segment.clone(), copied))
+    return copied
 
 
 class Momentum(Module):
@@ -82,8 +115,8 @@ RUNS: list[tuple[type[Module], float | None]] = [(Scaled, 0.01), (Momentum, None
 def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module], float | None]]) -> dict[str, Any]:
     silence_lightning()
     found: dict[str, Any] = {}
-    for name, make in STRATEGIES.items():
-        for module, clip in runs:
+    for name, make in (STRATEGIES | MORE).items():
+        for module, clip in runs[: 1 if name in MORE else None]:
             options = {} if clip is None else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
             plain, _ = train(make(), world, rank, module=module, **options)
             stepping = OptimizerInBackward()
@@ -92,11 +125,15 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
             again, _ = train(make(), world, rank, OptimizerInBackward(), module=module, resume=path, **options)
             if rank == 0:
                 found[path.name] = stepping.steps, differ(fused, plain), differ(again, plain)
+    plain, _ = train(ZeroStrategy(2), world, rank, module=Scaled)
+    stepping = OptimizerInBackward()
+    with mock.patch.object(FlatGroup, "add_gradient", _arrive_late):
+        late, _ = train(ZeroStrategy(2, bucket_mb=1e-4), world, rank, stepping, module=Scaled)
+    if rank == 0:
+        found["late copies"] = stepping.steps, differ(late, plain), 0.0
     refused = {
-        "zero2": ZeroStrategy(2),
-        "zero3 offload": ZeroStrategy(3, offload="both"),
         "zero3 unused": ZeroStrategy(3, find_unused=True),
-        "fsdp offload": FSDPStrategy(offload=True),
+        "fsdp unused": FSDPStrategy(find_unused=True),
         "ddp unused": DataParallelStrategy(find_unused_parameters=True),
     }
     for name, strategy in refused.items():
@@ -105,6 +142,10 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
             found[name] = "ran"
         except DloError as error:
             found[name] = str(error)
+    try:
+        train(ZeroStrategy(2, bucket_mb=1e-4), world, rank, OptimizerInBackward(), module=ReadsDetached)
+    except RuntimeError as error:
+        found["a late reader"] = str(error)
     leave_group()
     return found
 
@@ -113,9 +154,10 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
 def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path, runs: list[Any]) -> None:
     found = run_distributed(_compare, 2, tmp_path, runs, timeout=400)
     values = dict(found[0])
-    for name in ("zero2", "zero3 offload", "zero3 unused", "fsdp offload", "ddp unused"):
-        assert "strategy must be one process, ddp, fsdp" in values.pop(name), name
-    assert len(values) == len(STRATEGIES) * len(runs)
+    for name in ("zero3 unused", "fsdp unused", "ddp unused"):
+        assert "where parameters may have no gradient on some ranks" in values.pop(name), name
+    assert "modified by an inplace operation" in values.pop("a late reader")
+    assert len(values) == len(STRATEGIES) * len(runs) + len(MORE) + 1
     for name, (steps, difference, resumed) in values.items():
         assert steps >= 8, name
         assert (difference, resumed) == (0.0, 0.0), name

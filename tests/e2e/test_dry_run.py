@@ -79,6 +79,61 @@ def test_several_ranks_and_a_mesh(dry):
     assert rows["activations"].startswith("not predicted: ")
 
 
+PLAIN = """
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+
+class Net(BoringModel):
+    pass
+
+
+class ByHand(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        raise AssertionError("a dry run takes no step")
+
+
+class Short(BoringModel):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+class Plain(LightningDataModule):
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        assert self.trainer is None or self.trainer.lightning_module is not None, "data may read the module"
+        return DataLoader(RandomDataset(32, 26), batch_size=self.batch_size)
+"""
+
+
+def test_a_plain_loader_is_divided_among_ranks(dry):
+    Path("plain.py").write_text(PLAIN)
+    Path("x.yaml").write_text(
+        "plugins: [./plain.py]\ntrainer: {max_epochs: 2, accelerator: cpu}\n"
+        "model: {class_path: Net}\ndata: {class_path: Plain}\n"
+    )
+    rows = dry()
+    assert (rows["data"], rows["steps"]) == ("Plain, 4 samples a batch", "14")
+    rows = dry("--trainer.devices", "2", "--trainer.strategy", "zero2")
+    assert (rows["data"], rows["steps"]) == ("Plain, 4 samples a batch, a rank: 8 over all 2", "8")
+    rows = dry("--trainer.devices", "2", "--trainer.use_distributed_sampler", "false")
+    assert rows["steps"] == "14"
+    assert rows["activations"].endswith(" a rank, predicted")
+    assert dry("--model", "Short")["activations"].endswith(" a rank, predicted"), "without the batch's number"
+    rows = dry("--model", "ByHand")
+    assert rows["steps"] == "those of ByHand's own, in 14 batches: it optimizes by hand"
+    assert "got ByHand with automatic_optimization = False; measure a run" in rows["activations"]
+
+
 def number_of_bytes(text: str) -> float:
     number, unit = text.split()[:2]
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit.rstrip(",")]

@@ -12,7 +12,7 @@ import pytest
 from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_framework.watch.monitored_names import find_misspelt
+from dlo_framework.watch.monitored_names import find_misspelt, is_doubtful
 from dlo_tasks.llm.records import read_records
 
 DATA = "data: {class_path: DigitsData, init_args: {image_size: 16}}\n"
@@ -72,6 +72,76 @@ def test_an_option_without_the_part_that_it_belongs_to(refused):
     assert refused("--nothing_like_it", "3").endswith("unknown option '--nothing_like_it'")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--epochs", "3"], "--trainer.max_epochs"),
+        (["--trainer.epochs", "3"], "--trainer.max_epochs"),
+        (["--trainer.gpus", "1"], "--trainer.devices"),
+        (["--num_gpus=2"], "--trainer.devices"),
+        (["--trainer.lr", "1e-3"], "--model.lr"),
+        (["--trainer.batch_size", "8"], "--data.batch_size"),
+        (["--resume", "run"], "--ckpt_path last"),
+        (["--seed", "3"], "--seed_everything or --data.seed"),
+        (["--mixed_precision", "bf16"], "--trainer.precision"),
+    ],
+)
+def test_an_option_by_another_tools_name(refused, words, meant):
+    option = words[0].split("=")[0]
+    assert refused(*words).endswith(f"unknown option '{option}'; did you mean {meant}?")
+
+
+def test_a_config_without_its_option(refused, capfd):
+    message = refused("train.yaml")
+    assert message.endswith("an option must begin with --, got 'train.yaml'; write --config train.yaml")
+    assert refused("more").endswith("an option must begin with --, got 'more'")
+    Path("gpus.yaml").write_text(CONFIG.replace("max_epochs: 1", "gpus: 1"))
+    message = refused(config="gpus.yaml")
+    assert message.endswith("gpus.yaml: unknown key 'trainer.gpus'; did you mean 'trainer.devices'?")
+
+
+@pytest.mark.parametrize(("word", "meant"), [("train", "fit"), ("evaluate", "validate"), ("generate", "predict")])
+def test_a_command_by_another_tools_name(word, meant, capfd):
+    assert main([word, "--config", "quickstart"]) == 2
+    assert f"unknown command '{word}'; did you mean '{meant}'? available: fit, " in capfd.readouterr().err
+
+
+def test_a_choice_that_does_not_exist(refused):
+    message = refused("--model.init_args.schedule", "cosin")
+    assert message.endswith(
+        "model.schedule must be one of 'cosine', 'linear', 'constant', got 'cosin'; did you mean 'cosine'?"
+    )
+    message = refused("--ckpt_path", "bst")
+    assert message.endswith("no checkpoint bst; did you mean 'best'? choose an existing path, or 'last' or 'best'")
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"question": "a", "answer": "b"}, "set data.init_args.columns to {prompt: question, completion: answer}"),
+        ({"instruction": "a", "input": "", "output": "b"}, "to {prompt: instruction, completion: output}"),
+        (
+            {"instruction": "a", "input": "c", "output": "b"},
+            "and join 'input' to the prompt, which is left out otherwise",
+        ),
+        ({"content": "a"}, "set data.init_args.columns to {text: content}"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "columns to {messages: conversations}"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "> chats.jsonl` makes it of yours"),
+    ],
+)
+def test_columns_of_common_data_sets(tmp_path, record, fix):
+    with pytest.raises(DloError) as raised:
+        read(tmp_path, "x.jsonl", json.dumps(record))
+    assert fix in str(raised.value)
+
+
+def test_the_fix_for_columns_works(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": "b"}))
+    (record,) = read_records([path], {"prompt": "question", "completion": "answer"})
+    assert record.content == ("a", "b")
+
+
 def test_a_field_of_an_options_own_class(refused):
     fault = "of Lora; did you mean 'rank'? it takes: rank, "
     assert f"unknown key 'model.lora.rnk' {fault}" in refused("--model.init_args.lora.rnk", "4", config="text.yaml")
@@ -113,6 +183,48 @@ def test_other_metrics_may_be_logged_by_training():
         "val_acc1"
     ]
     assert [find_misspelt(name, logged) for name in ("train_loss", "loss", "step", "val_loss")] == [None] * 4
+
+
+def test_a_metric_that_nobody_logs(refused):
+    words = ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "val_kappa"]
+    with pytest.warns(UserWarning, match="EarlyStopping is 'val_kappa', which validation does not log; it logs val_a"):
+        message = refused(*words)
+    assert "monitor of EarlyStopping must be a logged metric, got 'val_kappa'; logged: val_acc1, " in message
+
+
+def test_names_that_validation_should_have_logged():
+    logged = ["val_acc1", "val_loss"]
+    names = ("val_kappa", "val/kappa", "val_loss", "train_loss", "epoch", "kappa")
+    assert [is_doubtful(name, logged) for name in names] == [True, True, False, False, False, False]
+    assert not is_doubtful("val_kappa", ["val_loss", "lr"])
+
+
+def test_an_accelerator_that_the_machine_lacks(refused, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.accelerators.CUDAAccelerator.is_available", lambda: False)
+    monkeypatch.setattr("lightning.pytorch.accelerators.MPSAccelerator.is_available", lambda: False)
+    fix = "set cpu, or install a torch that sees the device (`dlo doctor`)"
+    for given in ("gpu", "cuda"):
+        rule = f"trainer.accelerator must be one that this machine has (auto, cpu), got {given}"
+        assert refused("--trainer.accelerator", given).endswith(f"{rule}; {fix}")
+    assert refused("--trainer.accelerator", "cpuu").endswith("(auto, cpu), got cpuu; did you mean 'cpu'?")
+    assert refused("--trainer.devices", "0").endswith(
+        "trainer.devices must be at least 1, or auto, got 0; set 1 or auto"
+    )
+
+
+def test_a_folder_of_images_without_train(refused):
+    images = ["--data", "ImageFolderData", "--data.image_size", "32", "--data.batch_size", "4", "--data.root"]
+    Path("pictures/train/one").mkdir(parents=True)
+    Path("pictures/val/one").mkdir(parents=True)
+    Path("flat/one").mkdir(parents=True)
+    Path("outer").mkdir()
+    assert refused(*images, "flat").endswith("got flat without train/; " + MOVE)
+    assert refused(*images, "pictures/train").endswith("without train/; set data.init_args.root to pictures")
+    Path("pictures").rename("outer/pictures")
+    assert refused(*images, "outer").endswith("got outer without train/; set data.init_args.root to outer/pictures")
+
+
+MOVE = "its folders one look like classes: move them to flat/train, and a part of each one's images to flat/val/<class>"
 
 
 def test_a_config_without_data(refused):

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 import yaml
 
+from dlo_framework.cli.main import main
+
 CONFIG = """
 trainer: {max_epochs: 2, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2}
 data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
@@ -110,3 +112,11 @@ def test_what_makes_no_sense_is_refused(dlo):
     err = dlo("lr-find", "--config", "small.yaml", "--trainer.fast_dev_run", "true", code=2).stderr
     assert "trainer.fast_dev_run must be off" in err
     assert not (dlo.folder / "runs").exists()
+
+
+def test_its_help_is_one_screen(capsys):
+    assert main(["lr-find", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "usage: dlo lr-find --config FILE" in out
+    assert len(out.splitlines()) < 30
+    assert max(map(len, out.splitlines())) <= 120

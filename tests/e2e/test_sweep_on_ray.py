@@ -50,5 +50,8 @@ def test_members_of_a_population_continue_from_others_checkpoints_with_changed_v
         config = yaml.safe_load((folder / "config.yaml").read_text())
         callback = config["trainer"]["callbacks"][-1]["init_args"]
         assert callback["values"]["model.init_args.lr"] == config["model"]["init_args"]["lr"]
+    for row in rows:  # The values that a member ended with.
+        config = yaml.safe_load((runs[f"{int(row['trial']):04d}"][-1] / "config.yaml").read_text())
+        assert float(row["model.init_args.lr"]) == config["model"]["init_args"]["lr"]
     summaries = [json.loads((own[-1] / "summary.json").read_text()) for own in runs.values()]
     assert [summary["steps"] for summary in summaries] == [16] * 4

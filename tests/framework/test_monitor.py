@@ -1,3 +1,4 @@
+import contextlib
 import json
 from functools import partial
 
@@ -75,6 +76,21 @@ def test_flops_of_attention_count_each_head_of_queries_where_heads_share_keys():
 
     forward = 2 * 3 * 8 * 10 * 12 * (16 + 16)
     assert counted(attend) == (forward + forward * 5 // 2, False)
+
+
+def test_flops_of_products_with_a_dtype_for_their_result():
+    def multiply():
+        a, b = torch.empty(3, 4, dtype=torch.bfloat16), torch.empty(4, 5, dtype=torch.bfloat16)
+        total, batches = torch.empty(3, 5), (a.expand(2, 3, 4), b.expand(2, 4, 5))
+        torch.mm(a, b, out_dtype=torch.float32)
+        torch.bmm(*batches, out_dtype=torch.float32)
+        with contextlib.suppress(TypeError):  # The shapes of torch 2.11 for this overload; it is counted before.
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+    assert counted(multiply)[1] is False
+    for packet, batch in ((torch.ops.aten.addmm, ()), (torch.ops.aten.baddbmm, (2,))):
+        shapes = (torch.Size((*batch, 3, 5)), torch.Size((*batch, 3, 4)), torch.Size((*batch, 4, 5)))
+        assert flops._formulas()[packet](*shapes, torch.float32, out_shape=None) == 2 * 3 * 4 * 5 * (2 if batch else 1)
 
 
 def test_flops_of_packed_attention_are_those_within_documents():

@@ -152,6 +152,14 @@ def test_a_trainer_is_one_run(net):
 def test_what_is_refused_leaves_nothing(net):
     for options, message in (
         ({"max_epoch": 3}, "unknown argument 'max_epoch' of Trainer; did you mean 'max_epochs'?"),
+        ({"epochs": 3}, "unknown argument 'epochs' of Trainer; did you mean 'max_epochs'?"),
+        ({"gpus": 1}, "unknown argument 'gpus' of Trainer; did you mean 'devices'?"),
+        ({"precision": "fp16"}, "got 'fp16'; did you mean '16-mixed'?"),
+        (
+            {"callbacks": [dlo.OneCycle]},
+            "must be Callback objects, got the class OneCycle; write OneCycle(...)",
+        ),
+        ({"callbacks": "OneCycle"}, "Callback objects, got the text 'OneCycle'; write dlo_framework.OneCycle(...)"),
         ({"strategy": "zer2"}, "unknown strategy 'zer2'; did you mean 'zero2'?"),
         ({"run_dir": "s3://bucket"}, "run_dir must be on a file system, got s3:/bucket"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches must be at least 1, got 0"),
@@ -161,6 +169,10 @@ def test_what_is_refused_leaves_nothing(net):
         assert message in str(raised.value)
     with pytest.raises(dlo.DloError, match=r"no config 'quikstart'.*did you mean 'quickstart'"):
         dlo.load_config("quikstart")
+    with pytest.raises(dlo.DloError, match=r"no checkpoint none\.ckpt; choose an existing path"):
+        dlo.load_from_checkpoint(net, "none.ckpt")
+    with pytest.raises(dlo.DloError, match=r"model must be a LightningModule, got the class .*; write .*\(\.\.\.\)"):
+        dlo.Trainer(**QUIET).fit(net)
     with pytest.raises(dlo.DloError, match=r"unknown option '--trainer\.max_epoch'; did you mean"):
         dlo.load_config("x.yaml", options={"trainer.max_epoch": 1})
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.chat import encode_request
 from dlo_tasks.llm.generation import Sampling, complete_texts
-from dlo_tasks.llm.prompts import read_prompts
+from dlo_tasks.llm.prompts import encode_prompts, format_prompt, read_prompts
 from support.texts import CHATML, lines, word_tokenizer
 
 WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
@@ -38,6 +40,30 @@ def test_a_conversation_is_asked_with_its_tools(asked):
     prompts, texts = asked(content, "prompts.jsonl", TOOLS + CHATML)
     assert prompts == [[QUESTION]] * 2
     assert texts == ["[get_weather]<user>the loss</><assistant>", "<user>the loss</><assistant>"]
+
+
+def test_prompts_of_a_config_are_texts_or_conversations():
+    tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2, "<user>": 3, "</>": 4, "<assistant>": 5})
+    tokenizer.chat_template = CHATML
+    assert encode_prompts(tokenizer, ["the loss", [QUESTION]]) == [
+        [1, 2],
+        encode_request(tokenizer, [QUESTION], None, ""),
+    ]
+    assert encode_prompts(tokenizer, [[QUESTION]]) != [[1, 2]], "the template's own tokens"
+    assert format_prompt([QUESTION]) == "user: the loss\nassistant: "
+    with pytest.raises(DloError, match=r"prompts, number 2: the role of message 1 must be one of .*, got 'bot'"):
+        encode_prompts(tokenizer, ["the", [{"role": "bot", "content": "the"}]])
+
+
+def test_plain_prompts_of_a_model_of_chats_are_warned_of(asked, make, tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [QUESTION, {"role": "assistant", "content": "the"}]}))
+    told = "predict_files has plain texts, and the training records are conversations: the texts are completed without"
+    with pytest.warns(UserWarning, match=told):
+        asked("the loss", train_files=str(tmp_path / "chats.jsonl"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked(json.dumps({"messages": [QUESTION]}), "chat.jsonl", train_files=str(tmp_path / "chats.jsonl"))
+        asked("the loss")
 
 
 def test_columns_of_prompts_may_have_other_names(asked):

@@ -27,8 +27,13 @@ def main(argv: list[str]) -> int:
         raise DloError(f"unknown command 'dlo checkpoint {first}'{hint or ';'} available: {', '.join(COMMANDS)}")
     given = _parser().parse_args(argv or ["--help"])
     from dlo_framework.checkpoint.store import checkpoint_path
+    from dlo_framework.process_setup import silence_warnings
 
-    path = _find_named(given.path, given.run) or checkpoint_path(given.path)
+    silence_warnings()
+    named = _find_named(given.path, given.run)
+    if named is not None:
+        print(f"{given.path}: {named}", file=sys.stderr)
+    path = named or checkpoint_path(given.path)
     if given.command == "inspect":
         return _inspect(path, as_json=given.json)
     if given.command == "verify":
@@ -121,7 +126,7 @@ def _find(path: Path) -> Path:
 
     found = locate(path)
     if found is None:
-        raise DloError(f"no checkpoint {path}")
+        raise DloError(f"no checkpoint {path}; choose an existing path, or 'last' or 'best'")
     if not is_folder(found):
         refuse_remote(found)
     return found

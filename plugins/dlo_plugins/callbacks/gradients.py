@@ -165,7 +165,9 @@ class AdaptiveGradientClipping(Callback):
         names = [name for name in dict.fromkeys(names) if name not in self._excluded]
         norms = self._norms.get(id(inner))
         if norms is None or norms.names != names:  # Parameter groups may be added during a run.
-            self._norms[id(inner)] = norms = UnitNorms(names, stepped, strategy.root_device)
+            mesh = contract_of(strategy).groups
+            group = mesh.replica_group if mesh is not None and mesh.separate_copies else None
+            self._norms[id(inner)] = norms = UnitNorms(names, stepped, strategy.root_device, group)
         weights, gradients, is_used = norms.measure(stepped)
         (scales,) = norm_scales([weights], [gradients], self.clip_factor * scale_of(strategy), self.eps)
         norms.scale_(stepped, scales)

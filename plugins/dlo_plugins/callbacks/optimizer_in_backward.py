@@ -2,8 +2,8 @@
 
 Optimizer Fusion: Efficient Training with Better Locality and Parallelism. Jiang et al., 2021, arXiv 2104.00237: its
 "backward-fusion". Departures from the paper: the step is the optimizer's own, on the tensors whose gradients are
-complete, instead of a fused kernel; and under several ranks it follows the reduction of their bucket. The paper's
-"forward-fusion", which steps before the next use, is left out: it keeps all gradients, so it saves no memory.
+complete, instead of a fused kernel; and under several ranks it follows the reduction of their bucket or unit. The
+paper's "forward-fusion", which steps before the next use, is left out: it keeps all gradients, so it saves no memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
@@ -59,9 +59,9 @@ def step_only(optimizer: Optimizer, tensors: list[Tensor], homes: dict[int, int]
 class OptimizerInBackward(Callback):
     """Steps each parameter in backward as soon as its gradient is complete, and frees the gradient (arXiv 2104.00237).
 
-    So the gradients of the whole model never exist at once: the peak is those of a parameter in one process, of a
-    bucket or of a unit under several ranks. The weights are those of the ordinary step, bit for bit. It works in one
-    process and under ddp, FSDP and ZeRO stage 3.
+    So the gradients of the whole model never exist at once: the peak is those of a parameter in one process and under
+    tensor parallelism, of a bucket or of a unit elsewhere. The weights are those of the ordinary step, bit for bit. It
+    works in one process and under ddp, ZeRO, FSDP and MeshStrategy without a pipeline, with offload too.
 
     A step is taken before all gradients are known. So clipping by norm, gradient accumulation, loss scaling
     (`16-mixed`), callbacks that read gradients and optimizers that need all tensors are refused; clipping by value
@@ -79,11 +79,16 @@ class OptimizerInBackward(Callback):
         self._homes: dict[int, int] = {}
         self._clip: float | None = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the Trainer's settings and the other callbacks."""
-        if stage != "fit":
-            return
-        if not pl_module.automatic_optimization:
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the Trainer's settings, the strategy and the other callbacks, before processes start.
+
+        Raises:
+            DloError: One of them needs all gradients at once.
+        """
+        _refuse_strategy(trainer, contract_of(trainer.strategy).gradients_wait)
+        if not module.automatic_optimization:
             raise DloError(f"{_SELF}: the module must use automatic optimization, got manual; leave the callback out")
         if trainer.accumulate_grad_batches != 1:
             raise DloError(
@@ -100,8 +105,8 @@ class OptimizerInBackward(Callback):
                 f"{_SELF}: trainer.precision must need no loss scaling, got 16-mixed, which skips a step by all"
                 " gradients; use bf16-mixed"
             )
-        if pl_module.__class__.on_before_optimizer_step is not LightningModule.on_before_optimizer_step:
-            _refuse_reader(type(pl_module).__name__)
+        if module.__class__.on_before_optimizer_step is not LightningModule.on_before_optimizer_step:
+            _refuse_reader(type(module).__name__)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, FiniteLoss) and other.on_nan == "skip":
                 raise DloError(
@@ -109,6 +114,11 @@ class OptimizerInBackward(Callback):
                 )
             if _needs_gradients(other):
                 _refuse_reader(type(other).__name__)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the run, which may have been started from Python."""
+        if stage == "fit":
+            self.check_run(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the optimizer, and asks the strategy for gradients as they become complete."""
@@ -135,12 +145,7 @@ class OptimizerInBackward(Callback):
         self._clip, self.steps = trainer.gradient_clip_val or None, 0
         trainer.gradient_clip_val = None
         contract = contract_of(trainer.strategy)
-        if not contract.watch_gradients(self._step):
-            raise DloError(
-                f"{_SELF}: strategy must be one process, ddp, fsdp (without tp, cp and pp, without offload, with an"
-                " elementwise optimizer) or zero3 (without offload, with an elementwise optimizer), each without unused"
-                f" parameters, got {type(trainer.strategy).__name__}; use one of them"
-            )
+        _refuse_strategy(trainer, contract.watch_gradients(self._step))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Clips the gradients that are left for the ordinary step, such as those of scalars under FSDP."""
@@ -179,6 +184,14 @@ def _needs_gradients(callback: Callback) -> bool:
         return declared
     hooks = ("on_before_optimizer_step", "on_after_backward")
     return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)
+
+
+def _refuse_strategy(trainer: Trainer, reason: str) -> None:
+    if reason:
+        raise DloError(
+            f"{_SELF}: strategy must complete the gradients of one parameter after the other, got"
+            f" {type(trainer.strategy).__name__}, where {reason}"
+        )
 
 
 def _refuse_reader(name: str) -> None:

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import train
+from dlo_framework.cli.run_help import HELP as HELP_WORDS
+from dlo_framework.cli.run_help import HELP_ALL
+
+HELP = """usage: dlo lr-find --config FILE [--KEY VALUE ...]
+
+Try learning rates before a training, and suggest one. Nothing is trained, validated or saved.
+
+  --config FILE               config of the training: a path, or a name that `dlo configs` lists
+  --KEY VALUE                 any option of `dlo fit`; `dlo fit --help` lists them, but no --ckpt_path
+  --trainer.callbacks+ LRFinder --trainer.callbacks.KEY VALUE
+                              option of the sweep, such as num_steps or min_lr; `dlo plugins show LRFinder` lists them
+  --help-all                  every key of the Trainer, with types and defaults
+
+examples:
+  dlo lr-find --config quickstart
+  dlo lr-find --config my.yaml --trainer.callbacks+ LRFinder --trainer.callbacks.num_steps 50"""
 
 
 def main(argv: list[str]) -> int:
@@ -12,7 +28,10 @@ def main(argv: list[str]) -> int:
     Example:
         dlo lr-find --config my.yaml
     """
-    found = scan(["fit", *argv])
+    if any(word in HELP_WORDS for word in argv):
+        print(HELP)
+        return 0
+    found = scan(["fit", *("--help" if word == HELP_ALL else word for word in argv)])
 
     def build() -> None:
         from dlo_plugins.commands.lr_find_cli import LRFindCLI

@@ -171,22 +171,23 @@ class PostLocalHook(GradientHook):
         return post_localSGD_hook.post_localSGD_hook(self.state, bucket)
 
 
-def average_tensors(tensors: list[Tensor], device: torch.device) -> None:
+def average_tensors(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Replaces tensors by their mean over the ranks, in one all-reduce per device and dtype.
 
     Args:
         tensors: Tensors, which need not be on ``device``, such as Adam's step counts.
         device: Device whose tensors the ranks can all-reduce.
+        group: Group of the ranks; None for all.
     """
     by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for group in by_type.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group]).to(device)
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        parts = flat.split([tensor.numel() for tensor in group])
-        torch._foreach_copy_(group, [part.view_as(tensor) for part, tensor in zip(parts, group, strict=True)])
+    for alike in by_type.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike]).to(device)
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        parts = flat.split([tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
 
 
 _WORLD: Any = None  # torch's hooks take None for all ranks.

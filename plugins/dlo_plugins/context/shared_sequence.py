@@ -161,6 +161,15 @@ class SharedSequence:
             self._tickets[first, count] = operators.issue(self.ring, self._current)
         self._ticket = self._tickets[first, count]
 
+    @property
+    def selection(self) -> tuple[Documents | None, int, Tensor]:
+        """What :meth:`select_rows` has selected; set it to continue with a micro-batch."""
+        return self._current, self.rows, self._ticket
+
+    @selection.setter
+    def selection(self, selected: tuple[Documents | None, int, Tensor]) -> None:
+        self._current, self.rows, self._ticket = selected
+
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """Returns the full tensor from the ranks' shards, in the order of the sequence; without gradients."""
         part = part.detach().contiguous()

@@ -1,11 +1,11 @@
-"""Outer optimizer of local training: Nesterov momentum on the mean change of the ranks' weights.
+"""Outer optimizer of local training: Nesterov momentum on the mean change of the copies' weights.
 
 DiLoCo: Distributed Low-Communication Training of Language Models. Douillard et al., 2023, arXiv 2311.08105.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 class OuterOptimizer:
     """Shared weights, and their momentum.
 
-    One step, with the mean `w` of the ranks' weights: `d = shared - w`, `m = momentum * m + d`, and
+    One step, with the mean `w` of the copies' weights: `d = shared - w`, `m = momentum * m + d`, and
     `shared -= lr * (d + momentum * m)`; this is torch's SGD with Nesterov momentum for the gradient `d`.
 
     Args:
@@ -33,14 +33,15 @@ class OuterOptimizer:
         self.momenta = [torch.zeros_like(weight) for weight in self.shared]
 
     @torch.no_grad()
-    def step(self, means: list[Tensor]) -> Tensor:
-        """Steps the shared weights; returns the 2-norm of the mean change, a scalar.
+    def step(self, means: list[Tensor], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Steps the shared weights; returns the norm of the mean change, a scalar.
 
         Args:
-            means: Means of the ranks' weights; they are overwritten.
+            means: Means of the copies' weights; they are overwritten.
+            norm_of: Function of the change that returns its norm.
         """
         torch._foreach_sub_(means, self.shared)  # the change, with the opposite sign of the gradient
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(means)))
+        norm = norm_of(means)
         torch._foreach_mul_(self.momenta, self.momentum)
         torch._foreach_sub_(self.momenta, means)
         torch._foreach_add_(self.shared, means, alpha=self.lr)

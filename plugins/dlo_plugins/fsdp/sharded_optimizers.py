@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -181,10 +180,11 @@ class OptimizerShards:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None]) -> list[RemovableHandle] | None:
-        """Calls a function in backward with this rank's rows of each parameter whose gradient FSDP2 has reduced.
+        """Calls a function in backward with this rank's rows of each parameter whose gradient is complete.
 
-        FSDP2 (torch 2.11 to 2.15) calls the hooks of ``register_post_accumulate_grad_hook`` on its sharded parameters.
-        Scalars, which it does not shard, keep their gradients for the ordinary step.
+        FSDP2 (torch 2.11 to 2.15) calls the hooks of ``register_post_accumulate_grad_hook`` on its sharded parameters
+        once it has reduced a gradient, over `cp` and the ranks of experts too; where nothing is sharded, autograd calls
+        them. Scalars, which FSDP2 does not shard, keep their gradients for the ordinary step.
 
         Returns:
             Handles of the hooks; None where an optimizer steps other tensors than rows.
@@ -196,12 +196,31 @@ class OptimizerShards:
         ready = ready if self._rounding is None else self._rounding.around(ready)
         handles = []
         for group in share.groups:
-            rows = dict(zip(group.owned, group.stepped_pieces(), strict=True))
             for number, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
-                if isinstance(parameter, DTensor):
-                    local = share.local_params[name] if number in rows else None
-                    handles.append(parameter.register_post_accumulate_grad_hook(_step_rows(local, ready)))
+                if parameter.ndim > 0 and parameter.requires_grad:
+                    local = share.local_params[name] if number in group.owned else None
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._step_rows(name, local, ready)))
         return handles
+
+    def _step_rows(
+        self, name: str, local: Tensor | None, ready: Callable[[list[Tensor]], None]
+    ) -> Callable[[Tensor], None]:
+        """Returns a hook that passes on a parameter's complete gradient, as that of this rank's rows."""
+
+        @torch.no_grad()
+        def step(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if local is None or gradient is None:
+                return
+            rows = local_tensor(gradient)
+            if rows.device != self.sharded.device:
+                # torch 2.11 does not wait for FSDP2's copy to the CPU before hooks, 2.14 does.
+                torch.get_device_module(self.sharded.device).current_stream().synchronize()
+            self.sharded.reduce_partial({name: gradient})
+            local.grad = rows.reshape(-1).view_as(local)
+            ready([local])
+
+        return step
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
@@ -216,6 +235,15 @@ class OptimizerShards:
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
+        return self.sharded.copy.sum(squared).sqrt()
+
+    def norm_of_shards(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the 2-norm over a copy's ranks of tensors laid out as its parameters, each element counted once."""
+        parameters = self.sharded.parameters
+        squared = torch.zeros((), device=self.sharded.device, dtype=self._wide)
+        for name, value in values.items():
+            if self._counts(name, parameters[name]):
+                squared += torch.linalg.vector_norm(value).to(squared).square()
         return self.sharded.copy.sum(squared).sqrt()
 
     def _counts(self, name: str, tensor: Tensor) -> bool:
@@ -277,16 +305,6 @@ def _place(share: OptimizerShard[RowGroup], slices: dict[str, TensorSlice], name
     # State in the parameter's shape is a shard under an elementwise optimizer; a step count is not.
     cut = slices.get(name)
     return found if cut is None or isinstance(found, Tensor) else place_in_slice(found, cut)
-
-
-def _step_rows(local: Tensor | None, ready: Callable[[list[Tensor]], None]) -> Callable[[Tensor], None]:
-    def step(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if local is not None and gradient is not None:
-            local.grad = local_tensor(gradient).reshape(-1).view_as(local)
-            ready([local])
-
-    return step
 
 
 def _parameters(share: OptimizerShard[RowGroup]) -> list[nn.Parameter]:

@@ -30,7 +30,7 @@ from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
-from dlo_plugins.fsdp.step_state import drop_step_state
+from dlo_plugins.fsdp.step_state import drop_step_state, resume_forward
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -126,11 +126,13 @@ class ShardedModule:
         self.layout = layout or Layout()
         self.sharers, self.copy = Communicator(groups.shard_group), Communicator(groups.replica_group)
         self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
+        self._averaging = Communicator(groups.averaging_group)
         wanted = (groups.has_data_parallelism and not options.full_parameters) or options.needs_fsdp
         self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
         self._expert_mesh = groups.expert_mesh(REPLICATE, SHARD) if wanted and self.layout.experts else None
         if self.layout.experts:
             self._expert_data = Communicator(groups.expert_data_group)
+            self._expert_averaging = Communicator(groups.expert_averaging_group)
             self.expert_sharers = Communicator(groups.expert_shard_group)
         self._elsewhere = _named(module, self.layout.other_stages)
         self.units = separable_units(module, units)
@@ -160,7 +162,7 @@ class ShardedModule:
     @property
     def is_replicated(self) -> bool:
         """Whether several ranks have the same full parameters, whose gradients :meth:`average_gradients` averages."""
-        return not self.is_sharded and self._data.size > 1
+        return not self.is_sharded and self._averaging.size > 1
 
     def _params_here(self, part: nn.Module) -> list[nn.Parameter]:
         return [parameter for parameter in part.parameters() if id(parameter) not in self._elsewhere]
@@ -256,6 +258,20 @@ class ShardedModule:
         call = getattr(self.module, method) if isinstance(method, str) else method
         return call(*args, **kwargs)
 
+    def call_with_backwards(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that uses the module and runs backwards itself; returns its result.
+
+        The parameters outside units stay gathered for the backward of the result.
+        """
+
+        def run(*given: Any) -> Any:
+            found = function(*given)
+            for root in self._sharded_roots() if self.options.whole_steps else ():
+                resume_forward(root)
+            return found
+
+        return self.call(run, *args)
+
     def set_keep_gathered(self, enabled: bool) -> None:
         """Sets whether the next backward passes leave parameters gathered, for others of the same step."""
         for root in self._sharded_roots():
@@ -290,18 +306,30 @@ class ShardedModule:
         self.reshard()
 
     def mean(self, tensor: Tensor, of_experts: bool = False) -> Tensor:
-        """Averages a tensor over the ranks that hold the same part of the model, in place.
+        """Averages a tensor over the ranks that average this part of the model's gradients, in place.
 
         Args:
             tensor: Tensor.
             of_experts: Whether the part is this rank's experts, where `ep` divides them.
         """
-        data = self._expert_data if of_experts else self._data
-        return data.sum(tensor).div_(data.size)
+        ranks = self._expert_averaging if of_experts else self._averaging
+        return ranks.sum(tensor).div_(ranks.size)
 
-    def any_rank(self, flags: list[bool]) -> list[bool]:
-        """Returns, for each flag, whether it is true on any data-parallel rank."""
-        found = self._data.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
+    def average_copies(self, shard: Tensor) -> None:
+        """Averages a shard over the copies of the model, in place, where each copy trains by itself."""
+        if self.groups.separate_copies:
+            copies = Communicator(self.groups.group("dp_replicate"))
+            shard.copy_(copies.sum(shard.to(self.device, copy=True)).div_(copies.size))
+
+    def any_rank(self, flags: list[bool], *, of_all_copies: bool = False) -> list[bool]:
+        """Returns, for each flag, whether it is true on any rank that averages gradients with this one.
+
+        Args:
+            flags: Flags of this rank.
+            of_all_copies: Whether to ask the ranks of copies that train by themselves too.
+        """
+        ranks = self._data if of_all_copies else self._averaging
+        found = ranks.maximum(torch.tensor(flags, dtype=torch.uint8, device=self.device))
         return [bool(flag) for flag in found.tolist()]
 
     @torch.no_grad()
@@ -376,8 +404,8 @@ class ShardedModule:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         wide = functools.reduce(torch.promote_types, (parameter.dtype for parameter in scalars), torch.float32)
-        joined = self._data.sum(torch.stack([p.grad.to(wide) for p in scalars if p.grad is not None]))
-        for parameter, mean in zip(scalars, joined / self._data.size, strict=True):
+        joined = self._averaging.sum(torch.stack([p.grad.to(wide) for p in scalars if p.grad is not None]))
+        for parameter, mean in zip(scalars, joined / self._averaging.size, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(mean if parameter.is_complex() or not mean.is_complex() else mean.real)
 

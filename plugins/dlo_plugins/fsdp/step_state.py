@@ -1,4 +1,4 @@
-"""Drops the state that FSDP2 keeps during a step, after the step raised."""
+"""State that FSDP2 keeps during a step: dropped after the step raised, and set where backwards run inside a forward."""
 
 from __future__ import annotations
 
@@ -35,6 +35,22 @@ def drop_step_state(root: FSDPModule) -> None:
             # Before torch 2.15 there is a second gradient in the dtype of the reduction.
             if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
                 parameter.unsharded_accumulated_grad = None
+
+
+def resume_forward(root: FSDPModule) -> None:
+    """Makes FSDP2 continue the forward of a root after backwards that ran inside it.
+
+    At the end of each backward FSDP2 ends the passes of all units. So the root would free its parameters at the end of
+    its forward, which it does not do between forward and backward, and gather them again in its own backward. A reach
+    into torch 2.11 to 2.15.
+
+    Args:
+        root: Outermost module that ``fully_shard`` was called with, whose forward is running.
+    """
+    state: Any = root._get_fsdp_state()
+    state._training_state = type(state._training_state).FORWARD
+    for group in own_groups(state):
+        group._training_state = type(group._training_state).FORWARD
 
 
 def own_groups(unit: Any) -> list[Any]:

@@ -12,6 +12,7 @@ One step, for each micro-batch of an accumulation:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
+from dlo_plugins.sharding.optimizer_probe import ONE_ELEMENTWISE
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
@@ -120,7 +122,8 @@ class MeshEngine:
         self._open_window()
         self.sharded.set_sync(False)
         self.sharded.set_keep_gathered(True)
-        found = self.sharded.call(self.pipelined.train, batch, loss_scale(), accumulates, self._ends_window)
+        arguments = batch, loss_scale(), accumulates, self._ends_window
+        found = self.sharded.call_with_backwards(self.pipelined.train, *arguments)
         self._fit.usage.record_accumulated()
         return found
 
@@ -161,25 +164,23 @@ class MeshEngine:
         if self.pipelined is not None:
             self.pipelined.pipeline.reset()
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in backward with this rank's rows of each parameter whose gradient is reduced.
 
-        Where ranks hold other slices of the model, or another part of a sequence, gradients may be partial sums until
-        the end of backward.
+        A gradient that is a partial sum over tensor parallelism is summed over its ranks first, in each backward: its
+        order is the same on all of them.
 
         Returns:
-            Whether the engine does.
+            Reason why the engine does not; empty where it does.
         """
         for handle in self._gradient_hooks:
             handle.remove()
         self._gradient_hooks = []
         if ready is None:
-            return True
-        spec = self.sharded.groups.spec
-        alone = spec.pp == spec.tp == spec.cp == 1 and self.sharded.is_sharded and not self.sharded.options.offload
-        handles = self._fit.shares.watch_gradients(ready) if alone and not self._shard.find_unused else None
+            return ""
+        handles = self._fit.shares.watch_gradients(ready)
         self._gradient_hooks = handles or []
-        return handles is not None
+        return ONE_ELEMENTWISE if handles is None else ""
 
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""
@@ -375,8 +376,9 @@ class MeshEngine:
         parameters, gathered = self.sharded.parameters, self._fit.usage.gathered
         wholes = {name: whole.grad for name, whole in gathered.items() if whole is not parameters.get(name)}
         # Ranks may have used different parameters, but must call the same reductions.
-        unreduced = self.sharded.any_rank([wholes.get(name) is not None for name in parameters])
-        reduced = self.sharded.any_rank([parameter.grad is not None for parameter in parameters.values()])
+        anywhere = functools.partial(self.sharded.any_rank, of_all_copies=True)
+        unreduced = anywhere([wholes.get(name) is not None for name in parameters])
+        reduced = anywhere([parameter.grad is not None for parameter in parameters.values()])
         found: dict[str, Shard] = {}
         for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
             if not adds and not has:
@@ -391,6 +393,7 @@ class MeshEngine:
                 local_tensor(part).add_(mine.to(local_tensor(part).device))  # With offload, the shard is in CPU memory.
             elif parameter.ndim == 0 or self.sharded.is_replicated:
                 part = self.sharded.mean(part, name in self.sharded.layout.experts)
+            self.sharded.average_copies(local_tensor(part))
             found[name] = attach_slice(part, self.sharded.layout.slices.get(name))
         return found
 

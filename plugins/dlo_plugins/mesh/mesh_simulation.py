@@ -296,7 +296,7 @@ class RankView:
             else:
                 sharded.set_sync(False)
                 sharded.set_keep_gathered(True)
-                loss = sharded.call(self.pipelined.train, batch, torch.ones(()))["loss"]
+                loss = sharded.call_with_backwards(self.pipelined.train, batch, torch.ones(()))["loss"]
                 self._usage.record_accumulated()
             sharded.set_keep_gathered(False)
             sharded.set_sync(True)

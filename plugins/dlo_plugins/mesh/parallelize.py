@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +29,9 @@ from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import flushes
+from dlo_plugins.pipeline.pipeline_schedules import flushes, overlaps
 from dlo_plugins.pipeline.stage_assignment import Split
+from dlo_plugins.pipeline.turns import Turns
 from dlo_plugins.sharding.bf16_weights import Bf16Weights
 
 #: Key of a module's :class:`ParallelState` in its ``__dict__``.
@@ -47,6 +49,7 @@ class MeshOptions:
         precision: Precision of the Trainer.
         device: Device on which this rank computes.
         bf16_weights: Kind of bf16 weights; None for weights in the precision's dtype.
+        separate_copies: Whether each copy of the model trains by itself.
     """
 
     spec: MeshSpec
@@ -55,6 +58,7 @@ class MeshOptions:
     precision: str
     device: torch.device
     bf16_weights: Bf16Weights | None = None
+    separate_copies: bool = False
 
     @property
     def cuts_model(self) -> bool:
@@ -169,6 +173,11 @@ class ParallelState:
             raise DloError(
                 f"options must be those of the earlier run that has sharded {name}, got others; build a new model for a"
                 " strategy with these"
+            )
+        if trains and options.separate_copies != known.groups.separate_copies:
+            raise DloError(
+                f"copies of {name} must train by themselves in all of its runs or in none, got an earlier run"
+                f" {'with' if known.groups.separate_copies else 'without'} DiLoCo; build a new model for this one"
             )
         cut_by, ours = self.cut_options, options.cut_options()
         other = [key for key, value in ours.items() if key in cut_by and cut_by[key] != value]
@@ -286,11 +295,23 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     assert run.sharded is not None, "FullyShard is among the appliers"
     if run.pipelined is not None:
         run.pipelined.pipeline.weight_gradients_ready = run.sharded.accumulate_gradients
+        if spec.ep > 1 and overlaps(options.pipelining.schedule) and dist.get_backend() != "fake":
+            _overlap_exchanges(run.pipelined.pipeline, options)
     state = ParallelState(run.sharded, pipelined=run.pipelined)
     if run.plan is not None:
         state.context, state.cut_options = options.appliers.context, options.cut_options()
     state.attach(module)
     return state
+
+
+def _overlap_exchanges(pipeline: Pipeline, options: MeshOptions) -> None:
+    """Makes the forwards and backwards that the schedule pairs take turns at the exchanges of experts."""
+    turns = pipeline.turns = Turns(options.device)
+    for exchange in options.appliers.experts.exchanges.values():
+        exchange.turns = turns
+    sequence: Any = options.appliers.context.sequence
+    if sequence is not None:  # Its rows are those of one micro-batch.
+        turns.keep(lambda: sequence.selection, lambda value: setattr(sequence, "selection", value))
 
 
 def _move_to_device(task: Any, device: torch.device) -> None:

@@ -42,14 +42,19 @@ class PipelineOptions:
         """Returns the number of micro-batches of a batch for a pipeline of this number of ranks."""
         return self.micro_batches or 4 * ranks
 
-    def check_schedule(self, ranks: int) -> None:
+    def check_schedule(self, ranks: int, has_exchanges: bool = False) -> None:
         """Checks that the schedule can run on this number of ranks.
+
+        Args:
+            ranks: Number of ranks of the pipeline.
+            has_exchanges: Whether ranks exchange tokens of experts, so that pairs of the schedule run together.
 
         Raises:
             DloError: The schedule cannot; the message computes the fix.
         """
         schedule = make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
-        simulate(schedule, StageCosts.equal(schedule.placement.stages))  # Raises where ranks wait for one another.
+        # Raises where ranks wait for one another.
+        simulate(schedule, StageCosts.equal(schedule.placement.stages), overlaps=has_exchanges)
 
     def check_delay(self, spec: MeshSpec, precision: str, needs_fsdp: bool) -> None:
         """Checks that a schedule whose gradients have a delay of one step can run on a mesh.

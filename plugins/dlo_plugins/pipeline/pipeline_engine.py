@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     make_schedule,
     splits_backward,
 )
+from dlo_plugins.pipeline.random_state import RandomState, get_random_state, restored_random
 from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
 from dlo_plugins.pipeline.simulation import Timeline
 from dlo_plugins.pipeline.skip_check import SkipCheck
@@ -42,6 +43,7 @@ from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
+from dlo_plugins.pipeline.turns import Turns
 from dlo_plugins.pipeline.weight_grads import WeightGradients
 from dlo_plugins.pipeline.weight_versions import WeightVersion, parameter_places, set_gradients, take_gradients
 
@@ -89,7 +91,7 @@ class _StageInput:
     """
 
     received: Tensor | None
-    random: tuple[Tensor, Tensor | None]
+    random: RandomState
     again: contextlib.AbstractContextManager[None]
     is_counted: bool
 
@@ -141,7 +143,9 @@ class Pipeline:
         drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
         weight_gradients_ready: Callback after each action that has computed deferred weight gradients.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
-        record: Whether to record a timeline; if so, all ranks start each step together.
+        turns: Turns in which a forward and a backward run that the schedule pairs; None runs them one after the other.
+        record: Whether to record a timeline; if so, all ranks start each step together, and pairs run one after the
+            other, so that each action has a time of its own.
         delays: Whether a step's gradients are set by the next step.
         delayed: Gradients that are complete and not applied, after :meth:`drain` or in an accumulation, and a loss.
         has_gradients: Whether the last training step has set gradients.
@@ -192,6 +196,7 @@ class Pipeline:
         self.weight_gradients_ready: Callable[[], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
         self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.turns: Turns | None = None
         self.record = False
         self._recorder = Recorder(self.device)
         self._exchange = Exchange(self._transport, self.placement, self.device)
@@ -259,17 +264,27 @@ class Pipeline:
             take_gradients(self.model)  # Those of the last optimizer step.
         if self.record:
             self._recorder.begin(self.group)
-        self._run(step, own)
+        self._run(step, own, schedule.pairs[self.rank] if self.turns is not None and not self.record else frozenset())
         total = self._delay(step, ends_window) if self.delays else self._broadcast_total(step.total)
         if sum_tied and self.has_gradients:
             self.tied.sum_gradients()
         return total
 
-    def _run(self, step: _Step, order: Sequence[Action]) -> None:
-        """Runs this rank's actions of a step, with those that the step before has left to it."""
+    def _run(self, step: _Step, order: Sequence[Action], pairs: Collection[int] = ()) -> None:
+        """Runs this rank's actions of a step, with those that the step before has left to it.
+
+        Args:
+            step: Step.
+            order: Actions.
+            pairs: Places of forwards that run together with the backward after them.
+        """
         before = self._carried
-        for action in order:
-            if action.micro_batch < 0:
+        for place, action in enumerate(order):
+            if place in pairs:
+                self._run_pair(step, action, order[place + 1])
+            elif place - 1 in pairs:
+                continue
+            elif action.micro_batch < 0:
                 if before is not None:
                     # Blocks that recompute use the weights of their forward.
                     with contextlib.nullcontext() if before.version is None else before.version.applied():
@@ -283,6 +298,17 @@ class Pipeline:
             else:
                 self._compute_weight_gradients(step, action)
         step.exchange.finish()
+
+    def _run_pair(self, step: _Step, forward: Action, backward: Action) -> None:
+        """Runs a forward and a backward in turns; messages are sent in the order of the schedule."""
+        turns, number = self.turns, backward.micro_batch
+        assert turns is not None
+        found: list[Tensor | None] = []
+        turns.run(
+            lambda: self._forward(step, forward),
+            lambda: found.append(self._compute_backward(step, backward, number, turns)),
+        )
+        self._end_backward(step, backward, number, found.pop())
 
     # --- delayed gradients ---------------------------------------------------------------------------------
 
@@ -455,7 +481,7 @@ class Pipeline:
         key = stage, step.signatures[number]
         once, again = self._buffers.contexts()
         builds = key not in self._has_gradient
-        step.inputs[stage, number] = _StageInput(received, _random_state(self.device), again, builds)
+        step.inputs[stage, number] = _StageInput(received, get_random_state(self.device), again, builds)
         with once, torch.set_grad_enabled(builds), contextlib.nullcontext() if builds else uncached(self.device.type):
             result = self._passage(step, stage, number, received)
         needs = self._has_gradient.setdefault(key, result.requires_grad)
@@ -465,7 +491,7 @@ class Pipeline:
         """Computes a stage's forward again with its activations: same random numbers, and buffers change once."""
         _, stage, number = action
         kept = step.inputs.pop((stage, number))
-        with self._timed(action), kept.again, _restored_random(kept.random, self.device):
+        with self._timed(action), kept.again, restored_random(kept.random, self.device):
             result = self._passage(step, stage, number, kept.received, kept.is_counted)
         step.saved[stage, number] = kept.received, result
 
@@ -487,6 +513,10 @@ class Pipeline:
         return result
 
     def _backward(self, step: _Step, action: Action, number: int) -> None:
+        self._end_backward(step, action, number, self._compute_backward(step, action, number))
+
+    def _compute_backward(self, step: _Step, action: Action, number: int, turns: Turns | None = None) -> Tensor | None:
+        """Computes the gradients of a stage; returns that of the received hidden state, None if it has none."""
         kind, stage, _ = action
         received, result = step.saved.pop((stage, number))
         last_stage = stage + 1 == self.stages.count
@@ -497,21 +527,28 @@ class Pipeline:
             gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
         if kind is ActionKind.BACKWARD:
             step.left[stage] -= 1
-        complete = kind is ActionKind.BACKWARD and not step.left[stage]
         if self.before_backward is not None:
-            self.before_backward(stage, number, complete)
+            self.before_backward(stage, number, self._is_complete(step, action))
         named = in_micro_batch((step.key, stage, number))
         with self._timed(action), self._deferring(step, action), no_autocast(self.device.type), named:
             if result.requires_grad:
-                torch.autograd.backward(result, gradient)
-        del result, gradient
-        if received is not None and received.requires_grad:
-            found, received.grad = received.grad, None
-            step.exchange.send_gradient(
-                stage - 1, step.first + number, torch.zeros_like(received) if found is None else found
-            )
-        if complete and self.gradients_ready is not None:
-            self.gradients_ready(stage)
+                torch.autograd.backward(result if turns is None else turns.end_last(result), gradient)
+        if received is None or not received.requires_grad:
+            return None
+        found, received.grad = received.grad, None
+        return torch.zeros_like(received) if found is None else found
+
+    def _end_backward(self, step: _Step, action: Action, number: int, gradient: Tensor | None) -> None:
+        """Sends the gradient of a hidden state to the stage before."""
+        if gradient is not None:
+            step.exchange.send_gradient(action.stage - 1, step.first + number, gradient)
+        if self._is_complete(step, action) and self.gradients_ready is not None:
+            self.gradients_ready(action.stage)
+
+    @staticmethod
+    def _is_complete(step: _Step, action: Action) -> bool:
+        """Returns whether a stage's gradients are complete after a backward."""
+        return action.kind is ActionKind.BACKWARD and not step.left[action.stage]
 
     def _compute_weight_gradients(self, step: _Step, action: Action) -> None:
         _, stage, number = action
@@ -602,28 +639,3 @@ class Pipeline:
         work = dist.broadcast(value, group=self.group, group_src=source, async_op=True)
         assert work is not None
         return value, work
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Returns the random states of the CPU and of a device."""
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state(), None
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
-
-
-@contextlib.contextmanager
-def _restored_random(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    """Sets random states inside the block, and restores those of before after it."""
-    before = _random_state(device)
-    _set_random_state(state, device)
-    try:
-        yield
-    finally:
-        _set_random_state(before, device)
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    of_cpu, of_device = state
-    torch.set_rng_state(of_cpu)
-    if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)

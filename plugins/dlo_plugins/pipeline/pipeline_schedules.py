@@ -16,7 +16,8 @@ Interleaved1F1B has two or more stages a rank, ZBV and DualPipeV have two, the o
 
 Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
 long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
-overlaps, run one after the other, as one device computes them no faster together. ZBH1 bounds the number of deferred
+overlaps, run one after the other, as one device computes them no faster together; with experts on several ranks they
+take turns (:mod:`.turns`). ZBH1 bounds the number of deferred
 weight gradients, not memory itself. Varuna's orders are static: the paper's runtime also runs a forward ahead of its
 order while a gradient is late, which a rank cannot know without a wait, as gloo does not report a message's arrival.
 PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where the paper's ranks apply them one
@@ -29,6 +30,7 @@ in an installed package with an entry point in the group ``dlo_framework.pipelin
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ class Schedule:
         orders: Actions of each rank, in the order in which it runs them.
         flushes: Whether a step ends with all its backwards. Otherwise the backwards of its last micro-batches run in
             the next step, with negative numbers: -1 is the last micro-batch of the step before.
+        overlaps: Whether pairs of actions may run together; see :attr:`pairs`.
     """
 
     name: str
@@ -60,6 +63,22 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Action, ...], ...]
     flushes: bool = True
+    overlaps: bool = False
+
+    @functools.cached_property
+    def pairs(self) -> tuple[frozenset[int], ...]:
+        """Places in each rank's order of forwards that may run together with the full backward after them.
+
+        The two are of different stages: what computes one stage, such as FSDP, runs one of its passes at a time.
+        """
+        return tuple(
+            frozenset(
+                place
+                for place, (one, other) in enumerate(itertools.pairwise(order))
+                if self.overlaps and self.flushes and one.kind is F and other.kind is B and one.stage != other.stage
+            )
+            for order in self.orders
+        )
 
     @property
     def splits_backward(self) -> bool:
@@ -105,6 +124,8 @@ class ScheduleRule:
             order that has any is refused.
         flushes: Whether a step ends with all its backwards; see :class:`Schedule`. Without it, weights have a delay of
             one step.
+        overlaps: Whether a forward and the full backward after it, of two stages, may run together; see
+            :attr:`Schedule.pairs`. They do where experts are on several ranks.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -114,6 +135,7 @@ class ScheduleRule:
     shape: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
     flushes: bool = True
+    overlaps: bool = False
     check: Callable[[int, int], None] | None = None
 
 
@@ -178,7 +200,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
                 f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
             )
-    return Schedule(known, where, micro_batches, orders, rule.flushes)
+    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.overlaps)
 
 
 def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
@@ -266,6 +288,11 @@ def flushes(name: str) -> bool:
 def splits_backward(name: str) -> bool:
     """Returns whether a schedule computes weight gradients separately from input gradients."""
     return _find_rule(name)[1].splits_backward
+
+
+def overlaps(name: str) -> bool:
+    """Returns whether a schedule pairs forwards and backwards that may run together."""
+    return _find_rule(name)[1].overlaps
 
 
 def forward_only(where: Placement, micro_batches: int) -> Schedule:
@@ -419,7 +446,9 @@ def _check_dualpipe_v(ranks: int, micro_batches: int) -> None:
         )
 
 
-@SCHEDULES.register("DualPipeV", stages_per_rank=2, shape="v", splits_backward=True, check=_check_dualpipe_v)
+@SCHEDULES.register(
+    "DualPipeV", stages_per_rank=2, shape="v", splits_backward=True, overlaps=True, check=_check_dualpipe_v
+)
 def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     ranks, write = where.ranks, _Writer(where, rank)
     down, up = write.down, write.up

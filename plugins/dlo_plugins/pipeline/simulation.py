@@ -115,10 +115,16 @@ def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
     return [(True, action.stage)]
 
 
-def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionCosts, *, overlaps: bool = False) -> Timeline:
     """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
 
     What a schedule without flushes has left to this step from the one before is ready when the step begins.
+
+    Args:
+        schedule: Schedule.
+        costs: Costs of its actions.
+        overlaps: Whether pairs of the schedule run together: the forward begins when both can, and the backward ends
+            after both of their costs.
 
     Raises:
         Deadlock: If no rank can continue; the message says what each rank waits for.
@@ -135,6 +141,9 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
             while at[rank] < len(order):
                 action = order[at[rank]]
                 ready = _ready(action, ends, where, costs.transfer)
+                if ready is not None and overlaps and at[rank] in schedule.pairs[rank]:
+                    other = _ready(order[at[rank] + 1], ends, where, costs.transfer)
+                    ready = None if other is None else max(ready, other)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)

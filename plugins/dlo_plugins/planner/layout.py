@@ -99,10 +99,11 @@ class Layout:
 
     @property
     def allows_steps_in_backward(self) -> bool:
-        """Whether a unit's gradients are complete in backward: one micro-batch, sharded data parallelism alone."""
+        """Whether a unit's gradients are complete in backward: one micro-batch, on ranks that hold shards or slices."""
         mesh = self.mesh
-        alone = mesh.pp == mesh.tp == mesh.cp == 1
-        return alone and self.micro_batches == 1 and self.zero >= 2 and mesh.dp_shard > 1
+        sharded = self.zero >= 2 and mesh.dp_shard * mesh.cp > 1
+        sliced = mesh.tp == mesh.world_size
+        return mesh.pp == 1 and self.micro_batches == 1 and mesh.world_size > 1 and (sharded or sliced)
 
     @property
     def global_batch(self) -> int:

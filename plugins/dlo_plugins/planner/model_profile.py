@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -104,8 +105,13 @@ def profile_model(
         on_block: Function that gets the name, the positional and the keyword arguments of each kind of block.
 
     Raises:
-        DloError: A step fails on fake tensors.
+        DloError: A step fails on fake tensors, or is the module's own loop (manual optimization).
     """
+    if not getattr(task, "automatic_optimization", True):
+        raise DloError(
+            f"a module must leave its optimizer to the Trainer to be planned, got {type(task).__name__} with"
+            " automatic_optimization = False; measure a run with the callback Profile"
+        )
     has_model = plan is not None and isinstance(getattr(task, "model", None), nn.Module)
     own = copy_modules(task)
     own.__dict__["_trainer"] = None
@@ -235,7 +241,8 @@ class _Profiler:
         """Returns the loss; the model's inputs are cast to a dtype, if there is one."""
         task = self.task
         if self.plan is None or not hasattr(task, "inputs"):
-            found = task.training_step(batch, 0)
+            takes_number = is_param_in_hook_signature(task.training_step, "batch_idx", min_args=2)  # As Lightning asks.
+            found = task.training_step(batch, 0) if takes_number else task.training_step(batch)
             loss = found["loss"] if isinstance(found, dict) else found
         else:
             args, kwargs = task.inputs(batch)

@@ -469,7 +469,7 @@ class PlanSearch:
         fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
         if self.times.state.steps_in_backward:
             return DloError(
-                "callbacks must be without OptimizerInBackward unless dp_shard is at least 2, tp, pp and cp are 1, and"
+                "callbacks must be without OptimizerInBackward unless dp_shard, cp or tp is at least 2, pp is 1, and"
                 f" a step has one micro-batch, got {request.gpus} ranks, a batch of {request.global_batch} and {fixed}"
                 " fixed; leave it out, or set --gpus and --batch to larger numbers"
             )

@@ -105,6 +105,8 @@ class TensorRegions:
         """
         handles: list[Any] = []
         for name, region in (self._found or TPPlan()).regions.items():
+            if not region.columns or not region.rows:
+                continue
             columns = [self._model.get_submodule(column) for column in region.columns]
             # Other projections save the gathered input.
             defers = all(type(column) is nn.Linear and column.weight.requires_grad for column in columns)

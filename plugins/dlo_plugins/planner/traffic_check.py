@@ -111,10 +111,7 @@ def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
 
 def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
-    """Returns the bytes of a step: each block twice a micro-batch under ZeRO 3, otherwise everything once.
-
-    A pipeline gathers the root's unit once more: its schedule frees it, and the backward of the step's loss follows.
-    """
+    """Returns the bytes of a step: each block twice a micro-batch under ZeRO 3, everything once otherwise."""
     if layout.sharers == 1 or layout.zero < 1:
         return 0.0
     mesh, state, profile = layout.mesh, times.state, times.profile_of(layout)
@@ -123,8 +120,7 @@ def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
         size = number * local_bytes(((part, "", 1),), mesh.tp, state.gathered)
         again = layout.zero == 3 and mesh.pp == 1
         is_root = part is profile.stem or part is profile.head  # The root's unit stays gathered for backward.
-        once = 2 if is_root and mesh.pp > 1 else 1
-        found += size * (layout.micro_batches * (1 if is_root else 2) if again else once)
+        found += size * (layout.micro_batches * (1 if is_root else 2) if again else 1)
     return found
 
 

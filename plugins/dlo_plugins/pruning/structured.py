@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.heads import head_width, kv_heads
 
-_FUSED = (Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED)
+_FUSED = (Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED, Rule.QKV_BY_GROUP)
 _ATTENTION = (*_FUSED, Rule.HEADS, Rule.KV_HEADS)
 _MLP = (Rule.COLUMN, Rule.GATE_UP)
 
@@ -55,6 +55,7 @@ class UnitGroup:
             Rule.KV_HEADS: [(0, width)],
             Rule.QKV: [(part * count * width, width) for part in range(3)],
             Rule.QKV_BY_HEAD: [(0, 3 * width)],
+            Rule.QKV_BY_GROUP: [(0, (self.ratio + 2) * width)],
             Rule.QKV_GROUPED: [
                 (0, self.ratio * width),
                 (self.ratio * count * width, width),
@@ -145,8 +146,9 @@ def _heads(
     count = heads
     if Rule.KV_HEADS in by_rule:
         count = _features(model.get_submodule(by_rule[Rule.KV_HEADS]))[0] // width
-    elif Rule.QKV_GROUPED in by_rule:
-        count = kv_heads(by_rule[Rule.QKV_GROUPED], [*around, *_configs(around)])
+    for rule in (Rule.QKV_GROUPED, Rule.QKV_BY_GROUP):
+        if rule in by_rule:
+            count = kv_heads(by_rule[rule], [*around, *_configs(around)])
     return UnitGroup(block, "heads", columns, rows, count, width, heads // count)
 
 
@@ -189,6 +191,7 @@ def _lengths(group: UnitGroup, rule: Rule) -> list[int]:
         Rule.KV_HEADS: [n * w],
         Rule.QKV: [n * w] * 3,
         Rule.QKV_BY_HEAD: [3 * n * w],
+        Rule.QKV_BY_GROUP: [n * (group.ratio + 2) * w],
         Rule.QKV_GROUPED: [n * group.ratio * w, n * w, n * w],
     }[rule]
 

@@ -30,6 +30,11 @@ from torch.utils._pytree import tree_leaves
 from dlo_framework.distributed.local_memory import local_tensor
 
 Kind = Literal["elementwise", "tensor", "all"]
+#: Why shards cannot be stepped in backward, and a fix.
+ONE_ELEMENTWISE = (
+    "ranks step shards of the parameters, and the optimizer needs full tensors, which one exchange after backward"
+    " assembles; use an elementwise one, such as adamw, or ddp"
+)
 
 _STEPS = 3
 _SHAPES = ((6, 4), (4, 8))

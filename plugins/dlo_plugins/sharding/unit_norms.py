@@ -37,14 +37,21 @@ class UnitNorms:
         names: Names of the parameters, in an order that is the same on all ranks.
         stepped: This rank's shards of some of them.
         device: Device of collectives.
+        group: Ranks that have the same gradients together; None for all.
 
     Attributes:
         names: Names of the parameters.
         sizes: Number of units of each parameter.
     """
 
-    def __init__(self, names: Sequence[str], stepped: Sequence[SteppedGradient], device: torch.device) -> None:
-        self.names, self._device = list(names), device
+    def __init__(
+        self,
+        names: Sequence[str],
+        stepped: Sequence[SteppedGradient],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.names, self._device, self._group = list(names), device, group
         numbers = {name: number for number, name in enumerate(self.names)}
         shapes = torch.zeros(2, len(self.names), dtype=torch.int64)
         for one in stepped:
@@ -52,7 +59,7 @@ class UnitNorms:
             units = shape[0] if len(shape) > 1 else 1
             shapes[:, numbers[one.name]] = torch.tensor([units, math.prod(shape[1:]) if len(shape) > 1 else sum(shape)])
         shapes = shapes.to(device)
-        dist.all_reduce(shapes, dist.ReduceOp.MAX)
+        dist.all_reduce(shapes, dist.ReduceOp.MAX, group=group)
         self.sizes = shapes[0].tolist()
         ends = [0]
         for size in self.sizes:
@@ -63,7 +70,7 @@ class UnitNorms:
         for one in stepped:
             for box, _ in held_boxes(one.weight):
                 self._part(held, one.name, box).add_(box.numel / max(1, box.sizes[0] if len(box.sizes) > 1 else 1))
-        dist.all_reduce(held)
+        dist.all_reduce(held, group=group)
         elements = torch.repeat_interleave(shapes[1].clamp(min=1), shapes[0], output_size=self._count)
         #: Number of copies of each unit among the ranks.
         self.copies = held / elements
@@ -93,7 +100,7 @@ class UnitNorms:
             if one.gradient is not None:
                 self._add_squares(gradients, one.name, one.gradient)
                 used[self._numbers[one.name]] = 1
-        dist.all_reduce(found)
+        dist.all_reduce(found, group=self._group)
         sizes = torch.tensor(self.sizes, device=self._device)
         is_used = torch.repeat_interleave(used > 0, sizes, output_size=self._count)
         return (weights / self.copies).sqrt_(), (gradients / self.copies).sqrt_(), is_used

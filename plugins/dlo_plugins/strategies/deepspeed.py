@@ -380,6 +380,13 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
         """Returns the 2-norm of the gradient over all ranks, before clipping."""
         return self._started().gradient_norm()
 
+    @property
+    def copies(self) -> int | None:
+        """Number of copies of the optimizer's state; in stage 0 DeepSpeed averages their gradients itself."""
+        return 1 if self.zero_stage else None
+
+    gradients_wait = "the engine steps copies of its own after backward; use zero1 to zero3"
+
     def gradient_scale(self) -> float | None:
         """Returns the loss scale, by which DeepSpeed divides in its step; None with the optimizer on NVMe."""
         if get(self.asked, "zero_optimization.offload_optimizer.device") == "nvme":

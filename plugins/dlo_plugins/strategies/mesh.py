@@ -23,6 +23,7 @@ from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
@@ -124,6 +125,7 @@ class MeshStrategy(ShardedStrategy):
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
+        self._separates = False  # whether each copy trains by itself
         self.engine: MeshEngine | None = None
         self.pipelining = PipelineOptions(schedule, micro_batches, stages_per_rank, split)
 
@@ -143,7 +145,7 @@ class MeshStrategy(ShardedStrategy):
         """Returns the options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
         spec, kind = self.mesh_spec(), self.bf16_weights
-        return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind)
+        return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind, self._separates)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
@@ -168,7 +170,7 @@ class MeshStrategy(ShardedStrategy):
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
-            self.pipelining.check_schedule(spec.pp)
+            self.pipelining.check_schedule(spec.pp, spec.ep > 1)
             self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
             if options.full_parameters:
                 self.zero_stage = 1
@@ -342,7 +344,9 @@ class MeshStrategy(ShardedStrategy):
     def groups(self) -> MeshGroups:
         """Process groups of the mesh."""
         if self._groups is None:
-            self._groups = MeshGroups(self.mesh_spec(), self.root_device.type, self._timeout)
+            self._groups = MeshGroups(
+                self.mesh_spec(), self.root_device.type, self._timeout, separate_copies=self._separates
+            )
         return self._groups
 
     def _log_coverage(self, task: Any) -> None:
@@ -549,11 +553,37 @@ class MeshStrategy(ShardedStrategy):
         self.fully_shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
         return True
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
-        """Calls a function in backward with this rank's rows whose gradients are reduced, on axes of data alone."""
-        running = self.engine is not None and self.engine.watch_gradients(ready)
-        self.drops_gradients = running and ready is not None
-        return running or ready is None
+    @property
+    def gradients_wait(self) -> str:
+        """Reason why gradients are complete at the end of backward only; empty if they are not."""
+        pp = self.mesh_spec().pp
+        if pp > 1:
+            return (
+                f"pp={pp} adds up the gradients of micro-batches, so that those of all of a stage's parameters exist"
+                " before the last micro-batch's backward; set pp=1"
+            )
+        return USED_AT_THE_END if self.fully_shard.find_unused else ""
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
+        """Calls a function in backward with this rank's rows whose gradients are reduced, without a pipeline."""
+        reason = self.gradients_wait if ready is not None else ""
+        if self.engine is not None and not reason:
+            reason = self.engine.watch_gradients(ready)
+        self.drops_gradients = not reason and ready is not None
+        return reason
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of parameters and optimizer state."""
+        return self.mesh_spec().dp_replicate
+
+    def separate_copies(self) -> None:
+        """Makes each copy train by itself, on the samples of its own ranks."""
+        self._separates = True
+
+    def norm_of_copy(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once."""
+        return self._running.shares.norm_of_shards(values)
 
     def watch_losses(self, look: Callable[[Tensor], None]) -> bool:
         """Calls a function with the losses of a pipeline's micro-batches, on the ranks of its last stage."""

@@ -25,6 +25,7 @@ from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
 from dlo_framework.errors import DloError
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
@@ -369,10 +370,23 @@ class ZeroStrategy(ShardedStrategy):
         self._sent_dtype = dtype
         return True
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
-        """Calls a function in backward with this rank's shards whose gradients are reduced, in stage 3."""
-        self.drops_gradients = self.engine is not None and self.engine.watch_gradients(ready) and ready is not None
-        return self.drops_gradients or ready is None
+    @property
+    def gradients_wait(self) -> str:
+        """Reason why gradients are complete at the end of backward only; empty if they are not."""
+        return USED_AT_THE_END if self.find_unused else ""
+
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
+        """Calls a function in backward with this rank's shards whose gradients are reduced."""
+        reason = self.gradients_wait if ready is not None else ""
+        if self.engine is not None and not reason:
+            reason = self.engine.watch_gradients(ready)
+        self.drops_gradients = not reason and ready is not None
+        return reason
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the optimizer's state, which all ranks share."""
+        return 1
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -177,7 +177,8 @@ class QueueResults:
             self.queue.fail(number, last_error(claim.folder))
         elif run is not None:
             self.completed += 1
-            self.queue.finish(number, run)
+            last = claim.folder / REPORTED / VALUES  # Only of a population's members.
+            self.queue.finish(number, run, json.loads(last.read_text()) if last.exists() else None)
         else:
             self.queue.prune(number)
         self.queue.release(number)

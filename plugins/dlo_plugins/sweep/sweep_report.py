@@ -20,7 +20,7 @@ from dlo_plugins.sweep.sweep_plots import write_plots
 from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
 from dlo_plugins.sweep.sweep_worker import CALLBACK
 from dlo_plugins.sweep.trial_process import CONFIG
-from dlo_plugins.sweep.trial_queue import ERROR, RUN, TrialQueue
+from dlo_plugins.sweep.trial_queue import ENDED_WITH, ERROR, RUN, TrialQueue
 
 BEST, TABLE = "best.yaml", "trials.csv"
 
@@ -83,7 +83,7 @@ class SweepReport:
             self.settings.metric: value,
             "validations": len(values),
             "seconds": None if ended is None else round(ended, 1),
-            **{key: trial.params.get(key) for key in sorted(self._keys())},
+            **{key: values_of(trial).get(key) for key in sorted(self._keys())},
             "run": trial.user_attrs.get(RUN, ""),
             "error": trial.user_attrs.get(ERROR, ""),
         }
@@ -115,6 +115,11 @@ class SweepReport:
         return "\n".join([*lines, total + (f", {left} left" if left else "")])
 
 
+def values_of(trial: FrozenTrial) -> dict[str, Any]:
+    """Returns a trial's values of the space's keys; a population's member has those that it ended with."""
+    return dict(trial.user_attrs.get(ENDED_WITH, trial.params))
+
+
 def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> str:
     """Returns the config of a trial as YAML for ``dlo fit``, without what the sweep has added.
 
@@ -131,7 +136,7 @@ def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> st
     config["trainer"]["callbacks"] = own or None
     value = best_value(trial.intermediate_values.values(), settings.direction)
     head = f"# Trial {trial.number} of the sweep {folder.name}: {settings.metric} {value:.6g}\n"
-    head += f"# {json.dumps(trial.params)}\n"
+    head += f"# {json.dumps(values_of(trial))}\n"
     return head + yaml.safe_dump(config, sort_keys=False)
 
 

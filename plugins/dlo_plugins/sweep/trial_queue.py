@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ JOURNAL = "journal.log"
 #: Times that a trial may be started without progress, before it has failed.
 STARTS = 3
 #: Attributes of a trial in the storage.
-PRUNED, STARTED, RUN, ERROR = "pruned_at", "starts", "run", "error"
+PRUNED, STARTED, RUN, ERROR, ENDED_WITH = "pruned_at", "starts", "run", "error", "ended_with"
 _FOLDER = "folder"
 
 
@@ -239,17 +240,20 @@ class TrialQueue:
             self.storage.set_trial_user_attr(self._id(number), PRUNED, step)
         return stop
 
-    def finish(self, number: int, run: Path | None = None) -> str:
+    def finish(self, number: int, run: Path | None = None, ended_with: Mapping[str, Any] | None = None) -> str:
         """Finishes a trial whose run has ended, with the best of its values; returns its state.
 
         Args:
             number: Number of the trial.
             run: Folder of its run.
+            ended_with: Values of the space's keys at its end, where they have changed since it was claimed.
         """
         trial = self._trial(number)
         value = best_value(trial.intermediate_values.values(), self.settings.direction)
         if run is not None:
             self.storage.set_trial_user_attr(self._id(number), RUN, str(run.relative_to(self.folder)))
+        if ended_with is not None:
+            self.storage.set_trial_user_attr(self._id(number), ENDED_WITH, dict(ended_with))
         if PRUNED in trial.user_attrs:
             self._tell(number, TrialState.PRUNED)
             return "PRUNED"

@@ -6,7 +6,7 @@ Reducing Activation Recomputation in Large Transformer Models. Korthikanti et al
 :func:`gather_to_region`, its conjugate :func:`reduce_scatter_from_region`. Departure: lengths that the ranks do not
 divide are padded.
 
-Shapes: B samples, L tokens, D width, T ranks, l = ceil(L / T) tokens of a rank.
+Shapes: B samples, L tokens, D width, d features of a rank, T ranks, l = ceil(L / T) tokens of a rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dlo_framework.distributed.vocab_parallel import copy_in
 __all__ = [
     "all_reduce_both",
     "copy_in",
+    "gather_features",
     "gather_sequence",
     "gather_to_region",
     "local_shard",
@@ -44,6 +45,12 @@ def reduce_from_region(tensor: Tensor, communicator: Communicator) -> Tensor:
 def all_reduce_both(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Returns the sum of the ranks' tensors, of which each makes something else; backward sums too."""
     return copy_in(reduce_from_region(tensor, communicator), communicator)
+
+
+def gather_features(part: Tensor, communicator: Communicator) -> Tensor:
+    """Returns `[..., T * d]` from the ranks' `[..., d]`; backward sums the wholes' gradients and scatters the sum."""
+    found: Tensor = _GatherFeatures.apply(part, communicator)
+    return found
 
 
 def scatter_sequence(whole: Tensor, communicator: Communicator) -> Tensor:
@@ -143,6 +150,18 @@ class _GatherIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _scattered(grads[0], ctx.communicator), None, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return communicator.start_all_gather_parts(part)().movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts = grads[0].unflatten(-1, (ctx.communicator.size, -1)).movedim(-2, 0)
+        return ctx.communicator.start_reduce_scatter_parts(parts)(), None
 
 
 class _ScatterOut(torch.autograd.Function):

@@ -13,7 +13,7 @@ from dlo_framework.errors import DloError
 _WIDTHS = ("head_dim", "dim_head", "head_size", "attention_head_size")
 #: Attributes for the numbers of query heads, of key/value heads, and of the query heads' features.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _FEATURES = ("attn_dim", "split_size", "all_head_size")
 #: Attributes for the number of query heads that share a key/value head.
 _GROUPS = ("num_key_value_groups",)
@@ -43,16 +43,24 @@ def head_width(name: str, modules: list[nn.Module], features: int) -> int:
     )
 
 
-def kv_heads(name: str, modules: list[nn.Module]) -> int:
+def kv_heads(name: str, modules: list[nn.Module], heads: int = 0, total: int = 0) -> int:
     """Returns the number of key/value heads of a module with a fused projection.
 
+    Args:
+        name: Name of the projection, for the message.
+        modules: Modules of the attention, in the order in which their attributes are read.
+        heads: Number of query heads, used if no module has such an attribute; 0 if it is not known.
+        total: Number of heads of queries, keys and values.
+
     Raises:
-        DloError: If no module has such an attribute.
+        DloError: If no module has such an attribute, and the numbers of heads do not tell.
     """
     for module in modules:
-        heads = next((value for key in _KV_HEADS if (value := _integer(module, key))), None)
-        if heads:
-            return heads
+        found = next((value for key in _KV_HEADS if (value := _integer(module, key))), None)
+        if found:
+            return found
+    if 0 < heads < total and (total - heads) % 2 == 0:
+        return (total - heads) // 2
     raise DloError(
         f"{type(modules[0]).__name__} must have an attribute with its number of key/value heads for tensor parallelism"
         f" of '{name}', got none; add {_KV_HEADS[0]}"
@@ -109,7 +117,8 @@ def set_local_config(attention: nn.Module, tp: int) -> None:
     """Sets a config with this rank's heads in a module that reads them from the model's config (Phi-3)."""
     config = getattr(attention, "config", None)
     if config is not None:
-        counts = {key: value // tp for key in (*_HEADS, *_KV_HEADS) if (value := _integer(config, key))}
+        values = {key: _integer(config, key) for key in (*_HEADS, *_KV_HEADS)}
+        counts = {key: value // tp for key, value in values.items() if value > 1}
         attention.config = LocalConfig(config, counts)  # type: ignore[assignment]
 
 

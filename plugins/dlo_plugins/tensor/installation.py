@@ -5,7 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.tensor import expert_slices, local_shapes, parameter_sharding, regions, sharded_norms, vocabulary
+from dlo_plugins.tensor import (
+    expert_slices,
+    gathered_features,
+    head_operands,
+    local_shapes,
+    parameter_sharding,
+    regions,
+    sharded_norms,
+    vocabulary,
+)
 from dlo_plugins.tensor.async_products import AsyncProducts
 from dlo_plugins.tensor.local_random import LocalRandom
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
@@ -38,6 +47,10 @@ def install_plan(
         rows = [module.get_submodule(row) for row in region.rows]
         made = regions.Region(name, around, communicator, random, stream, products)
         regions.install_region(around, columns, rows, made)
+        if region.operands:
+            head_operands.install_operands(around, region.operands, region.heads, made)
+        for column, features in region.gathered.items():
+            gathered_features.install_gather(module.get_submodule(column), features, made)
         if region.local_shapes:
             sizes = local_shapes.LocalSizes(communicator.size, region.heads, region.kv or region.heads, region.width)
             local_shapes.install_local_shapes(around, sizes, made)

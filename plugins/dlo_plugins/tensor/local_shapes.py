@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 _SIZES = "tensor_local_sizes"
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
+_EXPANDS = (Tensor.expand,)
 _SPLITS = (Tensor.split, torch.split, torch.functional.split)
 
 
@@ -102,6 +103,23 @@ def _divided(given: list[int], wanted: list[int], sizes: LocalSizes) -> int | No
     return found[0] if found else None
 
 
+def local_expansion(given: Sequence[int], shape: Sequence[int], sizes: LocalSizes) -> list[int]:
+    """Returns the shape to which the one key or value of multi-query attention is repeated: for this rank's heads.
+
+    Args:
+        given: Shape of the tensor.
+        shape: Requested shape, in full sizes.
+        sizes: Full sizes.
+    """
+    wanted = list(shape)
+    if sizes.kv != 1 or len(given) != len(wanted) or not given or given[-1] != sizes.width:
+        return wanted
+    of_heads = [dim for dim, size in enumerate(wanted[:-1]) if size == sizes.heads and given[dim] == 1]
+    if of_heads:
+        wanted[of_heads[-1]] //= sizes.ranks
+    return wanted
+
+
 class LocalShapes(TorchFunctionMode):
     """Function mode that divides requested shapes; see this module.
 
@@ -123,6 +141,10 @@ class LocalShapes(TorchFunctionMode):
                 return func(args[0], local_shape(args[0].shape, shape, self._sizes))
         elif func in _SPLITS and len(args) > 1:
             return func(args[0], self._split_sizes(args, kwargs), *args[2:], **kwargs)
+        elif func in _EXPANDS and not kwargs and len(args) > 1:
+            shape = args[1] if isinstance(args[1], Sequence) else args[1:]
+            if all(isinstance(size, int) for size in shape):
+                return func(args[0], local_expansion(args[0].shape, shape, self._sizes))
         elif func is F.linear and self._region.needs_entry(args[0], kwargs.get("weight", args[1:] and args[1])):
             return func(self._region.enter(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -131,10 +153,15 @@ class LocalShapes(TorchFunctionMode):
         wanted, dim = args[1], kwargs.get("dim", args[2] if len(args) > 2 else 0)
         own, ranks = args[0].shape[dim], self._sizes.ranks
         if isinstance(wanted, int):
-            is_full = wanted in self._sizes.features and own * ranks % wanted == 0
+            features = self._sizes.features[: 1 if self._sizes.kv == 1 else 2]
+            is_full = wanted in features and own * ranks % wanted == 0
             return wanted // ranks if is_full else wanted
         is_full = sum(wanted) == own * ranks and all(size % ranks == 0 for size in wanted)
-        return [size // ranks for size in wanted] if is_full else wanted
+        if is_full:
+            return [size // ranks for size in wanted]
+        of_queries = self._sizes.features[0]  # Beside the one key and value of multi-query attention.
+        divided = [size // ranks if size == of_queries else size for size in wanted]
+        return divided if sum(divided) == own else wanted
 
 
 class LocallyShaped:

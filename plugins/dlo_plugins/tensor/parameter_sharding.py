@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.tensor.adapted_projections import base_of, set_features
+from dlo_plugins.tensor.channelwise import set_channel_counts
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
 from dlo_plugins.tensor.projections import set_feature_counts
 from dlo_plugins.tensor.tp_plan import TPPlan
@@ -31,8 +32,10 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
     for name, division in found.divisions.items():
         if name not in parameters:
             owner, _, key = name.rpartition(".")
-            buffers = module.get_submodule(owner)._buffers
-            buffers[key] = division.slice_for(ranks, rank).slice_tensor(cast("Tensor", buffers[key]))
+            part, made = module.get_submodule(owner), division.slice_for(ranks, rank)
+            part._buffers[key] = made.slice_tensor(cast("Tensor", part._buffers[key]))
+            if key not in part._non_persistent_buffers_set:
+                layout.slices[name] = made
             continue
         full, made = parameters[name], division.slice_for(ranks, rank)
         layout.slices[name] = made
@@ -48,9 +51,11 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
             set_feature_counts(name, base_of(projection))
             if projection is not base_of(projection):
                 set_features(projection)
+        for name in region.channelwise:
+            set_channel_counts(module.get_submodule(name), ranks)
         if region.heads:
             attention = module.get_submodule(around)
-            if not region.local_shapes:
+            if region.local_counts:
                 set_local_heads(attention, region.heads, region.kv, region.width, ranks)
             count = region.heads // ranks
             bind_heads(attention, LocalHeads(rank * count, count))

@@ -43,13 +43,15 @@ def projection_kind(name: str, module: nn.Module) -> ProjectionKind:
     """
     if isinstance(module, nn.Linear | FourBitLinear):
         return _LINEAR
-    if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1:
+    # A row projection of more than a pixel runs torch's forward, not that of a subclass, such as another padding.
+    is_known = isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward
+    if isinstance(module, nn.Conv2d) and module.groups == 1 and (is_known or module.kernel_size == (1, 1)):
         return _CONVOLUTION
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return _CONV1D
     raise DloError(
-        f"projection '{name}' must be Linear, 1x1 Conv2d or Conv1D for tensor parallelism, got {type(module).__name__};"
-        " remove it from the plan's tensor rules"
+        f"projection '{name}' must be Linear, Conv2d of one group or Conv1D for tensor parallelism, got"
+        f" {type(module).__name__}; remove it from the plan's tensor rules"
     )
 
 

@@ -20,7 +20,11 @@ class RegionPlan:
         columns: Names of its column projections.
         rows: Names of its row projections.
         shared: Names of its replicated column projections: those of the one key/value head of multi-query attention.
+        gathered: Numbers of output features, over all ranks, of the last parts of column projections that all ranks
+            need in full, by the projection's name: the one key and value of multi-query attention.
+        operands: Arguments of its module's forward with an entry for each head, and the dim of it.
         norms: Names of its norms over all features of a column projection.
+        channelwise: Names of its batch norms and convolutions of each channel alone, whose channels are divided.
         inputs: Numbers of input features of its column projections.
         outputs: Numbers of output features of its column projections, over all ranks.
         heads: Number of query heads over all ranks; 0 without attention.
@@ -28,12 +32,16 @@ class RegionPlan:
         width: Number of features of a head.
         counts_by_config: Whether the module reads its number of heads from the model's config.
         local_shapes: Whether its code reshapes to full sizes; see :mod:`dlo_plugins.tensor.local_shapes`.
+        local_counts: Whether its attributes with numbers of heads are set to the rank's.
     """
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    gathered: dict[str, int] = field(default_factory=dict)
+    operands: dict[str, int] = field(default_factory=dict)
     norms: list[str] = field(default_factory=list)
+    channelwise: list[str] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
     heads: int = 0
@@ -41,6 +49,7 @@ class RegionPlan:
     width: int = 0
     counts_by_config: bool = False
     local_shapes: bool = False
+    local_counts: bool = True
 
 
 @dataclass
@@ -48,7 +57,7 @@ class TPPlan:
     """Tensor-parallel plan of a model.
 
     Attributes:
-        divisions: Divisions of parameters, by name; a tied parameter has one under each of its names.
+        divisions: Divisions of parameters and buffers, by name; a tied parameter has one under each of its names.
         regions: Regions by the name of their module.
         vocabulary: Names of embeddings and output projections that are split over the vocabulary.
         partial: Names of replicated parameters whose gradient is a partial sum on each rank.

@@ -7,6 +7,7 @@ arXiv 1909.08053.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.adapted_projections import base_name, base_of, check_adapted, divide_adapters
+from dlo_plugins.tensor.channelwise import channel_count, is_channelwise
 from dlo_plugins.tensor.division import Divisibility, Division, check_divisibility
 from dlo_plugins.tensor.expert_slices import divide_stacked_experts
 from dlo_plugins.tensor.heads import head_width, kv_heads
@@ -22,10 +24,12 @@ from dlo_plugins.tensor.replicated import add_sequence_partial, check_sequence, 
 from dlo_plugins.tensor.tp_plan import RegionPlan, TPPlan, region_of, vocabulary_size
 
 _COLUMNS = (
-    *(Rule.COLUMN, Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED),
+    *(Rule.COLUMN, Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED, Rule.QKV_BY_GROUP),
     *(Rule.GATE_UP, Rule.HEADS, Rule.KV_HEADS),
 )
-_CUTTING = (*_COLUMNS, Rule.ROW, Rule.VOCAB, Rule.COLUMN_NORM, Rule.LAST_DIM_HEADS)
+#: Rules of a region's module: how its code reshapes.
+SHAPING = (Rule.LOCAL_SHAPES, Rule.LOCAL_COUNTS)
+_CUTTING = (*_COLUMNS, Rule.ROW, Rule.VOCAB, Rule.COLUMN_NORM, Rule.PER_CHANNEL, Rule.LAST_DIM_HEADS)
 
 
 def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parallel: bool = False) -> TPPlan:
@@ -50,8 +54,10 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
         )
     _find_regions(found, modules, ruled)
     for name, region in found.regions.items():
-        region.local_shapes = plan.rule_for(name) is Rule.LOCAL_SHAPES
+        region.local_shapes = plan.rule_for(name) in SHAPING
+        region.local_counts = plan.rule_for(name) is not Rule.LOCAL_SHAPES
         region.width = plan.head_width_for(name) or 0
+        region.operands = dict(plan.head_operands_for(name))
     # Query heads first: a module may have an attribute for their number, and none for their width.
     for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
         _divide_module(found, modules, name, rule)
@@ -114,6 +120,9 @@ def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule
     if rule is Rule.COLUMN_NORM:
         _divide_norm(found, name, part)
         return
+    if rule is Rule.PER_CHANNEL:
+        _divide_channels(found, name, part)
+        return
     check_adapted(name, part)
     base, inner = base_of(part), base_name(name, part)
     kind = projection_kind(name, base)
@@ -167,15 +176,27 @@ def _pieces(
         else:
             found.divisibilities.append(Divisibility(region_name, region.kv, "key/value heads"))
         return (size,)
-    if rule is Rule.QKV_GROUPED:
-        region.kv, region.counts_by_config = kv_heads(name, asked), True
+    if rule in (Rule.QKV_GROUPED, Rule.QKV_BY_GROUP):
+        region.kv, region.counts_by_config = kv_heads(name, asked, _row_heads(modules, region), size // width), True
         region.heads = size // width - 2 * region.kv
-        found.divisibilities.append(Divisibility(region_name, region.kv, "key/value heads"))
         found.divisibilities.append(Divisibility(region_name, region.heads, "heads"))
-        return (region.heads * width, region.kv * width, region.kv * width)
+        parts = (region.heads * width, region.kv * width, region.kv * width)
+        if region.kv == 1:  # Both rules have the same order.
+            found.divisibilities.append(Divisibility(name, width, "features of its one key/value head"))
+            region.gathered[name] = 2 * width
+            return parts
+        found.divisibilities.append(Divisibility(region_name, region.kv, "key/value heads"))
+        return parts if rule is Rule.QKV_GROUPED else (size,)
     region.heads = of_queries // width
     found.divisibilities.append(Divisibility(region_name, region.heads, "heads"))
     return (of_queries,) * 3 if rule is Rule.QKV else (size,)
+
+
+def _row_heads(modules: dict[str, nn.Module], region: RegionPlan) -> int:
+    """Returns the number of heads that a region's row projection gets; 0 if it is not of whole heads."""
+    base: Any = base_of(modules[region.rows[0]])
+    inputs = int(getattr(base, projection_kind(region.rows[0], base).inputs))
+    return inputs // region.width if inputs % region.width == 0 else 0
 
 
 def _divide_vocabulary(found: TPPlan, name: str, part: nn.Module) -> None:
@@ -216,6 +237,22 @@ def _divide_norm(found: TPPlan, name: str, part: nn.Module) -> None:
     found.divisibilities.append(Divisibility(name, size, "features"))
 
 
+def _divide_channels(found: TPPlan, name: str, part: nn.Module) -> None:
+    """Divides the parameters and running statistics of a module that computes with each channel alone."""
+    region = region_of(found, name)
+    if region is None or not is_channelwise(part):
+        raise DloError(
+            f"module '{name}' with the rule 'per_channel' must be a batch norm, or a convolution of each channel alone,"
+            f" between sharded projections, got {type(part).__name__}; remove it from the plan's tensor rules"
+        )
+    found.regions[region].channelwise.append(name)
+    channels = channel_count(part)
+    for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is not None and tensor.ndim:
+            found.divisions[f"{name}.{key}"] = Division(0, (tensor.shape[0],))
+    found.divisibilities.append(Divisibility(name, channels, "channels"))
+
+
 def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
     """Divides the parameters that a rule matches by their own name, and buffers that are not saved."""
     for name, parameter in (*module.named_parameters(remove_duplicate=False), *_unsaved_buffers(module)):
@@ -224,7 +261,14 @@ def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> 
         if rule not in _CUTTING or name in found.divisions or plan.rule_for(owner) is rule:
             continue
         region = region_of(found, name)
-        if region is None or rule in (Rule.ROW, Rule.VOCAB, Rule.QKV, Rule.QKV_GROUPED, Rule.GATE_UP):
+        if region is None or rule in (
+            Rule.ROW,
+            Rule.VOCAB,
+            Rule.QKV,
+            Rule.QKV_GROUPED,
+            Rule.QKV_BY_GROUP,
+            Rule.GATE_UP,
+        ):
             raise DloError(
                 f"rule '{rule}' must match a projection inside a region, got the parameter '{name}'; remove the rule"
             )

@@ -91,6 +91,7 @@ class FlatGroup:
         self._fill_buffers()
         self._stepped: Tensor | None = None
         self._current = False  # whether the stepped copy has the shard's values
+        self._is_stored = False  # whether a step's values have been stored since they were loaded
         self.pieces = self._cut(self.shard)
         runs = self.partition.pieces(communicator.rank)
         self.owned = [piece.parameter for piece in runs]
@@ -292,6 +293,7 @@ class FlatGroup:
 
         First waits for the last step's copy from the CPU to the device, which may still read that memory.
         """
+        self._is_stored = False
         if self.step_device != self.device and self._from_shard is not None:
             self._from_shard.synchronize()
             self._from_shard = None
@@ -310,7 +312,8 @@ class FlatGroup:
     def store_step(self) -> None:
         """Starts the copy of the stepped values to the shard, where the optimizer steps a copy."""
         self._is_staged = False
-        if self._stepped is not None and self._current:
+        if self._stepped is not None and self._current and not self._is_stored:
+            self._is_stored = True
             if self.step_device == self.device:
                 self._to_shard = self._copies.down.copy(self.shard, self._stepped)
             else:
@@ -361,6 +364,11 @@ class FlatGroup:
         copied = self._copies.down.copy(landed, segment)
         self._arriving.append((landed, copied))
         return copied
+
+    @property
+    def gradient_arrived(self) -> bool:
+        """Whether :meth:`finish_gradient` would not wait."""
+        return all(copied.has_ended for _, copied in self._arriving)
 
     def finish_gradient(self) -> None:
         """Waits until the added segments are in the gradient shard."""

@@ -22,6 +22,7 @@ precision is too coarse to accumulate them in.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
-from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.sharding.optimizer_probe import ONE_ELEMENTWISE, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import (
     ElementwiseShard,
     FullTensorShard,
@@ -135,6 +136,8 @@ class ZeroEngine:
         self.shares = [self._make_share(number, optimizer) for number, optimizer in enumerate(optimizers)]
         self._window_open = False
         self.sync = True  # whether the running backward is the last of its accumulation
+        self._ready: Callable[[list[Tensor]], None] | None = None  # steps pieces in backward
+        self._arriving: deque[FlatGroup] = deque()  # groups whose gradients are being copied, then stepped
 
     # --- building ------------------------------------------------------------------------------------------
 
@@ -248,7 +251,7 @@ class ZeroEngine:
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=any(group.step_device != self.device for group in groups))
         optimizer.register_step_pre_hook(
-            lambda _, args, kwargs: None if _has_closure(args, kwargs) else share.load_params()
+            lambda _, args, kwargs: None if _has_closure(args, kwargs) or self._ready else share.load_params()
         )
         if self.options.rounding is not None:
             self.options.rounding.attach(optimizer, share.local_params, share.as_shard)
@@ -294,6 +297,7 @@ class ZeroEngine:
         elif not automatic:
             self._drop_used_gradients()
         self._window_open = self.reducer.announced = True
+        self._arriving.clear()  # of a backward that raised
         # Stage 1 accumulates micro-batches in the parameters' own gradients, and reduces them once.
         self.reducer.enabled = self.sync or self.options.reduces_each
         self.reducer.skipped = {
@@ -319,11 +323,13 @@ class ZeroEngine:
             self.gathering.release_all()
             if not automatic:
                 self.gathering.begin_step()  # The step goes on.
+        while self._arriving:
+            self._step_group(self._arriving.popleft())
         for group in self.groups:
             group.finish_gradient()
         if self.sync:
             self._window_open = not automatic
-            for share in self.shares:
+            for share in self.shares if self._ready is None else ():
                 share.set_grads(self.reducer.used)
                 share.record_grads()
 
@@ -337,38 +343,53 @@ class ZeroEngine:
                     group.finish_gather()
         share.stepped = True
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> bool:
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in backward with this rank's pieces of each group whose gradients are reduced.
 
-        In stages 1 and 2 the pieces are memory of the parameters, which backward may still read.
+        In stages 1 and 2 the pieces are memory of the parameters. A group is reduced once all of its gradients are
+        complete; the operations that compute these are the ones that read the parameters, so that the rest of backward
+        reads none of the group. One that does raises autograd's error about saved tensors that were changed in place,
+        as in one process. The other ranks' pieces are all-gathered after backward, as for the ordinary step.
+
+        Where gradients are copied to the CPU, their pieces are stepped as they arrive, while the device computes the
+        gradients that follow.
 
         Returns:
-            Whether the engine does.
+            Reason why the engine does not; empty where it does.
         """
-        options = self.options
-        offloads = options.offload_optimizer or options.offload_parameters
-        elementwise = len(self.shares) == 1 and isinstance(self.shares[0], ElementwiseShard)
-        if ready is not None and (options.stage < 3 or offloads or options.find_unused or not elementwise):
-            return False
+        self._ready = self.reducer.on_gradient = None
         if ready is None:
-            self.reducer.on_gradient = None
-            return True
+            return ""
+        if len(self.shares) != 1 or not isinstance(self.shares[0], ElementwiseShard):
+            return ONE_ELEMENTWISE
+        self._ready = ready if self.options.rounding is None else self.options.rounding.around(ready)
+        self.reducer.on_gradient = self._step_arrived
+        return ""
+
+    def _step_arrived(self, group: FlatGroup) -> None:
+        """Steps the groups whose gradients have arrived, in the order of their reduction."""
+        self._arriving.append(group)
+        while self._arriving and self._arriving[0].gradient_arrived:
+            self._step_group(self._arriving.popleft())
+
+    def _step_group(self, group: FlatGroup) -> None:
+        """Steps this rank's pieces of a group, and drops its gradients."""
+        assert self._ready is not None
         (share,) = self.shares
-        step = ready if options.rounding is None else options.rounding.around(ready)
-
-        def step_pieces(group: FlatGroup) -> None:
-            if group.gradient is None:
-                return
-            pieces = []
-            for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
-                piece = share.local_params[group.names[number]]
-                piece.grad = gradient.view_as(piece)
-                pieces.append(piece)
-            step(pieces)
-            group.drop_gradient()
-
-        self.reducer.on_gradient = step_pieces
-        return True
+        group.finish_gradient()
+        if group.gradient is None:
+            return
+        group.load_params()
+        pieces = []
+        for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
+            piece = share.local_params[group.names[number]]
+            piece.grad = gradient.view_as(piece)
+            pieces.append(piece)
+        self._ready(pieces)
+        group.drop_gradient()
+        group.store_step()
+        if group.shares_memory:
+            torch.autograd.graph.increment_version(group.parameters)
 
     def finish_step(self) -> None:
         """Waits for the last step's collectives and copies; then parameters and shards can be read and written."""

@@ -42,11 +42,29 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
     if not (root / "train").is_dir() and names is not None:
         return names
     if not (root / "train").is_dir():
-        raise DloError(f"no such folder: {root / 'train'}; expected train/<class>/*.jpg, train-*.tar or train/*.tar")
+        raise DloError(
+            f"root must have train/<class>/*.jpg, train-*.tar or train/*.tar, got {root} without train/;"
+            f" {_guess_root(root)}"
+        )
     folders = class_folders(root / "train")
     if not folders:
         raise DloError(f"{root / 'train'} has no class folders; expected train/<class>/*.jpg")
     return folders
+
+
+def _guess_root(root: Path) -> str:
+    """Returns what to change about a folder that has no `train/`: another root, or another layout."""
+    for other in (root.absolute().parent, *sorted(path for path in root.iterdir() if path.is_dir())):
+        if (other / "train").is_dir():
+            shown = other if other.is_relative_to(root) else root.parent
+            return f"set data.init_args.root to {shown}"
+    folders = class_folders(root)
+    if folders:
+        return (
+            f"its folders {_some(folders)} look like classes: move them to {root / 'train'}, and a part of each one's"
+            f" images to {root / 'val'}/<class>"
+        )
+    return "set data.init_args.root"
 
 
 def _listed_classes(root: Path | str, storage: ImageStorage) -> list[str] | None:

@@ -61,6 +61,7 @@ from dlo_tasks.llm.generation import (
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
+from dlo_tasks.llm.prompts import warn_of_plain_prompts
 
 
 class CausalLM(Task):
@@ -111,7 +112,8 @@ class CausalLM(Task):
         min_lr: Learning rate at the end of training.
         lr_scaling: Scaling of `lr` and `min_lr` by the sequences of an optimizer step: `{reference_batch: 256, rule:
             linear}`, or `rule: sqrt`. None does not scale.
-        prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends.
+        prompts: Prompts that are completed at each validation, for TensorBoard, and printed when training ends: texts,
+            or conversations, `[{role: user, content: ...}]`, which the tokenizer's chat template renders.
         sampling: Sampling options for `prompts` and for `dlo predict`: `{max_new_tokens: 64, temperature: 0.8}`.
         experts: Losses of a mixture's routers, `{aux_loss: 0.01, z_loss: 0.001}`; with `count`, mixtures in place of a
             dense model's MLPs, which start as copies of the MLP: `{count: 8, every: 2, top_k: 2}`.
@@ -149,7 +151,7 @@ class CausalLM(Task):
         warmup_lr: float = 0.0,
         min_lr: float = 0.0,
         lr_scaling: dict[str, Any] | None = None,
-        prompts: list[str] | None = None,
+        prompts: list[str | list[dict[str, Any]]] | None = None,
         sampling: Sampling | None = None,
         experts: MixtureOptions | None = None,
     ) -> None:
@@ -210,6 +212,8 @@ class CausalLM(Task):
         check_template = getattr(datamodule, "check_template", None)
         if self.tokenizer_source is not None and check_template is not None:
             check_template(self.tokenizer_source)
+        if self.prompts and getattr(datamodule, "trains_on_chats", False):
+            warn_of_plain_prompts("model.init_args.prompts", self.prompts)
         twin = self.on_meta()
         check_windows(twin.model, getattr(datamodule, "seq_len", None), trained=self.model_name is not None)  # type: ignore[arg-type]
         check_prompts(twin.model, self.prompts, None, self.sampling.max_new_tokens)  # type: ignore[arg-type]

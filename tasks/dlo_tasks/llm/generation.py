@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.positions import check_generation_length
+from dlo_tasks.llm.prompts import encode_prompts, format_prompt
 from dlo_tasks.llm.staged_generation import keeps_keys_and_values, staged_forward
-from dlo_tasks.llm.tokenization import encode_without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -202,7 +202,7 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
 
 def complete_texts(
     model: PreTrainedModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[dict[str, Any]]],
     sampling: Sampling,
     tokenizer: Any,
     together: bool,
@@ -215,27 +215,25 @@ def complete_texts(
     The prompts are on `device`, by default the model's.
 
     Raises:
-        DloError: If a prompt has no tokens.
+        DloError: If a prompt has no tokens, or a conversation cannot be rendered.
     """
-    rows = encode_without_end(tokenizer, list(prompts))
-    empty = next((prompt for prompt, row in zip(prompts, rows, strict=True) if not row), None)
-    if empty is not None:
-        raise DloError(f"prompts must have at least one token each, got {empty!r}; write at least one character")
+    rows = encode_prompts(tokenizer, prompts)
     pad = tokenizer.pad_token_id
     ids, mask = pad_left(rows, 0 if pad is None else pad, device or model.device)
     written = complete_ids(model, ids, mask, sampling, tokenizer, together, None, softcap, pipelined)
     return [str(text) for text in tokenizer.batch_decode(written, skip_special_tokens=True)]
 
 
-def as_markdown(prompts: Sequence[str], texts: Sequence[str]) -> str:
+def as_markdown(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> str:
     """Returns samples in Markdown: each prompt with its completion, as a code block."""
-    return "\n\n".join(_indented(f"{prompt}⟶{text}") for prompt, text in zip(prompts, texts, strict=True))
+    pairs = zip(map(format_prompt, prompts), texts, strict=True)
+    return "\n\n".join(_indented(f"{prompt}⟶{text}") for prompt, text in pairs)
 
 
-def print_samples(prompts: Sequence[str], texts: Sequence[str]) -> None:
+def print_samples(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> None:
     """Prints prompts, each with its completion."""
     print("\nsamples, each from its prompt on:")
-    for prompt, text in zip(prompts, texts, strict=True):
+    for prompt, text in zip(map(format_prompt, prompts), texts, strict=True):
         print(f"--- {prompt!r}\n{prompt}{text}")
 
 

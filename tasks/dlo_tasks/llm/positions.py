@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.tokenization import encode_without_end
+from dlo_tasks.llm.prompts import encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -79,12 +79,12 @@ def check_generation_length(model: PreTrainedModel, prompt: int, new: int) -> No
         )
 
 
-def check_prompts(model: PreTrainedModel, prompts: Sequence[str], tokenizer: Any, new: int) -> None:
+def check_prompts(model: PreTrainedModel, prompts: Sequence[str | list[Any]], tokenizer: Any, new: int) -> None:
     """Checks that a model has enough positions for prompts and their completions; see :func:`check_generation_length`.
 
     Args:
         model: Model, possibly on the meta device.
-        prompts: Prompts, as texts.
+        prompts: Prompts, as texts or conversations.
         tokenizer: Tokenizer of the data; None before it is loaded, which counts a prompt as one token.
         new: Maximum number of new tokens.
 
@@ -92,7 +92,7 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[str], tokenizer: Any
         DloError: If its position table is shorter.
     """
     if prompts:
-        rows = [[0]] if tokenizer is None else encode_without_end(tokenizer, list(prompts))
+        rows = [[0]] if tokenizer is None else encode_prompts(tokenizer, prompts)
         check_generation_length(model, max(map(len, rows)), new)
 
 

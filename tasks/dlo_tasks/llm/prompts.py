@@ -1,10 +1,12 @@
-"""Reads the prompts that prediction completes."""
+"""Prompts that a model completes: texts, and conversations, which the chat template renders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.chat import encode_request
@@ -43,6 +45,45 @@ def read_prompts(
             f"predict_files must have at least one prompt, got none in {', '.join(map(str, files))}; write one per line"
         )
     return prompts, ids
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str | list[dict[str, Any]]]) -> list[list[int]]:
+    """Returns the token ids of prompts: texts as they are, conversations with the chat template's generation prompt.
+
+    Raises:
+        DloError: If a prompt has no token, or a conversation cannot be rendered.
+    """
+    rows: list[list[int]] = []
+    for number, prompt in enumerate(prompts, 1):
+        where = f"prompts, number {number}"
+        if isinstance(prompt, str):
+            rows += encode_without_end(tokenizer, [prompt])
+        else:
+            rows.append(encode_request(tokenizer, *check_conversation(prompt, None, where), where))
+        if not rows[-1]:
+            raise DloError(f"prompts must have at least one token each, got {prompt!r}; write at least one character")
+    return rows
+
+
+def format_prompt(prompt: str | list[dict[str, Any]]) -> str:
+    """Returns a prompt as a text to show: of a conversation a line for each message, and the role of the answer."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join([*(f"{turn['role']}: {turn.get('content') or ''}" for turn in prompt), "assistant: "])
+
+
+def warn_of_plain_prompts(option: str, prompts: Sequence[Any]) -> None:
+    """Warns of prompts without the chat template that all training records have.
+
+    Args:
+        option: Option with the prompts.
+        prompts: Texts or conversations.
+    """
+    if any(isinstance(prompt, str) for prompt in prompts):
+        rank_zero_warn(
+            f"{option} has plain texts, and the training records are conversations: the texts are completed without the"
+            " chat template; write [{role: user, content: ...}] in place of a text, in files under the key messages"
+        )
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:

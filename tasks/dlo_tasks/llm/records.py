@@ -254,6 +254,7 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
                 f"{where}: a record with {has!r} must have {lacks!r} too, got {', '.join(map(repr, values))}; add it,"
                 " write the conversation under 'messages', or remove the line"
             )
+    _refuse_known_layout(values, where)
     wanted = [columns.get(name, name) for name in ("messages", "prompt", "completion", "text")]
     missing = [name for name in wanted if name not in values]
     hints = (did_you_mean(name, missing) for name in values if name not in wanted)
@@ -262,6 +263,38 @@ def _record(values: dict[str, Any], columns: Mapping[str, str], file: int, row: 
         f"{where}: record must have {wanted[0]!r}, {wanted[1]!r} and {wanted[2]!r}, or {wanted[3]!r}, got"
         f" {', '.join(map(repr, values)) or 'no keys'}{hint}; rename a key, or set columns, such as {{text: content}}"
     )
+
+
+#: Columns of common data sets, and the option `columns` that reads them.
+_LAYOUTS = [
+    *((f"{{prompt: {one}, completion: {other}}}", {one, other}) for one, other in (
+        ("question", "answer"), ("instruction", "output"), ("instruction", "response"), ("query", "response"),
+        ("input", "output"), ("prompt", "response"), ("prompt", "answer"),
+    )),
+    *((f"{{text: {name}}}", {name}) for name in ("content", "body", "document", "raw_content")),
+]  # fmt: skip
+
+
+def _refuse_known_layout(values: Mapping[str, Any], where: str) -> None:
+    """Raises an error with the fix for columns that common data sets have; returns for others."""
+    turns = values.get("conversations")
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        if "from" not in turns[0]:
+            fix = "set data.init_args.columns to {messages: conversations}"
+        else:
+            path = where.rpartition(":")[0]
+            roles = '({human: "user", gpt: "assistant"}[.from] // .from)'
+            turn = f"{{role: {roles}, content: .value}}"
+            fix = f"`jq -c '{{messages: [.conversations[] | {turn}]}}' {path} > chats.jsonl` makes it of yours"
+        raise DloError(f"{where}: record must have 'messages' with 'role' and 'content', got 'conversations'; {fix}")
+    for option, names in _LAYOUTS:
+        if names <= set(values):
+            joined = "input" not in names and values.get("input")
+            option += ", and join 'input' to the prompt, which is left out otherwise" if joined else ""
+            raise DloError(
+                f"{where}: record must have 'messages', 'prompt' and 'completion', or 'text', got"
+                f" {', '.join(map(repr, values))}; set data.init_args.columns to {option}"
+            )
 
 
 def check_conversation(messages: Any, tools: Any, where: str) -> tuple[list[dict[str, Any]], Any]:

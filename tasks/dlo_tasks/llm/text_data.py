@@ -30,7 +30,7 @@ from dlo_tasks.llm.cache_folder import cache_folder
 from dlo_tasks.llm.chat import find_chat_template
 from dlo_tasks.llm.corpus import embedded_tokenizer, standard_library
 from dlo_tasks.llm.packing import LongSamples
-from dlo_tasks.llm.prompts import read_prompts
+from dlo_tasks.llm.prompts import read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
 from dlo_tasks.llm.sample_layout import PackingName, lay_out_samples, split_documents
 from dlo_tasks.llm.step_tokens import (
@@ -278,15 +278,25 @@ class TextData(ResumableDataModule):
         Raises:
             DloError: If the tokenizer has no chat template.
         """
-        texts = {option: getattr(self, option) for option in ("train_files", "val_files")}
+        for file, first in self._first_records("train_files", "val_files"):
+            if first.kind == "messages":
+                find_chat_template(load_tokenizer(self._source or source, self.chat_template), f"{file}:{first.row}")
+
+    def _first_records(self, *options: str) -> Iterator[tuple[Path, Any]]:
+        """Yields the first file and record of each of these options and of each source of text."""
+        texts = {option: getattr(self, option) for option in options}
         texts |= {f"sources.{source.name}.files": source.files for source in self.sources}
         for option, patterns in texts.items():
             files = expand_patterns(patterns, option) if patterns is not None else []
             first = next(self.read(files), None) if files else None
-            if first is not None and first.kind == "messages":
-                find_chat_template(
-                    load_tokenizer(self._source or source, self.chat_template), f"{files[0]}:{first.row}"
-                )
+            if first is not None:
+                yield files[0], first
+
+    @property
+    def trains_on_chats(self) -> bool:
+        """Whether all training text, by its first records, is conversations."""
+        kinds = {first.kind for _, first in self._first_records("train_files")}
+        return kinds == {"messages"} and all(source.tokens is None for source in self.sources)
 
     def read(self, files: Sequence[Path]) -> Iterator[Any]:
         """Yields the records of some files; each has a `kind`, such as `messages`, and a `row`."""
@@ -383,6 +393,8 @@ class TextData(ResumableDataModule):
             self.check_predict()
             files = expand_patterns(self.predict_files or [], "predict_files")
             self.prompts, ids = read_prompts(files, self.tokenizer, self.columns)
+            if self.trains_on_chats:
+                warn_of_plain_prompts("predict_files", self.prompts)
             self._datasets["predict"] = Prompts(ids, find_filler_id(self.tokenizer))
             return
         names = self._agreed_names()

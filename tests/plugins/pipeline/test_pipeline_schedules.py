@@ -1,5 +1,6 @@
 """Schedules as data: complete, in order, without deadlock, as fast and as sparing as their papers say."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     forward_only,
     make_placement,
     make_schedule,
+    overlaps,
     splits_backward,
 )
 from dlo_plugins.pipeline.simulation import Deadlock, StageCosts, dependencies, simulate, theoretical_bubble
@@ -219,6 +221,62 @@ def test_torch_has_the_same_orders() -> None:
                     assert [(str(a.kind), a.stage, a.micro_batch) for a in order] == [
                         (s.computation_type.value, s.stage_index, s.microbatch_index) for s in flat
                     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_pairs_of_dualpipe_v_are_those_of_torch_and_can_run_together(ranks: int) -> None:
+    from torch.distributed.pipelining import schedules as theirs
+
+    for number in (2 * ranks, 2 * ranks + 1, 4 * ranks):
+        schedule = make_schedule("DualPipeV", ranks, number)
+        made = object.__new__(theirs.get_schedule_class("DualPipeV"))
+        made.pp_group_size, made.num_stages, made._n_microbatches = ranks, 2 * ranks, number
+        for rank, (order, pairs) in enumerate(zip(schedule.orders, schedule.pairs, strict=True)):
+            found = [a.sub_actions for a in made._calculate_single_rank_operations(rank) if a and a.sub_actions]
+            own = [(order[place], order[place + 1]) for place in sorted(pairs)]
+            # torch runs the first pair of the last rank apart, where it has just filled the pipeline.
+            assert [tuple((s.stage_index, s.microbatch_index) for s in two) for two in found] == [
+                tuple((a.stage, a.micro_batch) for a in two) for two in own[rank == ranks - 1 :]
+            ]
+            assert len(own) == 2 * (number - 2 * ranks + rank + 1) + ranks - rank - 1
+        costs = StageCosts.equal(2 * ranks)
+        together = simulate(schedule, costs, overlaps=True)
+        # Each rank's first pair waits until its backward can run.
+        assert together.makespan == simulate(schedule, costs).makespan + ranks - 1
+
+
+def test_only_two_stages_of_a_schedule_that_asks_for_it_run_together() -> None:
+    assert overlaps("DualPipeV")
+    assert [name for name in SCHEDULES.loaded() if overlaps(name)] == ["DualPipeV"]
+    assert not any(make_schedule("ZBV", 2, 8).pairs)
+    orders = {"Apart": "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1", "Cycle": "F1.0 B0.0", "Behind": "F0.0 F0.1 F1.0 B1.0"}
+    place = Placement(1, 2, "v")
+    made = {name: Schedule(name, place, 2, (tuple(_actions(order)),)) for name, order in orders.items()}
+    assert all(schedule.pairs == (frozenset(),) for schedule in made.values())
+    together = {name: dataclasses.replace(schedule, overlaps=True) for name, schedule in made.items()}
+    assert {name: set(schedule.pairs[0]) for name, schedule in together.items()} == {
+        "Apart": set(), "Cycle": {0}, "Behind": set(),
+    }  # fmt: skip
+    with pytest.raises(Deadlock):
+        simulate(together["Cycle"], StageCosts.equal(2), overlaps=True)
+
+
+def test_a_pair_whose_backward_waits_for_its_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 1 sends the gradient that B2.0 waits for after a forward that waits for F0.1.
+    orders = ["F0.0 F2.0 F0.1 B2.0 F2.1 B0.0 B2.1 B0.1", "F1.0 F3.0 F1.1 B3.0 B1.0 F3.1 B3.1 B1.1"]
+    own: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "no_group", ScheduleRule)
+    own.register("Crossed", stages_per_rank=2, overlaps=True)(
+        lambda placement, rank, micro_batches: _actions(orders[rank])
+    )
+    monkeypatch.setattr(pipeline_schedules, "SCHEDULES", own)
+    options = PipelineOptions("Crossed", micro_batches=2)
+    options.check_schedule(2)
+    with pytest.raises(DloError, match=r"under schedule Crossed, got rank 0 at F0\.1, rank 1 at F1\.1 wait for one"):
+        options.check_schedule(2, has_exchanges=True)
+
+
+def _actions(order: str) -> list[Action]:
+    return [Action(ActionKind(a[0]), int(a[1]), int(a[3])) for a in order.split()]
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 17))

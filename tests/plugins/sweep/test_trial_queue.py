@@ -12,6 +12,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.run_lock import RunLock
 from dlo_plugins.sweep import trial_queue
 from dlo_plugins.sweep.search_methods import check_methods, trial_seed
+from dlo_plugins.sweep.sweep_report import values_of
 from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
 from dlo_plugins.sweep.sweep_worker import SweepWorker, trial_config
 from dlo_plugins.sweep.trial_queue import TrialQueue
@@ -63,6 +64,17 @@ def test_two_processes_share_the_trials_and_each_runs_once(make, tmp_path, stora
         queue.release(claim.number)
     assert one.unfinished() == 0
     assert states(other) == ["COMPLETE"] * 5
+
+
+def test_a_report_names_the_values_that_a_trial_ended_with(make):
+    queue = make()
+    first, second = queue.claim(), queue.claim()
+    changed = dict(first.values, **{next(iter(first.values)): 0.5})
+    for claim, ended_with in ((first, changed), (second, None)):
+        queue.report(claim.number, 1, 0.5)
+        queue.finish(claim.number, ended_with=ended_with)
+    found = [values_of(trial) for trial in queue.study.get_trials(deepcopy=False)[:2]]
+    assert found == [changed, second.values]
 
 
 def test_values_depend_on_seed_and_number_and_not_on_the_worker(make):

@@ -1,5 +1,7 @@
 """Tensor rules of models whose families bring none: what is found, and what the proof refuses."""
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.head_operands import operand_dim
 from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
 from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
-from dlo_plugins.tensor.local_shapes import LocalSizes, local_shape
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
+from dlo_plugins.tensor.installation import install_plan
+from dlo_plugins.tensor.local_shapes import LocalSizes, local_expansion, local_shape
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
@@ -33,7 +38,7 @@ def rules_of(task: Task) -> InferredRules:
 
 def kinds(found: InferredRules) -> dict[str, str]:
     """Rules of projections and tensors, without those that only say that a module works on full activations."""
-    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, Rule.LOCAL_SHAPES)}
+    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, *SHAPING)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -72,8 +77,19 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
         ),
         (
             "bloom",  # biases of heads come from outside of the block
-            {"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"},
-            {"self_attention.dense": "expanded size"},
+            {
+                **{"self_attention.query_key_value": "qkv_by_head", "self_attention.dense": "row"},
+                **{"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"},
+            },
+            {},
+        ),
+        (
+            "gpt_bigcode",  # one projection of all queries, one key and one value
+            {
+                **{"attn.c_attn": "qkv_grouped", "attn.c_proj": "row"},
+                **{"mlp.c_fc": "column", "mlp.c_proj": "row"},
+            },
+            {},
         ),
     ],
 )
@@ -83,6 +99,99 @@ def test_families_of_transformers_without_rules(family: str, expected: dict[str,
     reasons = {name.split(".*.", 1)[1]: why for name, why in found.whole.items()}
     assert reasons.keys() == whole.keys()
     assert all(text in reasons[name] for name, text in whole.items())
+
+
+def test_biases_of_heads_are_found_by_their_argument_and_dim() -> None:
+    of_each = {
+        "bloom": ({}, {"alibi": 0}),  # [samples * heads, 1, tokens]
+        "mpt": ({}, {"position_bias": 0}),  # [heads, 1, tokens]
+        "falcon": ({"alibi": True, "multi_query": True}, {"attention_mask": 1, "alibi": 1}),  # [samples, heads, ...]
+    }
+    for family, (more, expected) in of_each.items():
+        found = rules_of(CausalLM(config=tiny(family, dropout=False, **more)))
+        assert list(found.head_operands.values()) == [expected], family
+    found = rules_of(ForeignTask(bias=True))
+    assert found.head_operands == {"layers.*.mix": {"bias": 0}}
+    plan = ParallelPlan(tensor=found.tensor, head_operands=found.head_operands)
+    assert plan.head_operands_for("layers.1.mix") == {"bias": 0}
+    assert plan.head_operands_for("layers.1") == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "expected"),
+    [
+        ((8, 1, 16), 4, 0),  # samples times heads
+        ((4, 1, 16), 4, 0),
+        ((2, 4, 16, 16), 4, 1),
+        ((1, 16, 16, 4), 4, 3),
+        ((2, 16, 16, 16), 16, 1),  # as many tokens as heads
+        ((2, 1, 16, 16), 16, None),
+        ((2, 16, 8), 16, None),
+        ((2, 1, 16, 16), 1, None),
+        ((), 4, None),
+    ],
+)
+def test_the_dim_of_heads(shape: tuple[int, ...], heads: int, expected: int | None) -> None:
+    assert operand_dim(shape, heads, rows=2, tokens=16) == expected
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    model = ForeignTask(bias=True).on_meta().model
+    rules: dict[str, Any] = {"layers.*.mix.[qkv]": "heads", "layers.*.mix.out": "row"}
+    widths = {"layers.*.mix": 8}
+    for operands, said in (
+        ({"biass": 0}, "got 'biass'; did you mean 'bias'"),
+        ({"bias": 1}, "must have 4 heads in dim 1"),
+    ):
+        plan = ParallelPlan(tensor=rules, head_widths=widths, head_operands={"layers.*.mix": operands})
+        with pytest.raises(DloError, match=said):
+            run_on_threads(2, functools.partial(_run_cut, model, make_tp_plan(model, plan, 2)))
+
+
+def _run_cut(model: nn.Module, found: Any, communicator: Any) -> None:
+    own = copy.deepcopy(model)
+    install_plan(own, found, communicator)
+    own.layers[0].mix(torch.zeros(2, 6, 32, device="meta"), torch.zeros(4, 6, 6, device="meta"))
+
+
+def test_queries_beside_one_key_and_value() -> None:
+    """A user's module has no attribute with the number of key/value heads, and repeats the key for all heads."""
+    task = ForeignTask(fused=True, one_key=True).on_meta()
+    found = rules_of(task)
+    assert not found.whole
+    assert kinds(found)["layers.*.mix.qkv"] == "qkv_grouped"
+    applier = TensorParallel()
+    plan = applier.complete_plan(task, task.parallel_plan(), 4)
+    cut = make_tp_plan(task.model, plan, 4)
+    assert cut.divisions["layers.0.mix.qkv.weight"].pieces == (32, 8, 8)
+    assert cut.regions["layers.0.mix"].gathered == {"layers.0.mix.qkv": 16}
+    runs = [cut.divisions["layers.0.mix.qkv.weight"].slice_for(4, rank).runs for rank in range(4)]
+    rows = sorted(row for run in runs for first, count in run for row in range(first, first + count))
+    assert rows == list(range(48))  # Each row belongs to one rank.
+    few = ForeignTask(fused=True, one_key=True, width=12, heads=4).on_meta()  # Heads of 3 features.
+    undivided = make_tp_plan(few.model, applier.complete_plan(few, few.parallel_plan(), 2), 2)
+    assert "layers.0.mix" not in undivided.regions
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "expected"),
+    [
+        ((2, 1, 1, 16, 8), (2, 1, 4, 16, 8), [2, 1, 2, 16, 8]),
+        ((2, 1, 16, 8), (2, 4, 16, 8), [2, 2, 16, 8]),
+        ((2, 1, 16, 16), (2, 4, 16, 16), [2, 4, 16, 16]),  # no heads' features
+        ((1, 16, 8), (-1, 16, 8), [-1, 16, 8]),
+    ],
+)
+def test_one_key_is_repeated_for_a_rank_s_heads(given: Any, shape: Any, expected: list[int]) -> None:
+    assert local_expansion(given, shape, LocalSizes(2, 4, 1, 8)) == expected
+    assert local_expansion(given, shape, LocalSizes(2, 4, 4, 8)) == list(shape)
+
+
+def test_code_that_reshapes_to_full_features_and_checks_its_number_of_heads() -> None:
+    """TrOCR's attention compares shapes with its attribute, and reshapes to its full width."""
+    found = rules_of(CausalLM(config=tiny("trocr", dropout=False)))
+    assert not found.whole
+    assert found.tensor["model.decoder.layers.*.self_attn"] is Rule.LOCAL_COUNTS
 
 
 def test_timms_beit_whose_bias_is_added_by_hand() -> None:
@@ -137,9 +246,26 @@ def test_features_that_are_compared_with_each_other_stay_whole() -> None:
     assert "differs by" in found.whole["layers.*.down"]
 
 
+class Lone(nn.Module):
+    """One projection in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.only(x).relu()
+
+
+class LoneTask(ForeignTask):
+    def configure_model(self) -> None:
+        if not self.has_model:
+            self.model = nn.Sequential(nn.Embedding(64, 8), nn.Sequential(Lone(), Lone()))
+
+
 def test_a_model_without_pairs_is_refused_with_what_is_in_the_way() -> None:
-    task = ImageClassifier("resnet18", num_classes=3, image_size=64).on_meta()
-    with pytest.raises(DloError, match=r"got none from ResNet, and none can be inferred \('layer1.0.*|no linear layer"):
+    task = LoneTask().on_meta()
+    with pytest.raises(DloError, match=r"got none from Sequential, and none can be inferred \(no linear layer"):
         TensorParallel().complete_plan(task, task.parallel_plan(), 2)
 
 

@@ -117,7 +117,9 @@ def test_rules_that_do_not_make_a_region_are_refused() -> None:
         make_tp_plan(Net(), plan(up="column"), 2)
     with pytest.raises(DloError, match=r"'blocks.0.mlp.down' must have a column projection in a module around it"):
         make_tp_plan(Net(), plan(down="row"), 2)
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.before' must be Linear, 1x1 Conv2d or Conv1D .* got LayerNorm"):
+    with pytest.raises(
+        DloError, match=r"'blocks.0.mlp.before' must be Linear, Conv2d of one group or Conv1D .* got LayerNorm"
+    ):
         make_tp_plan(Net(inside=True), plan(before="column", down="row"), 2)
     with pytest.raises(DloError, match=r"with the rule 'vocab' must be an Embedding or a Linear, got LayerNorm"):
         make_tp_plan(Net(inside=True), plan(before="vocab"), 2)

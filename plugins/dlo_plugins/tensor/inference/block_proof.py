@@ -24,7 +24,7 @@ from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_plan import TPPlan, region_of
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 
 #: Largest relative difference: code that computes in single precision inside is off by 1e-6, a wrong slice by 1e-1.
 _TOLERANCE = 1e-4
@@ -32,6 +32,10 @@ _TOLERANCE = 1e-4
 _LARGE, _LONG = 50_000_000, 10_000_000_000
 #: Sizes of the axis to try: heads may not be even.
 _RANKS = (2, 3, 5, 7)
+
+
+#: Dims of heads of arguments, by attention modules' names.
+Operands = Mapping[str, Mapping[str, int]]
 
 
 class NotProvenError(DloError):
@@ -83,18 +87,22 @@ class BlockProof:
         largest = [float(grad.abs().max()) for grad in self._full.grads.values() if grad is not None and grad.numel()]
         self._least = 1e-2 * max(largest, default=1.0)
 
-    def prove(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> dict[str, Rule]:
+    def prove(
+        self, rules: Mapping[str, Rule], head_widths: Mapping[str, int], operands: Operands | None = None
+    ) -> dict[str, Rule]:
         """Returns the rules with those of uncut parameters beside the projections added.
 
         Args:
             rules: Rules, by names relative to the block.
             head_widths: Widths of heads, by attention modules' names.
+            operands: Dims of heads of arguments, by attention modules' names.
 
         Raises:
             DloError: The rules do not fit the block, or its parts do not give the full result.
         """
-        ranks = self._ranks(rules, head_widths)
-        found = make_tp_plan(self._holder, _plan(self._sequential(rules, head_widths), head_widths), ranks)
+        sequential = _plan(self._sequential(rules), head_widths, operands)
+        ranks = self._ranks(sequential)
+        found = make_tp_plan(self._holder, sequential, ranks)
         results = self._run_ranks(found, ranks)
         for result in results:
             self._compare("output", result.outputs, self._full.outputs)
@@ -116,16 +124,18 @@ class BlockProof:
                     more.setdefault(local, Rule.SEQUENCE)
             elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
                 raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
-        more = dict(sorted(more.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
-        make_tp_plan(self._holder, _plan(more, head_widths), ranks)  # Partial gradients may not be supported there.
+        more = dict(sorted(more.items(), key=lambda item: item[1] in SHAPING))
+        make_tp_plan(
+            self._holder, _plan(more, head_widths, operands), ranks
+        )  # Partial gradients may not be supported there.
         return more
 
-    def _ranks(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> int:
+    def _ranks(self, plan: ParallelPlan) -> int:
         """Returns the smallest number of ranks that divides the block's heads and features."""
         first: DloError | None = None
         for ranks in _RANKS:
             try:
-                make_tp_plan(self._holder, _plan(self._sequential(rules, head_widths), head_widths), ranks)
+                make_tp_plan(self._holder, plan, ranks)
             except DloError as error:
                 first = first or error
                 continue
@@ -133,13 +143,13 @@ class BlockProof:
         assert first is not None
         raise first
 
-    def _sequential(self, rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> dict[str, Rule]:
+    def _sequential(self, rules: Mapping[str, Rule]) -> dict[str, Rule]:
         """Returns rules with `sequence` for all parameters that have none: gradients tell later which are partial."""
         names = [name.removeprefix("block.") for name, _ in self._holder.named_parameters()]
-        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule not in SHAPING})
         unnamed = [name for name in names if known.rule_for(name) is Rule.REPLICATE]
-        local = {name: rule for name, rule in rules.items() if rule is Rule.LOCAL_SHAPES}
-        cut = {name: rule for name, rule in rules.items() if rule is not Rule.LOCAL_SHAPES}
+        local = {name: rule for name, rule in rules.items() if rule in SHAPING}
+        cut = {name: rule for name, rule in rules.items() if rule not in SHAPING}
         return {**cut, **dict.fromkeys(unnamed, Rule.SEQUENCE), **local}
 
     def _run_ranks(self, found: TPPlan, ranks: int) -> list[_Result]:
@@ -240,11 +250,12 @@ class BlockProof:
         return tree_map(made, (call.args, call.kwargs))
 
 
-def _plan(rules: Mapping[str, Rule], head_widths: Mapping[str, int]) -> ParallelPlan:
+def _plan(rules: Mapping[str, Rule], head_widths: Mapping[str, int], operands: Operands | None = None) -> ParallelPlan:
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"block.{name}" if name else "block": value for name, value in values.items()}
+
     return ParallelPlan(
-        blocks=("block",),
-        tensor={f"block.{name}" if name else "block": rule for name, rule in rules.items()},
-        head_widths={f"block.{name}" if name else "block": width for name, width in head_widths.items()},
+        blocks=("block",), tensor=named(rules), head_widths=named(head_widths), head_operands=named(operands or {})
     )
 
 

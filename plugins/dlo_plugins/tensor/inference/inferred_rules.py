@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,15 +20,15 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.division import check_divisibility
 from dlo_plugins.tensor.inference.block_kinds import block_kind
 from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
-from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, record_flow
+from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, is_projection, record_flow
 from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
 from dlo_plugins.tensor.tp_plan import region_of
-from dlo_plugins.tensor.tp_planner import make_tp_plan
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 
 _ROWS = 2
 #: Tokens of a row: enough for each to see others.
 _TOKENS = 16
-_PROJECTING = (Rule.REPLICATE, Rule.SEQUENCE, Rule.VOCAB, Rule.LOCAL_SHAPES)
+_PROJECTING = (Rule.REPLICATE, Rule.SEQUENCE, Rule.VOCAB, *SHAPING)
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class InferredRules:
     Attributes:
         tensor: Rules by pattern.
         head_widths: Widths of heads by pattern of attention modules.
+        head_operands: Arguments with an entry for each head, by pattern of attention modules.
         cut: Patterns of the row projections whose attention or MLP is cut.
         whole: Reasons why others stay whole, by pattern.
     """
 
     tensor: Mapping[str, Rule] = field(default_factory=dict)
     head_widths: Mapping[str, int] = field(default_factory=dict)
+    head_operands: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,7 +74,12 @@ def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: i
     Raises:
         DloError: The ranks divide none of them.
     """
-    made = replace(plan, tensor={**plan.tensor, **found.tensor}, head_widths={**plan.head_widths, **found.head_widths})
+    made = replace(
+        plan,
+        tensor={**plan.tensor, **found.tensor},
+        head_widths={**plan.head_widths, **found.head_widths},
+        head_operands={**plan.head_operands, **found.head_operands},
+    )
     cut = make_tp_plan(model, made, 1)
     undivided = {region_of(cut, demand.owner) for demand in cut.divisibilities if demand.count % tp}
     if not undivided:
@@ -84,7 +92,7 @@ def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: i
             names.append(name)
             continue
         region = cut.regions[name]  # Another region may be inside the block.
-        names += [*region.columns, *region.rows, *region.norms]
+        names += [*region.columns, *region.rows, *region.norms, *region.channelwise]
         names += [parameter for parameter in cut.divisions if region_of(cut, parameter) == name]
     whole = dict.fromkeys(names, Rule.SEQUENCE)
     return replace(made, tensor={**whole, **made.tensor, **whole})
@@ -111,6 +119,9 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
     with isolate_rng(include_cuda=False):
         flow = _record(task, plan, example)
         found = _infer(task.model, plan, flow)
+        if not found.tensor and any(_is_wide(part) for part in task.model.modules()):
+            flow = _record(task, plan, example, wide=True)
+            found = _infer(task.model, plan, flow)
     if not found.tensor:
         raise DloError(_refusal(name, flow, found))
     return found
@@ -128,7 +139,11 @@ def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:
     )
 
 
-def _record(task: Any, plan: ParallelPlan, example: Any) -> ProjectionFlow:
+def _is_wide(module: nn.Module) -> bool:
+    return is_projection(module, wide=True) and not is_projection(module)
+
+
+def _record(task: Any, plan: ParallelPlan, example: Any, wide: bool = False) -> ProjectionFlow:
     with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
         own: Any = fake_copy(task).eval()
         batch = tree_map(fake_like, _small(example))
@@ -137,7 +152,7 @@ def _record(task: Any, plan: ParallelPlan, example: Any) -> ProjectionFlow:
             args, kwargs = own.inputs(batch)
             own.forward(*args, **kwargs)
 
-        return record_flow(own.model, plan.block_names(own.model), forward)
+        return record_flow(own.model, plan.block_names(own.model), forward, wide)
 
 
 def _small(example: Any) -> Any:
@@ -179,10 +194,11 @@ def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: 
         return InferredRules(whole={candidates[0].row: str(error)})
     rules: dict[str, Rule] = {}
     widths: dict[str, int] = {}
+    operands: dict[str, Mapping[str, int]] = {}
     cut: list[str] = []
     whole: dict[str, str] = {}
     for candidate in candidates:
-        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule is not Rule.LOCAL_SHAPES})
+        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule not in SHAPING})
         taken = [key for key in (candidate.row, *candidate.columns) if used.rule_for(key) not in _PROJECTING]
         if taken:
             continue
@@ -191,18 +207,20 @@ def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: 
             with_width[candidate.around] = candidate.head_width
         own = {key: rule for key, rule in rules.items() if rule is not Rule.SEQUENCE}
         reasons: list[DloError] = []
-        for variant in candidate.variants:
+        for variant, of_heads in itertools.product(candidate.variants, candidate.operands):
+            with_operands = {**operands, candidate.around: of_heads} if of_heads else operands
             try:
-                rules = proof.prove({**own, **variant}, with_width)
+                rules = proof.prove({**own, **variant}, with_width, with_operands)
             except DloError as error:
                 reasons.append(error)
                 continue
-            widths, reasons = with_width, []
+            widths, operands, reasons = with_width, with_operands, []
             cut.append(candidate.row)
             break
         if reasons:
             whole[candidate.row] = _likeliest(reasons)
-    return InferredRules(rules, widths, tuple(cut), whole)
+    whole = {row: why for row, why in whole.items() if ParallelPlan(tensor=rules).rule_for(row) is not Rule.ROW}
+    return InferredRules(rules, widths, operands, tuple(cut), whole)
 
 
 def _likeliest(reasons: Sequence[DloError]) -> str:
@@ -227,10 +245,11 @@ def _merged(found: InferredRules, own: InferredRules, patterns: Sequence[str]) -
         return {f"{at}.{key}" if key else at: value for at in patterns for key, value in values.items()}
 
     tensor = {**found.tensor, **named(own.tensor)}
-    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] in SHAPING))
     return InferredRules(
         tensor,
         {**found.head_widths, **named(own.head_widths)},
+        {**found.head_operands, **named(own.head_operands)},
         (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut)),
         {**found.whole, **named(own.whole)},
     )

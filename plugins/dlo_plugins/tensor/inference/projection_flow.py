@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.errors import DloError
+from dlo_plugins.tensor.channelwise import is_channelwise
+from dlo_plugins.tensor.head_operands import parameter_names
 from dlo_plugins.tensor.projections import projection_kind
 
 #: Label of a block's input and of what a residual branch adds to it.
@@ -64,35 +66,50 @@ class ProjectionFlow:
 
     Attributes:
         feeds: Labels of each projection's input, by its name: names of projections, :data:`INPUT`, :data:`PRODUCT`.
+        channelwise: Labels of the input of each batch norm and of each convolution of each channel alone, by its name.
         splits: Sizes into which the output features of each projection are reshaped, in order of execution.
         calls: First call of each block that ran, by its name.
+        operands: Tensors that a module with projections gets and that no projection of a block made, by the module's
+            name and the argument's, from its first call.
         stopped: Error that ended the forward early; None if all of it ran.
     """
 
     feeds: dict[str, frozenset[str]] = field(default_factory=dict)
+    channelwise: dict[str, frozenset[str]] = field(default_factory=dict)
     splits: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     calls: dict[str, BlockCall] = field(default_factory=dict)
+    operands: dict[str, dict[str, TensorInput]] = field(default_factory=dict)
     stopped: Exception | None = None
 
 
-def is_projection(module: nn.Module) -> bool:
-    """Returns whether tensor parallelism can shard a module."""
+def is_projection(module: nn.Module, wide: bool = False) -> bool:
+    """Returns whether tensor parallelism can shard a module.
+
+    Args:
+        module: Module.
+        wide: Whether convolutions of more than a pixel count.
+    """
+    if not wide and isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
+        return False
     with contextlib.suppress(DloError):
         projection_kind("", module)
         return isinstance(getattr(module, "weight", None), Tensor)
     return False
 
 
-def record_flow(model: nn.Module, blocks: Sequence[str], forward: Callable[[], Any]) -> ProjectionFlow:
+def record_flow(
+    model: nn.Module, blocks: Sequence[str], forward: Callable[[], Any], wide: bool = False
+) -> ProjectionFlow:
     """Returns the flow in one forward.
 
     Args:
         model: Model with fake tensors.
         blocks: Names of its blocks.
         forward: Function that runs the model, inside a `FakeTensorMode`. If it fails, what ran before is returned.
+        wide: Whether convolutions of more than a pixel count as projections.
     """
     found = ProjectionFlow()
-    mode = _FlowMode(found, model)
+    mode = _FlowMode(found, model, wide)
     handles = [
         model.get_submodule(block).register_forward_pre_hook(
             functools.partial(mode.enter_block, block), with_kwargs=True, prepend=True
@@ -102,6 +119,11 @@ def record_flow(model: nn.Module, blocks: Sequence[str], forward: Callable[[], A
     handles += [
         model.get_submodule(block).register_forward_hook(functools.partial(mode.leave_block, block)) for block in blocks
     ]
+    for name, module in model.named_modules():
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        if inside and not is_projection(module, wide) and any(is_projection(part, wide) for part in module.modules()):
+            hook = functools.partial(mode.enter_module, name, parameter_names(module))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad(), mode:
             forward()
@@ -116,12 +138,16 @@ def record_flow(model: nn.Module, blocks: Sequence[str], forward: Callable[[], A
 class _FlowMode(TorchDispatchMode):
     """Mode that passes labels from the arguments of each operator to its results."""
 
-    def __init__(self, found: ProjectionFlow, model: nn.Module) -> None:
+    def __init__(self, found: ProjectionFlow, model: nn.Module, wide: bool) -> None:
         super().__init__()
         self._found = found
         self._weights: dict[int, tuple[str, int]] = {}
+        self._channelwise: dict[int, str] = {}
         for name, module in model.named_modules():
-            if is_projection(module):
+            if is_channelwise(module):
+                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+                self._channelwise |= {id(tensor): name for tensor in own if tensor.ndim}
+            if is_projection(module, wide):
                 kind = projection_kind(name, module)
                 self._weights[id(module.weight)] = (_outer_name(model, name), int(getattr(module, kind.outputs)))
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -151,6 +177,18 @@ class _FlowMode(TorchDispatchMode):
         args, kwargs = tree_map(described, (args, kwargs))
         self._found.calls.setdefault(name, BlockCall(args, kwargs, hidden))
 
+    def enter_module(self, name: str, names: Sequence[str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes the tensors that a module gets from outside of its block."""
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._found.operands.setdefault(
+            name,
+            {
+                key: TensorInput(tuple(value.shape), value.dtype, id(value) in self._trained)
+                for key, value in given.items()
+                if key in names and isinstance(value, Tensor) and id(value) not in self._labels
+            },
+        )
+
     def leave_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a block: its result is watched for use."""
         for at, leaf in enumerate(tree_leaves(output)):
@@ -171,6 +209,9 @@ class _FlowMode(TorchDispatchMode):
         labelled = [found for leaf in inputs if (found := self._labels.get(id(leaf)))]
         labels = frozenset().union(*labelled)
         name = func.overloadpacket.__name__
+        between = next((self._channelwise[id(leaf)] for leaf in inputs if id(leaf) in self._channelwise), None)
+        if between is not None and labels:
+            self._found.channelwise[between] = self._found.channelwise.get(between, frozenset()) | labels
         if weight is not None and len(inputs) == 1:  # A view of the weight.
             self._views |= {id(leaf): weight for leaf in outputs}
             labels = frozenset()

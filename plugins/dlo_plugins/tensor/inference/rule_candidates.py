@@ -5,15 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.plan import Rule
 from dlo_plugins.tensor.adapted_projections import base_of
-from dlo_plugins.tensor.inference.projection_flow import INPUT, PRODUCT, ProjectionFlow, is_projection
+from dlo_plugins.tensor.head_operands import operand_dim
+from dlo_plugins.tensor.inference.projection_flow import (
+    INPUT,
+    PRODUCT,
+    BlockCall,
+    ProjectionFlow,
+    TensorInput,
+    is_projection,
+)
 from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.tp_planner import SHAPING
 
 #: Factor by which the output of a bottleneck, such as a squeeze-and-excitation's, is wider than its hidden features.
 _BOTTLENECK = 4
@@ -33,6 +43,8 @@ class Candidate:
         around: Name of the innermost module that contains all of them; empty for the block.
         variants: Rules to try, in this order.
         head_width: Number of features of a head; None if no reshape shows it.
+        operands: Arguments of `around` that may have an entry for each head, with that dim; alternatives to try, in
+            this order.
     """
 
     row: str
@@ -41,10 +53,11 @@ class Candidate:
     around: str
     variants: tuple[Mapping[str, Rule], ...] = field(hash=False)
     head_width: int | None = None
+    operands: tuple[Mapping[str, int], ...] = field(default=({},), hash=False)
 
 
 def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list[Candidate]:
-    """Returns the candidates of a block, attentions first.
+    """Returns the candidates of a block, attentions first, then the largest.
 
     Args:
         block: Block.
@@ -61,9 +74,38 @@ def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list
         names = tuple(name.removeprefix(f"{prefix}.") for name in columns)
         splits = {name: flow.splits.get(f"{prefix}.{name}", []) for name in names}
         from_input = [name for name in names if INPUT in flow.feeds.get(f"{prefix}.{name}", ())]
-        found.append(_candidate(block, row, names, PRODUCT in labels, splits, from_input))
+        more = {**_between(prefix, columns, flow), **_gates(prefix, columns, flow)}
+        one = _candidate(block, row, names, PRODUCT in labels, splits, from_input)
+        around = f"{prefix}.{one.around}" if one.around else prefix
+        variants = tuple({**more, **variant} for variant in one.variants)
+        operands = _operands(block, one, flow.operands.get(around, {}), flow.calls.get(prefix))
+        found.append(replace(one, variants=variants, operands=operands))
     worth = [one for one in found if _is_worth_it(block, one)]
-    return sorted(worth, key=lambda one: not one.is_attention)
+    attentions = [one for one in worth if one.is_attention]
+    others = [one for one in worth if not one.is_attention]
+    # The largest first: a block with a gate is cut around it rather than inside.
+    return attentions + sorted(others, key=lambda one: -_weight(block, one.row).numel())
+
+
+def _between(prefix: str, columns: list[str], flow: ProjectionFlow) -> dict[str, Rule]:
+    """Returns the rules of modules that compute with each channel of columns' outputs alone."""
+    names = [name for name, labels in flow.channelwise.items() if labels - {PRODUCT} <= {*columns}]
+    return {name.removeprefix(f"{prefix}."): Rule.PER_CHANNEL for name in names if name.startswith(f"{prefix}.")}
+
+
+def _gates(prefix: str, columns: list[str], flow: ProjectionFlow) -> dict[str, Rule]:
+    """Returns the rules of row projections between columns, as in a squeeze-and-excitation.
+
+    Its first projection needs all channels, and the second gives a gate for each: columns feed a row that feeds a
+    column.
+    """
+    found: dict[str, Rule] = {}
+    for column in columns:
+        labels = flow.feeds.get(column, frozenset())
+        if labels and INPUT not in labels and not labels & {*columns}:
+            rows = [name for name in labels if flow.feeds.get(name, frozenset({INPUT})) - {PRODUCT} <= {*columns}]
+            found |= {name.removeprefix(f"{prefix}."): Rule.ROW for name in rows if name.startswith(f"{prefix}.")}
+    return found
 
 
 def _is_worth_it(block: nn.Module, candidate: Candidate) -> bool:
@@ -71,7 +113,8 @@ def _is_worth_it(block: nn.Module, candidate: Candidate) -> bool:
     outputs, inputs = _features(block, candidate.row)
     if not candidate.is_attention and _BOTTLENECK * inputs <= outputs:
         return False
-    projections = [module for module in block.modules() if is_projection(module)]
+    every = [module for module in block.modules() if is_projection(module, wide=True)]
+    projections = [module for module in every if is_projection(module)] or every
     largest = max(cast("nn.Parameter", projection.weight).numel() for projection in projections)
     return _SMALL * outputs * inputs >= largest
 
@@ -106,7 +149,7 @@ def _candidate(
     heads = inputs // width if width and inputs % width == 0 else None
     choices: list[list[tuple[str, tuple[Rule, ...]]]] = []
     if len(entering) == 1:
-        choices = [[(entering[0], (rule,)) for rule in _fused(splits[entering[0]])]]
+        choices = [[(entering[0], (rule,)) for rule in _fused(sizes[entering[0]], inputs, splits[entering[0]])]]
     else:
         of_name = [(name, _rules_of(sizes[name], inputs, max(sizes[one] for one in entering))) for name in entering]
         choices = [[(name, (rule,)) for rule in options] for name, options in of_name]
@@ -115,12 +158,30 @@ def _candidate(
         made = {name: options[0] for name, options in combination}
         for more in [extras, {}] if extras else [{}]:
             plain = {**more, **made, row: Rule.ROW}
-            rules += [plain, {**plain, around: Rule.LOCAL_SHAPES}]
+            rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
     return Candidate(row, tuple(entering), True, around, tuple(rules), width)
 
 
-def _fused(splits: list[tuple[int, ...]]) -> tuple[Rule, ...]:
+def _operands(
+    block: nn.Module, candidate: Candidate, given: Mapping[str, TensorInput], call: BlockCall | None
+) -> tuple[Mapping[str, int], ...]:
+    """Returns the operands of an attention that may be of heads: none, all of those, each."""
+    inputs = _features(block, candidate.row)[1]
+    if not candidate.is_attention or not candidate.head_width or call is None:
+        return ({},)
+    rows, tokens = (*tree_leaves((call.args, call.kwargs))[call.hidden].shape, 0)[:2]
+    dims = {
+        name: operand_dim(tensor.shape, inputs // candidate.head_width, rows, tokens) for name, tensor in given.items()
+    }
+    known = {name: dim for name, dim in dims.items() if dim is not None}
+    alone = ({name: dim} for name, dim in known.items()) if len(known) > 1 else ()
+    return ({}, known, *alone) if known else ({},)
+
+
+def _fused(size: int, inputs: int, splits: list[tuple[int, ...]]) -> tuple[Rule, ...]:
     """Returns the rules of one projection of queries, keys and values, the likeliest first."""
+    if size != 3 * inputs:
+        return (Rule.QKV_GROUPED, Rule.QKV_BY_GROUP, Rule.QKV_BY_HEAD, Rule.QKV)
     by_head = any((len(shape) == 3 and shape[-2] == 3) or (len(shape) == 2 and len(splits) == 1) for shape in splits)
     return (Rule.QKV_BY_HEAD, Rule.QKV, Rule.QKV_GROUPED) if by_head else _FUSED
 
@@ -164,6 +225,10 @@ def _head_rule(shape: tuple[int, ...], features: set[int], heads: int | None) ->
     return Rule.LAST_DIM_HEADS if len(shape) > 1 and shape[-1] == heads else None
 
 
+def _weight(block: nn.Module, name: str) -> nn.Parameter:
+    return cast("nn.Parameter", base_of(block.get_submodule(name)).weight)
+
+
 def _common_parent(names: list[str]) -> str:
     paths = [name.split(".")[:-1] for name in names]
     shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
@@ -182,4 +247,4 @@ def rules_of(candidates: Iterator[Mapping[str, Rule]]) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     for rules in candidates:
         found |= rules
-    return dict(sorted(found.items(), key=lambda item: item[1] is Rule.LOCAL_SHAPES))
+    return dict(sorted(found.items(), key=lambda item: item[1] in SHAPING))

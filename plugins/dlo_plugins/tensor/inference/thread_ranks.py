@@ -41,18 +41,31 @@ class _ThreadCommunicator:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ThreadCommunicator:
         return self
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks as a new tensor."""
+    def _exchange(self, tensor: Tensor) -> Tensor:
+        """Returns the ranks' tensors, `[size, ...]`."""
         self._joint.slots[self.rank] = tensor.detach()
         self._joint.barrier.wait()
-        slots = cast("list[Tensor]", self._joint.slots)
-        total = torch.stack(slots).sum(dim=0)
+        found = torch.stack(cast("list[Tensor]", self._joint.slots))
         self._joint.barrier.wait()
-        return total
+        return found
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks as a new tensor."""
+        return self._exchange(tensor).sum(dim=0)
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Returns a function that returns the sum over the ranks."""
         found = self.all_reduce(tensor)
+        return lambda: found
+
+    def start_all_gather_parts(self, part: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that returns the ranks' tensors, `[size, ...]`."""
+        found = self._exchange(part)
+        return lambda: found
+
+    def start_reduce_scatter_parts(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that returns this rank's entry of the sum of `[size, ...]`."""
+        found = self.all_reduce(parts)[self.rank]
         return lambda: found
 
 
