@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlo_plugins.planner.kernel_fusion import fuse
 from dlo_plugins.planner.operation_recorder import Recorder, attention_core, needed, selected, summarise
 from dlo_plugins.planner.recorded_operation import Operation, Record
-from dlo_plugins.planner.work import Amount, Part, Peaks, Product, Recomputation, Work
+from dlo_plugins.planner.work import Amount, Kernel, Kernels, Part, Peaks, Product, Recomputation, Work
 
 #: Matrix products of fused attention's backward: the scores again, and a gradient for each operand of the two products.
 _ATTENTION_BACKWARD = 5
@@ -115,13 +115,14 @@ def profile_block(
         _positive(unsaved.plus(output, -1)),
     )  # fmt: skip
     transient = _times(_positive(recorder.peak(0, with_gradients=True).plus(kept, -1)), 1 / rows)
-    inner = regions.regions_in(name)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     # Hidden states need a gradient, unless nothing trains before them: then they come first.
     inputs = sum(x.untyped_storage().nbytes() for x in [x for x in leaves if x.requires_grad] or leaves[:1])
+    entered, left, again = regions.passed_in(name, inputs)
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
-        _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(inner), inputs / rows,
+        _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
+        inputs / rows, entered=entered / rows, left=left / rows, gathered_again=again / rows,
     )  # fmt: skip
     return part, tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs
@@ -212,18 +213,18 @@ def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
             if ran[_shape(product)]:
                 ran[_shape(product)] -= 1
                 products[product] += _ATTENTION_BACKWARD if product.is_attention else 1
-    others = [op for op in backward if op.product is None]
-    recorded = summarise(backward, set())
-    own = summarise(forward, set())
-    fraction = own.moved.inside / own.moved.total if own.moved.total else 0.0
-    fused_fraction = own.fused.inside / own.fused.total if own.fused.total else 0.0
-    moved, fused = recorded.moved.total, recorded.fused.total
+    recorded, own = summarise(backward, set()), summarise(forward, set())
     return Work(
-        tuple(products.items()),
-        Amount(moved * fraction, moved * (1 - fraction)),
-        Amount(fused * fused_fraction, fused * (1 - fused_fraction)),
-        len(others),
-        recorded.fused_kernels,
+        tuple(products.items()), _divided_as(own.moved, recorded.eager), _divided_as(own.fused, recorded.compiled)
+    )
+
+
+def _divided_as(forward: Amount, kernels: Kernels) -> Kernels:
+    """Returns a backward's kernels, of each of which tensor parallelism divides the same fraction as of the forward."""
+    inside = forward.inside / forward.total if forward.total else 0.0
+    return tuple(
+        (Kernel(kernel.kind, Amount(kernel.moved.total * inside, kernel.moved.total * (1 - inside))), count)
+        for kernel, count in kernels
     )
 
 
@@ -323,4 +324,7 @@ def _times(amount: Amount, factor: float) -> Amount:
 def _per_row(work: Work, rows: int) -> Work:
     """Returns the work of one of several rows."""
     products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
-    return Work(products, _times(work.moved, 1 / rows), _times(work.fused, 1 / rows), work.kernels, work.fused_kernels)
+    eager, compiled = (
+        tuple((kernel.times(1 / rows), count) for kernel, count in kernels) for kernels in (work.eager, work.compiled)
+    )
+    return Work(products, eager, compiled)

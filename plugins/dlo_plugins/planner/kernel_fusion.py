@@ -1,7 +1,8 @@
 """Estimates compiled code: neighbouring operations are one kernel, and only what other kernels need is stored.
 
 A kernel ends after a reduction, since what follows needs its result over all of a dim. A cast has no kernel of its own:
-each kernel that reads its result reads its source.
+each kernel that reads its result reads its source, and a normalisation writes its result in the dtype to which it is
+cast for a matrix product.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dlo_plugins.planner.kernel_kind import Kind, kind_of_fused
 from dlo_plugins.planner.recorded_operation import Operation
-from dlo_plugins.planner.work import Amount
+from dlo_plugins.planner.work import Amount, Kernel
 
 _aten = torch.ops.aten
 #: Operators after which a kernel ends.
@@ -28,15 +30,13 @@ class Fusion:
     """Kernels of a forward or a backward.
 
     Attributes:
-        moved: Bytes that kernels other than matrix products read and write.
-        kernels: Number of these kernels.
+        kernels: Kernels other than matrix products.
         internal: Numbers of the storages that no kernel but their own needs.
         kernel_of: Kernel of each internal storage; a cast's result has one of its own.
         sources: Storages that each kernel reads from outside: number, bytes, and whether tensor parallelism divides it.
     """
 
-    moved: Amount
-    kernels: int
+    kernels: tuple[Kernel, ...]
     internal: frozenset[int]
     kernel_of: Mapping[int, int]
     sources: Mapping[int, tuple[tuple[int, int, bool], ...]]
@@ -77,7 +77,9 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
     """
     inlined, casts = _inline_casts(list(operations), kept)
     group, maker, users = _groups(inlined)
-    moved, seen = [0.0, 0.0], set[tuple[int, int]]()
+    seen = set[tuple[int, int]]()
+    moved: dict[int, list[float]] = {}
+    kinds: dict[int, set[Kind]] = {}
     internal: set[int] = set(casts)
     reads: dict[int, dict[int, tuple[int, int, bool]]] = {}
     inside = {number: op.is_inside for op in inlined for number in op.writes}
@@ -85,12 +87,14 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
         if op.product is not None:
             continue
         own = group[index]
+        amounts = moved.setdefault(own, [0.0, 0.0])
+        kinds.setdefault(own, set()).add(op.kind)
         for number, size in op.reads.items():
             before = maker.get(number)
             is_outer = before is None or group[before] != own
             if is_outer and (own, number) not in seen:
                 seen.add((own, number))
-                moved[not op.is_inside] += size
+                amounts[not op.is_inside] += size
                 reads.setdefault(own, {})[number] = (number, size, inside.get(number, False))
         for number, size in op.writes.items():
             apart = any(group[user] != own for user in users.get(number, ()))
@@ -98,13 +102,13 @@ def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
                 internal.add(number)
             elif (own, -number - 1) not in seen:
                 seen.add((own, -number - 1))
-                moved[not op.is_inside] += size
+                amounts[not op.is_inside] += size
     kernel_of = {number: group[at] for number, at in maker.items() if number in internal and number not in casts}
     sources = {kernel: tuple(found.values()) for kernel, found in reads.items()}
     sources |= {len(inlined) + number: (source,) for number, source in casts.items()}
     kernel_of |= {number: len(inlined) + number for number in casts}
-    kernels = len({group[index] for index, op in enumerate(inlined) if op.product is None})
-    return Fusion(Amount(*moved), kernels, frozenset(internal), kernel_of, sources)
+    kernels = tuple(Kernel(kind_of_fused(kinds[own]), Amount(*amounts)) for own, amounts in moved.items())
+    return Fusion(kernels, frozenset(internal), kernel_of, sources)
 
 
 def _groups(operations: list[Operation]) -> tuple[list[int], dict[int, int], dict[int, set[int]]]:
@@ -121,16 +125,18 @@ def _groups(operations: list[Operation]) -> tuple[list[int], dict[int, int], dic
     for index, op in enumerate(operations):
         for number in op.reads:
             before = maker.get(number)
-            if op.product is None and before is not None and _goes_on(operations[before]):
+            if op.product is None and before is not None and _goes_on(operations[before], op):
                 parent[root(before)] = root(index)
             users.setdefault(number, set()).add(index)
         maker |= dict.fromkeys(op.writes, index)
     return [root(index) for index in range(len(operations))], maker, users
 
 
-def _goes_on(operation: Operation) -> bool:
-    """Returns whether a kernel goes on after an operation."""
-    return operation.product is None and operation.packet not in _REDUCTIONS
+def _goes_on(operation: Operation, after: Operation) -> bool:
+    """Returns whether a kernel goes on from an operation to one that reads its result."""
+    if operation.product is not None:
+        return False
+    return operation.packet not in _REDUCTIONS or (operation.kind == "norm" and after.kind == "cast")
 
 
 def _inline_casts(

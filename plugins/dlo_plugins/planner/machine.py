@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.planner.kernel_kind import Kind
+from dlo_plugins.planner.kernel_rates import KernelRates, read_rates
 from dlo_plugins.planner.work import Product, Share, Work
 
 #: Kinds of communication that a file may have links of their own for, by number of ranks.
@@ -135,6 +137,7 @@ class Machine:
         optimizer: Seconds of an optimizer's step for a byte of parameters; None for the bytes that Adam moves.
         collectives: Links by kind of communication, `all_gather`, `reduce_scatter`, `all_reduce` or `send`, and number
             of ranks, of one node; others are as `node`.
+        kinds: Bandwidths of kinds of kernels, relative to `bandwidth` times `bandwidth_efficiency`.
     """
 
     name: str
@@ -162,6 +165,7 @@ class Machine:
     optimizer: float | None = None
     collectives: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
     host: Host | None = None
+    kinds: KernelRates = field(default_factory=KernelRates)
 
     @property
     def contention(self) -> float:
@@ -218,11 +222,14 @@ class Machine:
             count * self.product_seconds(product.on(share), dtype, backward=backward)
             for product, count in work.products
         )
-        moved, kernels = (work.fused, work.fused_kernels) if fused else (work.moved, work.kernels)
         bandwidth, launch = self.bandwidth * self.bandwidth_efficiency, self.launch
         if backward and self.backward is not None:
             bandwidth, launch = self.backward
-        return found + self.contention * (moved.on(share) / bandwidth + kernels * launch)
+        others = sum(
+            count * (self.kinds.copied(kernel, share) / bandwidth + launch)
+            for kernel, count in (work.compiled if fused else work.eager)
+        )
+        return found + self.contention * others
 
     def optimizer_seconds(self, parameters: float, moved: float) -> float:
         """Returns the time of an optimizer's step.
@@ -233,11 +240,18 @@ class Machine:
         """
         if self.optimizer is not None:
             return self.contention * self.optimizer * parameters
-        return self.moving_seconds(moved)
+        return self.moving_seconds(moved, "optimizer")
 
-    def moving_seconds(self, moved: float) -> float:
-        """Returns the time of elementwise operations that read and write a number of bytes."""
-        return self.contention * moved / (self.bandwidth * self.bandwidth_efficiency)
+    def moving_seconds(self, moved: float, kind: Kind | None = None, kernels: int = 1) -> float:
+        """Returns the time of operations that read and write a number of bytes.
+
+        Args:
+            moved: Bytes.
+            kind: Kind of their kernels; None for the bandwidth of a large copy, as of sums in place.
+            kernels: Number of kernels.
+        """
+        ratio = self.kinds.ratio(kind, moved / kernels) if kind else 1.0
+        return self.contention * moved / (self.bandwidth * self.bandwidth_efficiency * ratio)
 
     def collective_seconds(
         self, size: float, ranks: int, spread: int, *, reduces_and_gathers: bool = False, kind: str = "all_gather"
@@ -382,6 +396,7 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
             if kind in links
         },
         host=Host(read("links.host.bandwidth"), read("links.host.memory")) if "host" in links else None,
+        kinds=read_rates(content, file, read.sources),
     )
 
 

@@ -1,8 +1,8 @@
 """Measures the machine that this process runs on for a config's model, and writes a machine file.
 
-Products are measured in the shapes that the model's plans have. Of the time of a block, what its products leave is that
-of its other operations: their bandwidth and the cost of a kernel are fitted to it, by least squares over blocks and
-numbers of rows, for forward and backward apart.
+Products are measured in the shapes that the model's plans have, and kernels of each kind in several sizes. Of the time
+of a block, what its products leave is that of its other operations: one factor on the bandwidths of all kinds and the
+cost of a kernel are fitted to it, by least squares over blocks and numbers of rows, for forward and backward apart.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_map
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
+from dlo_plugins.planner.kernel_kind import Kind
+from dlo_plugins.planner.kernel_rates import KernelRates
 from dlo_plugins.planner.machine import ProductTable
 from dlo_plugins.planner.model_profile import ROWS, ModelProfile
 from dlo_plugins.planner.rank_measurement import BlockCall, RankMeasurement, Shape, Wanted, measure_rank
@@ -33,6 +35,8 @@ from dlo_plugins.planner.work import Part, Product, Share, Work
 _GRID = (64, 256, 1024, 4096)
 _LARGEST = 2e9  # Operations of a product of the grid.
 _MOST_RANKS = 8
+#: Largest factor between the bandwidth of kernels in blocks and alone.
+_MOST_APART = 8.0
 
 
 class BlockCalls:
@@ -145,7 +149,9 @@ def machine_content(
     table, best = ProductTable(rates), max(rates.values())
     copied = _median(rank.copy for rank in ranks)
     attention = _attention_rates(ranks, wanted, best)
-    forward, backward = (_fit(profile, ranks, table, best, attention, way) for way in (False, True))
+    ratios = _kind_ratios(ranks, copied)
+    kinds = KernelRates({kind: tuple(found.items()) for kind, found in ratios.items()})
+    forward, backward = (_fit(profile, ranks, table, best, attention, kinds, way) for way in (False, True))
     of_blocks = "of the blocks without their products" if ranks[0].blocks else "as a copy: the model has no blocks"
     memory = _memory(wanted.device, len(ranks))
     reserved = "a rank before it allocates" if wanted.device == "cpu" else "device memory outside torch's allocator"
@@ -163,6 +169,9 @@ def machine_content(
         "backward": {
             "bandwidth": constant(backward[0], f"backward {of_blocks}"),
             "launch": constant(backward[1], f"backward {of_blocks}"),
+        },
+        "kinds": {
+            kind: constant(found, f"{kind} kernels over a large copy, by bytes") for kind, found in ratios.items()
         },
         "product": {
             "efficiency": 1.0, "units": 1, "tile_rows": 16, "tile_columns": 16, "ramp": 1.0,
@@ -204,15 +213,25 @@ def _attention_rates(ranks: Sequence[RankMeasurement], wanted: Wanted, peak: flo
     return 2 * flops / forward / peak, 5 * flops / backward / peak
 
 
+def _kind_ratios(ranks: Sequence[RankMeasurement], copied: float) -> dict[Kind, dict[float, float]]:
+    """Returns the bandwidths of kinds of kernels over a large copy's, by bytes in ascending order."""
+    found: dict[Kind, dict[float, float]] = {}
+    for kind, size in sorted(ranks[0].kinds):
+        rates = [rank.kinds[kind, size] for rank in ranks if (kind, size) in rank.kinds]
+        found.setdefault(kind, {})[size] = _median(rates) / copied
+    return found
+
+
 def _fit(
     profile: ModelProfile,
     ranks: Sequence[RankMeasurement],
     table: ProductTable,
     peak: float,
     attention: tuple[float, float],
+    kinds: KernelRates,
     backward: bool,
 ) -> tuple[float, float]:
-    """Returns the bytes a second of operations other than products, and the seconds of a kernel."""
+    """Returns the bytes a second of a large copy beside the blocks' products, and the seconds of a kernel."""
     parts = {part.name: part for part in profile.blocks}
     rows, times = [], []
     for name, count in ranks[0].blocks:
@@ -227,23 +246,23 @@ def _fit(
             for product, times_ in work.products
         )  # fmt: skip
         measured = _median(rank.blocks[name, count][backward] for rank in ranks)
-        rows.append([work.moved.on(share) / measured, work.kernels / measured])
+        copied = sum(times_ * kinds.copied(kernel, share) for kernel, times_ in work.eager)
+        rows.append([copied / measured, work.kernels / measured])
         times.append(max(measured - own, 0.02 * measured) / measured)
     if not rows:
         return _median(rank.copy for rank in ranks), 1e-5
     matrix, right = torch.tensor(rows, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)
-    best: tuple[float, tuple[float, float]] | None = None
-    for columns in ([0, 1], [0], [1]):  # Least squares without negative costs.
-        solution = torch.linalg.lstsq(matrix[:, columns], right[:, None]).solution[:, 0]
-        costs = [0.0, 0.0]
-        for column, value in zip(columns, solution.tolist(), strict=True):
-            costs[column] = value
-        error = float((matrix @ torch.tensor(costs, dtype=torch.float64) - right).norm())
-        if min(costs) >= 0 and (best is None or error < best[0]):
-            best = error, (costs[0], costs[1])
-    assert best is not None, "a single column has a positive solution"
-    a_byte, a_kernel = best[1]
-    return 1 / max(a_byte, 1e-15), max(a_kernel, 1e-9)
+    alone = 1 / _median(rank.copy for rank in ranks)
+    a_byte, a_kernel = torch.linalg.lstsq(matrix, right[:, None]).solution[:, 0].tolist()
+    if a_kernel < 0:
+        a_kernel = 0.0
+        a_byte = float(matrix[:, 0] @ right / matrix[:, 0].square().sum())
+    if not alone / _MOST_APART <= a_byte <= alone * _MOST_APART:
+        # Too little of the blocks' time depends on bytes: kernels take what they took alone.
+        a_byte = alone
+        left = right - alone * matrix[:, 0]
+        a_kernel = max(0.0, float(matrix[:, 1] @ left / matrix[:, 1].square().sum()))
+    return 1 / a_byte, max(a_kernel, 1e-9)
 
 
 def _links(ranks: Sequence[RankMeasurement], constant: Any) -> dict[str, Any]:

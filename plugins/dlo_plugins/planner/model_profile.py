@@ -221,6 +221,7 @@ class _Profiler:
         with (
             running_modules(self.model, self.stack),
             self.experts.watched(),
+            self.regions.watched(),
             self._replaced_blocks(functools.partial(self._pass, rest)),
             FusedKernels(self.recorder, self.device),
             self.recorder,

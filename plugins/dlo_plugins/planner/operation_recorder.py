@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.experts.grouped_linear import OPERATORS
 from dlo_plugins.planner.kernel_fusion import fuse
+from dlo_plugins.planner.kernel_kind import kind_of
 from dlo_plugins.planner.recorded_operation import Operation, Record
-from dlo_plugins.planner.work import Amount, Dim, Product, Work
+from dlo_plugins.planner.work import Amount, Dim, Kernel, Product, Work
 
 _aten = torch.ops.aten
 #: Operators that are matrix products.
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):
         assert self.record is not None
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        reads = {self.number(tensor): _bytes(tensor) for tensor in inputs}
+        reads = self._reads(inputs)
         is_view = func.is_view or (
             not func._schema.is_mutable and outputs and all(self.number(tensor) in reads for tensor in outputs)
         )
@@ -120,7 +121,16 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket is _aten.copy_ and len(inputs) > 1:
             reads.pop(self.number(inputs[0]), None)
         writes = {self.number(tensor): _bytes(tensor) for tensor in outputs}
-        self.record.operations.append(Operation(func.overloadpacket, reads, writes, inside, product))
+        kind = kind_of(func.overloadpacket, inputs, outputs)
+        self.record.operations.append(Operation(func.overloadpacket, reads, writes, inside, product, kind))
+
+    def _reads(self, inputs: list[Tensor]) -> dict[int, int]:
+        """Returns the bytes that are read of each storage: all parts of it, and none twice."""
+        parts = {(self.number(x), x.storage_offset(), x.shape, x.stride()): _bytes(x) for x in inputs}
+        found: dict[int, int] = {}
+        for (number, *_), size in parts.items():
+            found[number] = found.get(number, 0) + size
+        return {self.number(x): min(found[self.number(x)], x.untyped_storage().nbytes()) for x in inputs}
 
     def _allocate(self, tensor: Tensor, inside: bool) -> None:
         storage, number = tensor.untyped_storage(), self.number(tensor)
@@ -327,12 +337,13 @@ def summarise(operations: list[Operation], kept: set[int]) -> Work:
     for op in operations:
         if op.product is not None:
             products[op.product] += 2 if op.product.is_attention else 1  # scores, and the values' mean
-    others = [op for op in operations if op.product is None]
-    moved = [0.0, 0.0]
-    for op in others:
-        moved[not op.is_inside] += op.moved
-    fusion = fuse(operations, kept)
-    return Work(tuple(products.items()), Amount(*moved), fusion.moved, len(others), fusion.kernels)
+    eager = Counter(
+        Kernel(op.kind, Amount(op.moved, 0.0) if op.is_inside else Amount(0.0, op.moved))
+        for op in operations
+        if op.product is None
+    )
+    compiled = Counter(fuse(operations, kept).kernels)
+    return Work(tuple(products.items()), tuple(eager.items()), tuple(compiled.items()))
 
 
 def selected(operations: list[Operation], every: int = 1) -> tuple[set[int], list[Operation]]:

@@ -13,7 +13,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.watch.memory import process_peak
 from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceScatter
+from dlo_plugins.planner.kernel_kind import KINDS, Kind
+from dlo_plugins.planner.kernel_measurement import measure_kinds
 
 #: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
 Shape = tuple[int, int, int, int, bool]
 #: Widths of the weights, and bytes of the buffers: caches hold the smaller ones, so that time is not linear in size.
 _WIDTHS, _BUFFERS, _DEPTH = (16, 256, 768, 1280), (1 << 12, 1 << 17, 1 << 19, 1 << 21, 1 << 23), 8
-_CALLS = 5
+_CALLS, _KERNEL_CALLS = 5, 3
 #: Rows and columns of the matrix whose square is the computation between collectives: a few milliseconds.
 _BETWEEN = 512
 
@@ -89,6 +91,7 @@ class RankMeasurement:
         collectives: Seconds by kind, number of ranks and bytes of the full buffer.
         slowdown: Time of computation and communication at once, beyond the longer one, over the shorter one, plus 1.
         process: Bytes of the process before anything is allocated; on a GPU, those outside torch's allocator.
+        kinds: Bytes a second of kernels, by kind and bytes that a kernel moves.
     """
 
     products: dict[Shape, float]
@@ -99,6 +102,7 @@ class RankMeasurement:
     collectives: dict[tuple[str, int, int], float]
     slowdown: float
     process: int
+    kinds: dict[tuple[Kind, float], float] = field(default_factory=dict)
 
 
 def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
@@ -112,7 +116,7 @@ def measure_rank(rank: int, world_size: int, wanted: Wanted) -> RankMeasurement:
     blocks = measuring.blocks(3 * share)
     found = RankMeasurement(
         products, measuring.attention(), blocks, measuring.copy(), measuring.optimizer(), measuring.collectives(),
-        measuring.slowdown(), process if wanted.device == "cpu" else memory_outside_allocator(),
+        measuring.slowdown(), process if wanted.device == "cpu" else memory_outside_allocator(), measuring.kinds(),
     )  # fmt: skip
     return found
 
@@ -279,6 +283,13 @@ class _Measuring:
         target = torch.zeros_like(source)
         self._together()
         return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def kinds(self) -> dict[tuple[Kind, float], float]:
+        """Returns the bytes a second of kernels, by kind and bytes."""
+        self._together()
+        measured = [kind for kind in KINDS if kind != "optimizer"]
+        seconds = functools.partial(self._seconds, calls=_KERNEL_CALLS)
+        return measure_kinds(measured, self.device, self.wanted.dtype, seconds)
 
     def optimizer(self) -> float:
         """Returns the seconds of an AdamW step for a byte of parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dlo_plugins.planner.kernel_kind import Kind
 from dlo_plugins.planner.work import Product
 
 
@@ -18,6 +19,7 @@ class Operation:
         writes: Bytes that it writes, by number of the storage.
         is_inside: Whether tensor parallelism divides its results.
         product: Matrix product, if it is one.
+        kind: Kind of its kernel, if it is none.
     """
 
     packet: Any
@@ -25,6 +27,7 @@ class Operation:
     writes: dict[int, int]
     is_inside: bool
     product: Product | None = None
+    kind: Kind = "pointwise"
 
     @property
     def moved(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import functools
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
@@ -66,6 +69,7 @@ class TensorRegions:
         self._vocabulary = set(found.vocabulary)
         self._experts = set(found.experts)
         self._state: dict[str, str] = {}
+        self._passed: dict[str, tuple[float, float, float]] = {}
 
     def _divides(self, tp: int) -> bool:
         assert self._found is not None
@@ -76,10 +80,60 @@ class TensorRegions:
             return False
         return True
 
-    def regions_in(self, name: str) -> list[Any]:
-        """Returns the regions inside a module, and the names of divided experts."""
-        regions: dict[str, Any] = {**(self._found or TPPlan()).regions, **{key: key for key in self._experts}}
-        return [found for key, found in regions.items() if key == name or key.startswith(f"{name}.") or not name]
+    def regions_in(self, name: str) -> list[str]:
+        """Returns the names of the regions inside a module, and of divided experts."""
+        regions = (*(self._found or TPPlan()).regions, *self._experts)
+        return [key for key in regions if key == name or key.startswith(f"{name}.") or not name]
+
+    def passed_in(self, name: str, default: float) -> tuple[float, float, float]:
+        """Returns the bytes that enter and leave a module's regions, and that backward gathers again, as last seen.
+
+        Args:
+            name: Name of the module.
+            default: Bytes of each for a region of which no call was seen.
+        """
+        found = [self._passed.get(key, (default, default, default)) for key in self.regions_in(name)]
+        entered, left, again = (sum(sizes) for sizes in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
+        return entered, left, again
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Counts the bytes that enter and leave each region inside the block.
+
+        Autocast makes them differ: what enters has the dtype of the layer before, what leaves that of products, and so
+        has the input that backward gathers again for weight gradients.
+        """
+        handles: list[Any] = []
+        for name, region in (self._found or TPPlan()).regions.items():
+            if not region.columns or not region.rows:
+                continue
+            columns = [self._model.get_submodule(column) for column in region.columns]
+            # Other projections save the gathered input.
+            defers = all(type(column) is nn.Linear and column.weight.requires_grad for column in columns)
+            enter, leave = functools.partial(self._enter, name, defers), functools.partial(self._leave, name)
+            handles.append(columns[0].register_forward_hook(enter, with_kwargs=True))
+            handles.append(self._model.get_submodule(region.rows[-1]).register_forward_hook(leave))
+        for name in self._experts:
+            experts = self._model.get_submodule(name)
+            handles.append(experts.register_forward_hook(functools.partial(self._enter, name, True), with_kwargs=True))
+            handles.append(experts.register_forward_hook(functools.partial(self._leave, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, defers: bool, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given, made = _first((args, kwargs)), _first(output)
+        if given is not None and made is not None:
+            again = float(given.numel() * made.element_size()) if defers else 0.0
+            self._passed[name] = float(given.nbytes), float(made.nbytes), again
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        made = _first(output)
+        if made is not None and name in self._passed:
+            entered, _left, again = self._passed[name]
+            self._passed[name] = entered, float(made.nbytes), again
 
     def classify(self, stack: list[nn.Module], is_product: bool) -> tuple[Dim, bool | None]:
         """Returns the dim of a product that is divided, and whether the result is divided: None if its operands decide.
@@ -165,3 +219,8 @@ class TensorRegions:
             parent = parent.rpartition(".")[0]
         owners = self._plan.owners(name) if self._plan is not None else []
         return owners[0] if owners and owners[0] != "blocks" else "head"
+
+
+def _first(values: Any) -> Tensor | None:
+    """Returns the first tensor of numbers that are no integers."""
+    return next((x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()), None)

@@ -132,28 +132,46 @@ class TimeModel:
         return self._parts[key]
 
     def _compute_part(self, part: Part, layout: Layout, mode: str) -> PartTime:
-        mesh, share = layout.mesh, self.share(layout)
+        share = self.share(layout)
         seconds = functools.partial(
             self.machine.work_seconds, share=share, dtype=self.state.compute, fused=self.state.fused
         )
         way = part.modes.get(mode, part.modes["none"])
-        size = part.gathered * layout.micro_batch / mesh.cp
         cast = self._cast_seconds(part, layout)
-        once = part.collectives * self.machine.collective_seconds(size, mesh.tp, 1, reduces_and_gathers=True)
+        forward, backward = self._sums(part, layout)
         return PartTime(
             seconds(part.forward) + cast,
             seconds(part.backward, backward=True) + cast,
             seconds(way.repeated) + cast * (way.repeated.kernels > 0),
-            (once, once, once if way.gathers_again else 0.0),
+            (forward, backward, forward if way.gathers_again else 0.0),
             self._ring(part, layout),
             part_exchange(self.machine, part, mode, layout),
         )
+
+    def _sums(self, part: Part, layout: Layout) -> tuple[float, float]:
+        """Returns the time in which the ranks of `tp` sum outputs of regions in forward, and inputs' gradients.
+
+        With a sharded sequence, both passes gather one of these and scatter the sum of the other.
+        """
+        if not part.collectives:
+            return 0.0, 0.0
+        mesh = layout.mesh
+        sizes = (part.left, part.entered)
+        if layout.sequence_parallel:
+            sizes = ((part.left + part.entered) / 2,) * 2
+        rows = layout.micro_batch / mesh.cp / part.collectives
+        forward, backward = (
+            part.collectives * self.machine.collective_seconds(size * rows, mesh.tp, 1, reduces_and_gathers=True)
+            for size in sizes
+        )
+        return forward, backward
 
     def _cast_seconds(self, part: Part, layout: Layout) -> float:
         """Returns the time in which autocast casts a part's weights, and backward their gradients back."""
         size = self.state.casts(layout)
         moved = self.cast_bytes(part, layout) * (1 + self.state.parameter / size) if size else 0.0
-        return self.machine.moving_seconds(moved)
+        weights = sum(count for product, count in part.forward.products if not product.is_attention)
+        return self.machine.moving_seconds(moved, "cast", max(weights, 1))
 
     def cast_bytes(self, part: Part, layout: Layout) -> float:
         """Returns the bytes of the casts of a part's weights on a rank."""

@@ -72,6 +72,7 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
     Each region sums its output in forward and its input's gradient in backward. With a sharded sequence that is a
     reduce-scatter, and a gather of the input before it; backward gathers the input once more for weight gradients.
+    Under autocast outputs have the dtype of products; inputs, and their gradients, that of the layer before.
     """
     mesh = layout.mesh
     if mesh.tp == 1:
@@ -79,13 +80,19 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
     profile, found = times.profile_of(layout), 0.0
     for part, mode, number in stage:
         is_end = part is profile.stem or part is profile.head
-        if is_end and not part.collectives and part.parameters.inside and profile.blocks:
+        # A tied weight is among the stem's parameters.
+        divided = part.parameters.inside + (profile.tied.inside if part is profile.head else 0)
+        if is_end and not part.collectives and divided and profile.blocks:
             # The embedding sums its output, and the head its input's gradient.
             found += (1 + layout.sequence_parallel) * profile.blocks[0].gathered * layout.micro_batch / mesh.cp
-        # Recomputation ends before the block's last output, which nothing needs.
-        again = max(0, part.collectives - 1) * part.modes.get(mode, part.modes["none"]).gathers_again
-        passes = 5 * part.collectives + 2 * again if layout.sequence_parallel else 2 * part.collectives + again
-        found += number * passes * part.gathered * layout.micro_batch / mesh.cp
+        if layout.sequence_parallel:
+            once, both = part.left + part.entered, 2 * (part.left + part.entered) + part.gathered_again
+        else:
+            once, both = part.left, part.left + part.entered
+        if part.collectives and part.modes.get(mode, part.modes["none"]).gathers_again:
+            # Recomputation ends before the block's last output, which nothing needs.
+            both += once * (part.collectives - 1) / part.collectives
+        found += number * both * layout.micro_batch / mesh.cp
     return found
 
 

@@ -6,9 +6,13 @@ of a mesh has, so that a model is profiled once for all meshes.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+from dlo_plugins.planner.kernel_kind import Kind
 
 #: Dim of a matrix product.
 Dim = Literal["", "m", "n", "k", "batch"]
@@ -138,40 +142,90 @@ class Product:
         return left, right
 
 
+class Kernel(NamedTuple):
+    """Kernel that memory bounds.
+
+    Attributes:
+        kind: What it does.
+        moved: Bytes that it reads and writes.
+    """
+
+    kind: Kind
+    moved: Amount
+
+    def times(self, factor: float) -> Kernel:
+        """Returns a kernel that moves a multiple of the bytes."""
+        return Kernel(self.kind, _NOTHING.plus(self.moved, factor))
+
+
+#: Kernels and how often each occurs.
+Kernels = tuple[tuple[Kernel, int], ...]
+
+
 @dataclass(frozen=True)
 class Work:
     """Work of a forward or a backward.
 
     Attributes:
         products: Matrix products and how often each occurs.
-        moved: Bytes that the other operations read and write, each as a kernel of its own.
-        fused: The same bytes if neighbouring operations are one kernel, as in compiled code.
-        kernels: Number of kernels, each as its own.
-        fused_kernels: Number of kernels if neighbouring operations are one.
+        eager: The other operations, each as a kernel of its own.
+        compiled: The same operations where neighbouring ones are one kernel, as in compiled code.
     """
 
     products: tuple[tuple[Product, int], ...] = ()
-    moved: Amount = _NOTHING
-    fused: Amount = _NOTHING
-    kernels: int = 0
-    fused_kernels: int = 0
+    eager: Kernels = ()
+    compiled: Kernels = ()
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the matrix products, without parallelism."""
         return sum(product.flops * count for product, count in self.products)
 
+    @functools.cached_property
+    def moved(self) -> Amount:
+        """Bytes that the other operations read and write, each as a kernel of its own."""
+        return _moved(self.eager)
+
+    @functools.cached_property
+    def fused(self) -> Amount:
+        """The same bytes if neighbouring operations are one kernel."""
+        return _moved(self.compiled)
+
+    @functools.cached_property
+    def kernels(self) -> int:
+        """Number of kernels, each operation as its own."""
+        return sum(count for _, count in self.eager)
+
+    @functools.cached_property
+    def fused_kernels(self) -> int:
+        """Number of kernels if neighbouring operations are one."""
+        return sum(count for _, count in self.compiled)
+
     @classmethod
     def sum(cls, parts: Iterable[Work]) -> Work:
         """Returns the work of several parts."""
-        products: dict[Product, int] = {}
-        moved, fused, kernels, fused_kernels = Amount(), Amount(), 0, 0
-        for part in parts:
-            for product, count in part.products:
-                products[product] = products.get(product, 0) + count
-            moved, fused = moved.plus(part.moved), fused.plus(part.fused)
-            kernels, fused_kernels = kernels + part.kernels, fused_kernels + part.fused_kernels
-        return cls(tuple(products.items()), moved, fused, kernels, fused_kernels)
+        every = list(parts)
+        return cls(
+            _merged(part.products for part in every),
+            _merged(part.eager for part in every),
+            _merged(part.compiled for part in every),
+        )
+
+
+def _merged(parts: Iterable[tuple[tuple[Any, int], ...]]) -> tuple[tuple[Any, int], ...]:
+    """Returns how often each item occurs in all parts."""
+    found: Counter[Any] = Counter()
+    for part in parts:
+        for item, count in part:
+            found[item] += count
+    return tuple(found.items())
+
+
+def _moved(kernels: Kernels) -> Amount:
+    found = _NOTHING
+    for kernel, count in kernels:
+        found = found.plus(kernel.moved, count)
+    return found
 
 
 @dataclass(frozen=True)
@@ -237,7 +291,10 @@ class Part:
         exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
         cast: Number of parameters that autocast casts in each forward.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
-        gathered: Bytes of the input of one divided region.
+        gathered: Bytes of its input.
+        entered: Bytes of the inputs of its divided regions.
+        left: Bytes of their outputs.
+        gathered_again: Bytes of the inputs that backward gathers once more under a sharded sequence.
     """
 
     name: str
@@ -256,3 +313,6 @@ class Part:
     trained_experts: Amount = _NOTHING
     exchanged: float = 0.0
     cast: Amount = _NOTHING
+    entered: float = 0.0
+    left: float = 0.0
+    gathered_again: float = 0.0

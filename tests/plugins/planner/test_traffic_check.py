@@ -12,6 +12,7 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import profile_model
+from dlo_plugins.planner.plan_report import profile_run, state_format
 from dlo_plugins.planner.run_check import compare_traffic
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
@@ -22,6 +23,8 @@ SIZES = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
+
+_HALF = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
 class _Data:
@@ -69,6 +72,45 @@ def test_predicted_bytes_are_those_of_a_rank(
     for residual in found:
         # The loss's own collectives, and the pipeline's count of tokens, are not predicted.
         assert residual.predicted == pytest.approx(residual.measured, rel=0.02), residual.name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (MeshSpec(dp_shard=1, tp=2), {}),
+        (MeshSpec(dp_shard=1, tp=2), {"sequence_parallel": True}),
+        (MeshSpec(dp_shard=2, tp=2), {"appliers": [{"class_path": "FullyShard", "init_args": _HALF}]}),
+    ],
+)
+def test_autocast_sums_outputs_in_the_products_dtype_and_gradients_in_that_of_inputs(
+    mesh: MeshSpec, options: dict[str, Any]
+) -> None:
+    task: Any = CausalLM(config=SIZES).on_meta()
+    state = state_format("bf16-mixed", fused=False, gather=None, reduce=None)
+    times = TimeModel(profile_run(task, _Data(), state, "cpu"), load_machine("cpu"), state)
+    sequence = bool(options.get("sequence_parallel"))
+    layout = Layout(mesh, 2, 1, zero=3 if mesh.dp_shard > 1 else 0, sequence_parallel=sequence)
+    strategy = {"class_path": "MeshStrategy", "init_args": {**mesh.sizes, **options}}
+    counted = count_traffic({"trainer": {"precision": "bf16-mixed", "strategy": strategy}}, task, _Data(), layout)
+    assert counted is not None
+    # The loss's own collectives, of one number a token, are not predicted.
+    assert predict_traffic(times, layout).tensor == pytest.approx(counted.tensor, rel=0.02)
+    block = times.profile_of(layout).blocks[0]
+    hidden = 16 * 64  # Elements of a row.
+    is_gathered_in_half = mesh.dp_shard > 1
+    assert (block.entered, block.left) == (2 * hidden * (2 if is_gathered_in_half else 4), 2 * hidden * 2)
+
+
+def test_projections_that_are_no_linear_layers_keep_the_gathered_input_and_a_tied_head_sums() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 16}
+    task: Any = CausalLM(config={**config, "bos_token_id": 0, "eos_token_id": 0}).on_meta()
+    profile = profile_model(task, task.example_batch(_Data()), task.parallel_plan(), dtype=torch.float32)
+    times = TimeModel(profile, load_machine("cpu"), SINGLE)
+    layout = Layout(MeshSpec(dp_shard=1, tp=2), 2, 1, zero=0, sequence_parallel=True)
+    strategy = {"class_path": "MeshStrategy", "init_args": {"dp_shard": 1, "tp": 2, "sequence_parallel": True}}
+    counted = count_traffic({"trainer": {"strategy": strategy}}, task, _Data(), layout)
+    assert counted is not None
+    assert predict_traffic(times, layout).tensor == pytest.approx(counted.tensor, rel=0.05)
 
 
 def test_half_precision_halves_what_is_counted(model: tuple[CausalLM, TimeModel]) -> None:
