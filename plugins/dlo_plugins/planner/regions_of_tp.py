@@ -222,5 +222,5 @@ class TensorRegions:
 
 
 def _first(values: Any) -> Tensor | None:
-    """Returns the first tensor of numbers that are no integers."""
+    """Returns the first tensor of real numbers."""
     return next((x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()), None)

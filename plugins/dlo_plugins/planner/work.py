@@ -146,7 +146,7 @@ class Kernel(NamedTuple):
     """Kernel that memory bounds.
 
     Attributes:
-        kind: What it does.
+        kind: Kind of its work.
         moved: Bytes that it reads and writes.
     """
 
