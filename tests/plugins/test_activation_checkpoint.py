@@ -216,6 +216,28 @@ def test_the_inside_of_blocks_is_not_held() -> None:
     assert plain > 10 * DEPTH * one
 
 
+def test_selective_recomputation_may_run_operators_that_the_forward_did_not() -> None:
+    """A sharded unit inside a block is gathered for it, and may have been gathered before the forward."""
+    runs: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("forward"):
+            hidden = nn.functional.gelu(x @ x)
+        for _ in range(2 * len(runs)):
+            with torch.profiler.record_function("gather"):
+                torch.empty_like(hidden).copy_(hidden.detach())
+        runs.append(1)
+        return (hidden @ x).sin()
+
+    for _ in range(2):
+        runs.clear()
+        x = torch.randn(8, 8, dtype=torch.double, requires_grad=True)
+        expected = torch.autograd.grad((nn.functional.gelu(x @ x) @ x).sin().sum(), x)
+        found = checkpoint(forward, x, use_reentrant=False, context_fn=selective_contexts).sum()
+        torch.testing.assert_close(torch.autograd.grad(found, x), expected)
+        assert len(runs) == 2
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_blocks_may_be_compiled(mode: Any) -> None:
     net = applied(Net(dropout=0.0), mode=mode)

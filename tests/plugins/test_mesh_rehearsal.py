@@ -266,6 +266,13 @@ def test_mixtures_whose_experts_are_one_product_are_weighed_and_checked() -> Non
     assert experts < costs.blocks[0] < 2 * experts
 
 
+@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1F1B"), (2, "ZBV")])
+def test_a_rank_without_the_tied_embedding_knows_what_it_receives(ranks: int, schedule: str) -> None:
+    """It holds neither of the names of a weight that is tied between the first and the last stage."""
+    task = causal("llama", tie_word_embeddings=True, num_hidden_layers=4)
+    strategy_of(ranks, pp=ranks, schedule=schedule, micro_batches=4).check_model(task, Windows())
+
+
 def test_grouped_mm_has_the_shapes_of_the_operator() -> None:
     ends = torch.tensor([2, 6, 8], dtype=torch.int32)
     rows, experts = torch.randn(8, 16), torch.randn(3, 16, 4)

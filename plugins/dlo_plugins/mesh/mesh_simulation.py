@@ -398,11 +398,14 @@ def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterato
         param_dtype: Dtype in which FSDP2 gathers parameters; None for their own.
     """
     before = []
+    found: dict[int, Tensor] = {}  # Tied tensors stay one.
     for entries, key, tensor in _entries(module):
         dtype = param_dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
         if tensor.device.type == "meta" or dtype not in (None, tensor.dtype):
             before.append((entries, key, tensor))
-            entries[key] = _fake_like(tensor, dtype)
+            if id(tensor) not in found:
+                found[id(tensor)] = _fake_like(tensor, dtype)
+            entries[key] = found[id(tensor)]
     try:
         yield
     finally:

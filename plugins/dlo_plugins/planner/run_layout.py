@@ -8,6 +8,7 @@ from typing import Any
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import AXES, MeshSpec
+from dlo_plugins.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import Host
 from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
@@ -112,8 +113,11 @@ def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: i
     mode = "none" if recomputation is None else str(recomputation.get("mode", "full"))
     if sharding.get("recompute"):
         mode = "full"
+    schedule, chunks = options.get("schedule") or "1F1B", 1
+    if spec.pp > 1:
+        chunks = make_placement(schedule, spec.pp, options.get("stages_per_rank")).stages_per_rank
     found = Layout(
-        spec, rows, count, options.get("schedule") or "1F1B", options.get("stages_per_rank") or 1,
+        spec, rows, count, schedule, chunks,
         tuple(split) if split else None, (2 if keeps else 3) if spec.dp_shard * spec.cp > 1 else 0,
         bool(sharding.get("sync_every_micro_batch")), bool(options.get("sequence_parallel")), mode,
         int((recomputation or {}).get("every") or 1),

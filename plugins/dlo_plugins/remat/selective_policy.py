@@ -36,11 +36,43 @@ _GROUPED = "aten._grouped_mm"
 
 def selective_contexts() -> Any:
     """Returns the contexts of a forward and of its recomputation that keep the outputs of selected operators."""
-    return create_selective_checkpoint_contexts(_policy)
+    return _contexts("")
 
 
 def _contexts_without_grouped() -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, without=_GROUPED))
+    return _contexts(_GROUPED)
+
+
+def _contexts(without: str) -> Any:
+    forward, recomputation = create_selective_checkpoint_contexts(functools.partial(_policy, without=without))
+    recomputation.__class__ = _recomputation_of(type(recomputation), without)
+    return forward, recomputation
+
+
+@functools.cache
+def _recomputation_of(kind: Any, without: str) -> Any:
+    """Returns torch's mode of a recomputation, by which operators that are not kept run without a look at the forward.
+
+    From 2.14 on, torch raises if an operator runs more often than in the forward. Those of a sharded unit inside the
+    block do so rightly, such as experts with a mesh of their own: it is gathered for a recomputation, and in a pipeline
+    it may have been gathered before the forward. The class is set on the object: its constructor is torch's own.
+
+    Args:
+        kind: Class of the mode (torch 2.11 to 2.15: ``_CachedTorchDispatchMode``).
+        without: Name of an operator that is not kept.
+    """
+
+    class Recomputation(kind):
+        """Recomputation that looks up the outputs of kept operators only."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Runs an operator, or returns the output that is kept."""
+            kwargs = kwargs or {}
+            if _is_kept(func, without, args, kwargs):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+
+    return Recomputation
 
 
 def contexts_for(*blocks: nn.Module) -> Callable[[], Any]:
@@ -51,9 +83,18 @@ def contexts_for(*blocks: nn.Module) -> Callable[[], Any]:
 
 def _policy(context: Any, op: Any, *args: Any, without: str = "", **kwargs: Any) -> CheckpointPolicy:
     """Returns whether an operator's output is kept; compiled code may keep further outputs."""
-    name = f"{op.namespace}.{op.overloadpacket.__name__}"
-    is_kept = name in _KEPT_NAMES and name != without and not _drops(op, args, kwargs)
+    is_kept = _is_kept(op, without, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(op: Any, without: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = _name(op)
+    return name in _KEPT_NAMES and name != without and not _drops(op, args, kwargs)
+
+
+@functools.cache
+def _name(op: Any) -> str:
+    return f"{op.namespace}.{op.overloadpacket.__name__}"
 
 
 def _drops(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
