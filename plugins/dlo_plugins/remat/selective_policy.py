@@ -45,7 +45,7 @@ def _contexts_without_grouped() -> Any:
 
 def _contexts(without: str) -> Any:
     forward, recomputation = create_selective_checkpoint_contexts(functools.partial(_policy, without=without))
-    recomputation.__class__ = _recomputation_of(type(recomputation), without)
+    recomputation.__class__ = _recomputation_of(recomputation.__class__, without)
     return forward, recomputation
 
 
