@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import time
+import threading
 from typing import Any
 from unittest import mock
 
@@ -65,7 +65,7 @@ class SlowLink:
     def __call__(self, out: Tensor, rows: Tensor, *splits: Any, group: Any, async_op: bool = False) -> Any:
         """Exchanges rows over the link."""
         work = self._exchange(out, rows, *splits, group=group, async_op=True)
-        now = time.perf_counter()
+        now = ELAPSED.now()
         if self.rate is not None:
             self._free = max(now, self._free) + rows.nbytes / RANKS / self.rate
         started = _Started(self, work, self._free if self.rate is not None else now)
@@ -83,10 +83,10 @@ class _Started:
 
     def wait(self) -> None:
         """Waits until the link has sent the rows."""
-        begin = time.perf_counter()
+        begin = ELAPSED.now()
         self._work.wait()
-        time.sleep(max(0.0, self._end - time.perf_counter()))
-        self._link.waited += time.perf_counter() - begin
+        threading.Event().wait(max(0.0, self._end - ELAPSED.now()))
+        self._link.waited += ELAPSED.now() - begin
 
 
 def build(options: argparse.Namespace) -> tuple[Any, list[TokenExchange]]:

@@ -103,7 +103,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(dlo):
 
 def test_its_help_is_its_own(dlo):
     lines = dlo("lr-find", "--help").stdout.splitlines()
-    assert lines[0].startswith("usage: dlo lr-find [-c CONFIG]")
+    assert lines[0].startswith("usage: dlo lr-find --config FILE")
     assert any(line.startswith("Try learning rates before a training, and suggest one") for line in lines)
 
 

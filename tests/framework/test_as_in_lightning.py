@@ -314,7 +314,7 @@ def test_any_module_comes_back(tmp_path, form):
     module = dlo_framework.load_from_checkpoint(Net, path, note="second")
     assert (module.hparams.width, module.hparams.note) == (5, "second")
     assert torch.equal(module.net[1].running_mean, trained.net[1].running_mean)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DloError, match=r"no checkpoint .*none\.ckpt; choose an existing path"):
         dlo_framework.load_from_checkpoint(Net, tmp_path / "none.ckpt")
 
 

@@ -56,8 +56,8 @@ def test_no_gradient_has_a_norm_on_the_parameters_device() -> None:
 
 def test_tensors_elsewhere_are_averaged_over_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     reduced = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: reduced.append(tensor.device.type))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(tensor.device.type))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with FakeTensorMode():
         tensors = [torch.zeros(3, device="cuda"), torch.tensor(1.0), torch.zeros(2)]
         average_tensors(tensors, torch.device("cuda"))

@@ -476,14 +476,14 @@ def test_a_layer_that_a_plan_names_in_the_wrong_part_is_named(part: str, after_a
 
 
 def test_what_tensor_parallelism_leaves_in_full_is_said_with_its_share() -> None:
-    described = strategy_of(2, tp=2).describe(causal("falcon"))
+    described = strategy_of(2, tp=2).describe(causal("diffllama"))
     assert described.coverage is not None
     held = [rank.state_bytes.parameters for rank in described.ranks]
     share = described.coverage.sharded_fraction
     assert held[0] / described.unsharded.parameters == pytest.approx(1 - share / 2, abs=0.01)
     text = described.text()
     assert f"tp     divides {share:.1%} of" in text
-    assert "transformer.h.*.self_attention.query_key_value (" in text
+    assert "model.layers.*.self_attn.o_proj (" in text
     assert f"1/2 of {share:.0%}" in text
     assert described.to_json()["tensor_parallel"]["divided"] == described.coverage.sharded
     dense = strategy_of(2, tp=2).describe(causal("llama")).text()
