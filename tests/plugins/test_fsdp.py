@@ -359,8 +359,8 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
             parameters={"weight": shard},
             layout=Layout(),
             device=torch.device("cuda"),
-            any_rank=lambda flags, **of: flags,
-            mean=lambda gradient, **of: gradient,
+            any_rank=lambda flags, *of, **more: flags,
+            mean=lambda gradient, *of, **more: gradient,
         )
         engine = MeshEngine(LightningModule(), ParallelState(sharding), FullyShard(), "")
         engine._state = SimpleNamespace(usage=SimpleNamespace(gathered={"weight": whole}), is_summed=True)
