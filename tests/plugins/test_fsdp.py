@@ -361,6 +361,7 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
             device=torch.device("cuda"),
             any_rank=lambda flags, *of, **more: flags,
             mean=lambda gradient, *of, **more: gradient,
+            average_copies=lambda gradients: None,
         )
         engine = MeshEngine(LightningModule(), ParallelState(sharding), FullyShard(), "")
         engine._state = SimpleNamespace(usage=SimpleNamespace(gathered={"weight": whole}), is_summed=True)
