@@ -32,10 +32,13 @@ def case(strategy: Any, kind: str, name: str) -> Case:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(2, TP), (4, partial(MeshStrategy, tp=2, dp_shard=2)), (4, partial(MeshStrategy, tp=4, dp_shard=1))],
+    [(2, TP), (4, partial(MeshStrategy, tp=4, dp_shard=1))],
 )
 def test_networks_are_one_process(ranks: int, strategy: Any) -> None:
-    """Inverted bottlenecks have batch norms, convolutions of each channel alone, and squeeze-and-excitation."""
+    """Inverted bottlenecks have batch norms, convolutions of each channel alone, and squeeze-and-excitation.
+
+    Data parallelism is left out: there a batch norm has the statistics of a rank's samples.
+    """
     cases = [case(strategy, kind, kind) for kind in ("test_efficientnet", "test_resnet", "test_byobnet")]
     assert_parity(build, cases, world_size=ranks, steps=3, rtol=1e-4)
 
