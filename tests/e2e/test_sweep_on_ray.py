@@ -43,7 +43,10 @@ def test_members_of_a_population_continue_from_others_checkpoints_with_changed_v
     rows = sweep(tmp_path, space, *words)
     assert [row["state"] for row in rows] == ["complete"] * 4
     trials = tmp_path / "runs" / "sweeps" / "tiny" / "trials"
-    runs = {folder.name: sorted(folder.glob("version_*")) for folder in trials.iterdir()}
+    runs = {
+        folder.name: sorted(folder.glob("version_*"), key=lambda version: int(version.name.partition("_")[2]))
+        for folder in trials.iterdir()
+    }
     copied = [folder for own in runs.values() for folder in own[1:]]
     assert copied, "no member was replaced"
     for folder in copied:
