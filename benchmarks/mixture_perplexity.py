@@ -4,8 +4,8 @@
 
 It trains `llm/moe_quickstart` and `llm/quickstart` on the same batches, for the same number of steps, and compares the
 validation perplexity at the end, seed by seed. `--runs FILE` writes each finished run to a file, and reads those that
-are there, so that a run that ends early goes on. Active parameters are those that a token uses: of the experts,
-2 of 8.
+are there, so that a run that ends early goes on. Active parameters are those that a token uses, with 2 of 8
+experts.
 """
 
 from __future__ import annotations
