@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 #: Why a strategy that allows unused parameters cannot step in backward, and a fix.
 USED_AT_THE_END = (
-    "parameters may have no gradient on some ranks, so that only the end of backward tells which are stepped; leave out"
-    " find_unused, and freeze the unused ones"
+    "parameters may have no gradient on some ranks, so that only at the end of backward it is known which are stepped;"
+    " leave out find_unused, and freeze the unused ones"
 )
 
 
