@@ -30,6 +30,7 @@ from dlo_plugins.planner.rank_verification import RankVerification
 from dlo_plugins.planner.second_model import SecondModel
 from dlo_plugins.planner.unmodelled import find_unmodelled
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
+from dlo_plugins.tensor.inference.inferred_rules import has_rules
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
 _PRECISIONS = {
@@ -253,7 +254,10 @@ def profile_run(
     model = on_meta(model)
     plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
     batch = batch_of(model, datamodule)
-    return profile_formats(model, batch, plan, state, device, on_block)
+    found = profile_formats(model, batch, plan, state, device, on_block)
+    # Rules of projections that were inferred do not say what runs between them.
+    has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
+    return found if has_own else replace(found, sequence_parallel=False)
 
 
 def profile_formats(

@@ -274,7 +274,8 @@ class PlanSearch:
                 count = rows // micro_batch
                 for schedule, chunks in self._schedules(mesh, count):
                     for zero, each in self._shardings(mesh, count, schedule):
-                        layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+                        shares = mesh.tp > 1 and self.profile.sequence_parallel
+                        layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, shares)
                         if self._is_possible(layout):
                             yield layout
 
