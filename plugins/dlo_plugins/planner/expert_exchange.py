@@ -10,6 +10,7 @@ from dlo_plugins.planner.layout import Layout, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.work import Part
 
+
 def exchanged_bytes(part: Part, layout: Layout) -> float:
     """Returns the bytes that a rank's micro-batch exchanges in a part's forward, its own share included."""
     mesh = layout.mesh

@@ -434,7 +434,9 @@ class PlanSearch:
     def _candidate(self, layout: Layout, memory: RankMemory | None = None, *, exact: bool = False) -> Candidate:
         request, profile = self.request, self.profile
         plan = self.rotor.plan(layout) if layout.recompute == "rotor" else None
-        time = self.times.step(layout, exact=exact, repeated=plan.repeated if plan else ())
+        time = self.times.step(
+            layout, exact=exact, repeated=plan.repeated if plan else (), waits=plan.waits if plan else ()
+        )
         if self.second is not None:
             time = replace(time, second_model=self.second.seconds(layout))
         return Candidate(

@@ -144,9 +144,7 @@ class TensorRegions:
             for handle in handles:
                 handle.remove()
 
-    def _enter(
-        self, name: str, defers: bool, features: int, _: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _enter(self, name: str, defers: bool, features: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, made = _first((args, kwargs)), _first(output)
         if given is not None and made is not None:
             again = float(given.numel() * made.element_size()) if defers else 0.0

@@ -44,6 +44,7 @@ class StepTime:
         optimizer: Optimizer step.
         second_model: Forwards of second models, such as a teacher.
         experts: Exchange of tokens between the ranks of `ep`.
+        copies: Waits for activations on their way to the host and back.
     """
 
     compute: float
@@ -56,6 +57,7 @@ class StepTime:
     optimizer: float
     second_model: float = 0.0
     experts: float = 0.0
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
@@ -280,21 +282,24 @@ class TimeModel:
         own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
         return own + sum(self._gathering(everything, layout))
 
-    def step(self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = ()) -> StepTime:
+    def step(
+        self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = (), waits: Sequence[float] = ()
+    ) -> StepTime:
         """Returns the time of a step.
 
         Args:
             layout: Layout of the run.
             exact: Whether a pipeline is simulated; otherwise its makespan is a lower bound.
             repeated: Seconds that backward recomputes under Rotor, for each stage and micro-batch.
+            waits: Seconds that forward and backward wait for copies under Rotor.
         """
         stages, count = self.stages(layout), layout.micro_batches
         known = {id(stage): self._costs(stage, layout) for stage in stages}
         costs = [known[id(stage)] for stage in stages]
         forward = [cost[0] for cost in costs]
         again = self.recomputed_stages(layout)
-        more = list(repeated) or [0.0] * len(stages)
-        backward = [cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
+        more, waiting = (list(seconds) or [0.0] * len(stages) for seconds in (repeated, waits))
+        backward = [cost[1] + sum(extra) for cost, *extra in zip(costs, more, waiting, strict=True)]
         # A schedule's own recomputation is an action beside forward and backward.
         work = [f * (1 + (s in again)) + b for s, (f, b) in enumerate(zip(forward, backward, strict=True))]
         own = self._slowest(layout, work)
@@ -308,12 +313,14 @@ class TimeModel:
             makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
         sums["recompute"] += count * sum(more[stage] + forward[stage] * (stage in again) for stage in own)
+        copies = count * sum(waiting[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
         optimizer = max(self._optimizer(layout, stage) for stage, _ in distinct)
         return StepTime(
-            **sums, gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own)
-        )
+            **sums, gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own),
+            copies=copies,
+        )  # fmt: skip
 
     def _costs(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with gathering and the accumulation of gradients."""

@@ -76,7 +76,8 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
     Each region sums its output in forward and its input's gradient in backward. With a sharded sequence that is a
     reduce-scatter, and a gather of the input before it; backward gathers the input once more for weight gradients.
-    The one key and value of multi-query attention are gathered, and their gradients scattered. Under autocast outputs have the dtype of products; inputs, and their gradients, that of the layer before.
+    The one key and value of multi-query attention are gathered, and their gradients scattered. Under autocast outputs
+    have the dtype of products; inputs, and their gradients, that of the layer before.
     """
     mesh = layout.mesh
     if mesh.tp == 1:
@@ -102,9 +103,7 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
 def _experts(layout: Layout, stage: Stage) -> float:
     """Returns the bytes of a micro-batch: tokens to experts and outputs back, in backward their gradients."""
-    return sum(
-        number * exchanged_bytes(part, layout) * (2 + repeats_messages(mode)) for part, mode, number in stage
-    )
+    return sum(number * exchanged_bytes(part, layout) * (2 + repeats_messages(mode)) for part, mode, number in stage)
 
 
 def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
@@ -114,11 +113,11 @@ def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
         return 0.0
     share, found = times.share(layout), 0.0
     for part, mode, number in stage:
-        times = number * (3 + repeats_messages(mode))
+        passes = 3 + repeats_messages(mode)
         for product, repeats in part.forward.products:
             if product.is_attention:
                 one = product.on(share)
-                found += times * repeats * (cp - 1) * one.batch * one.n * one.k * one.size
+                found += passes * number * repeats * (cp - 1) * one.batch * one.n * one.k * one.size
     return found
 
 
