@@ -370,7 +370,8 @@ def report_text(planned: PlannedRun) -> str:
         lines += _candidate_lines(number, candidate, unit)
     lines.append(f"{planned.interval}")
     lines += [f"not in the figures: {what}" for what in planned.unmodelled]
-    lines += ["", "rejected, the nearest:", *(f"  {rejection}" for rejection in _shown(planned))]
+    rejected = [f"  {rejection}" for rejection in _shown(planned)]
+    lines += ["", "rejected, the nearest:", *rejected] if rejected else []
     sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
     lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]
     return "\n".join(lines)

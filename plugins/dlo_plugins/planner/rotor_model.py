@@ -120,7 +120,8 @@ class RotorModel:
                 if schedule is None:
                     return None
                 for stages in group.ranks:
-                    repeated[stages[place]] = schedule.time - schedule.waited - chain.measured.chain.kept_time
+                    again = schedule.time - schedule.waited - chain.measured.chain.kept_time
+                    repeated[stages[place]] = max(0.0, again)
                     waits[stages[place]] = schedule.waited
                 total += group.most[place] * (chain.measured.stem + schedule.peak)
                 copied += group.most[place] * offloaded_bytes(chain.measured.chain, schedule)

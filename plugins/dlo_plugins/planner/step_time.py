@@ -322,6 +322,16 @@ class TimeModel:
             copies=copies,
         )  # fmt: skip
 
+    def stage_seconds(self, layout: Layout, more: Sequence[float]) -> list[float]:
+        """Returns the seconds of a micro-batch in each stage, forward and backward.
+
+        Args:
+            layout: Layout of the run.
+            more: Seconds that each stage recomputes, or waits, under Rotor.
+        """
+        costs = [self._costs(stage, layout) for stage in self.stages(layout)]
+        return [cost[0] + cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
+
     def _costs(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with gathering and the accumulation of gradients."""
         forward, backward, parts = self._computation(stage, layout)

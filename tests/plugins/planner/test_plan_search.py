@@ -250,6 +250,22 @@ def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
         assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
 
 
+@pytest.mark.parametrize("memory", [3e9, 1e9])
+def test_blocks_leave_the_longest_stage_while_that_is_faster(memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _search(memory=memory, pp="4", schedule="1F1B").run().candidates[0]
+    monkeypatch.setattr(PlanSearch, "_resplit", lambda self, candidate: candidate)
+    search = _search(memory=memory, pp="4", schedule="1F1B")
+    before = search.run().candidates[0]
+    assert found.memory.total <= memory
+    assert sum(found.split) == sum(before.split) == 8
+    if memory == 3e9:
+        assert found.layout.split == found.split != before.split
+        assert found.time.total < 0.97 * before.time.total
+        assert search.times.step(found.layout).total == found.time.total
+    else:  # Each stage recomputes as much as the others.
+        assert found.time.total == before.time.total
+
+
 def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:
     found = _search(pp="4", schedule="varuna").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"Varuna"}
