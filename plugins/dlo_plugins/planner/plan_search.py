@@ -36,7 +36,7 @@ _DELAYED = (("PipeDream2BW", 1),)
 _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
-#: Of the search for a stage split: most blocks that move, stages that are tried for each, and least share of a step won.
+#: Of the search for a stage split: most blocks that move, stages tried for each, and least share of a step that is won.
 _MOVES, _TARGETS, _LEAST_GAIN = 8, 4, 1e-3
 #: Keys of `fix`, beside the axes.
 _FIXABLE = (*AXES, "ep", "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
