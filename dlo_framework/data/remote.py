@@ -35,6 +35,8 @@ from dlo_framework.units import format_bytes
 BLOCK = 4 << 20
 _STRIPES = 1024  # lock files for fetching
 _TRIES = 4
+#: What file systems call the version of a file; `blob_id` is that of `hf://`.
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
 _THREADS = 32
 
 
@@ -240,7 +242,7 @@ class RemoteFile:
         if details.get("size") is None:
             raise DloError(f"{url} must have a size, got none from its server; copy it to a local disk")
         self.size = int(details["size"])
-        version = [str(details.get(key, "")) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")]
+        version = [str(details.get(key, "")) for key in _VERSIONS]
         self._key = hashlib.sha256("\0".join([url, str(self.size), *version]).encode()).hexdigest()[:40]
         self._flight: _InFlight | None = None
 
@@ -303,7 +305,8 @@ class RemoteFile:
             if content is None:
                 system, path = file_system(self.name, self.options)
                 start = number * self.cache.block
-                content = _try(lambda: system.cat_file(path, start=start, end=start + length), self.name)
+                options = _exact_reads(system)
+                content = _try(lambda: system.cat_file(path, start=start, end=start + length, **options), self.name)
                 if len(content) != length:
                     raise DloError(
                         f"{self.name} must have {self.size} bytes, as when the run began, got {len(content)} of"
@@ -486,6 +489,18 @@ def _try(call: Any, url: str) -> Any:
                 ) from error
             time.sleep(0.1 * 4**attempt)
     raise AssertionError
+
+
+def _exact_reads(system: Any) -> dict[str, Any]:
+    """Returns the options by which a file system's ``cat_file`` fetches a range, and nothing after it.
+
+    That of fsspec (2026.9), which ``hf://`` has, opens the file, and fetches 5 MiB ahead for later reads.
+    """
+    from fsspec import AbstractFileSystem
+
+    # Asynchronous file systems have a method on each object.
+    inherits = not system.async_impl and type(system).cat_file is AbstractFileSystem.cat_file
+    return {"cache_type": "none"} if inherits else {}
 
 
 def read_at(file: int, size: int, offset: int) -> bytes:
