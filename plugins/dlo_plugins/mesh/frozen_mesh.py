@@ -85,10 +85,13 @@ class FrozenMesh(PlacedModel):
         """Whether this rank is the first of those of tensor parallelism, which have the same outputs."""
         return self.sharded.groups.coordinates.tp == 0
 
+    def own_part(self, batch: Any) -> Any:
+        """Returns this rank's shard of the batch's sequences, or the batch where ranks do not share them."""
+        context = self._state.context
+        return batch if context is None or context.sequence is None else context.shard_batch(batch)
+
     def _forward(self, batch: Any) -> Any:
-        context, pipelined = self._state.context, self._state.pipelined
-        if context is not None and context.sequence is not None:
-            batch = context.shard_batch(batch)
+        batch, pipelined = self.own_part(batch), self._state.pipelined
         return super()._forward(batch) if pipelined is None else pipelined.outputs(batch)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
