@@ -63,11 +63,6 @@ class MeshAppliers:
         if twice is not None:
             raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
         tensor = _first(given, TensorParallel) or TensorParallel(sequence_parallel, async_tp)
-        if tensor.async_tp and _first(given, CompileBlocks):
-            raise DloError(
-                "async_tp must be left out with CompileBlocks, got both: a compiler schedules a block's collectives"
-                " itself; leave one out"
-            )
         context = _first(given, ContextParallel) or ContextParallel(method=cp_method)
         experts = _first(given, ExpertParallel) or ExpertParallel()
         shard = _first(given, FullyShard) or FullyShard()

@@ -35,7 +35,6 @@ from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
-from dlo_plugins.sharding.optimizer_probe import ONE_ELEMENTWISE
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
@@ -168,23 +167,15 @@ class MeshEngine:
         if self.pipelined is not None:
             self.pipelined.pipeline.reset()
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's rows of each parameter whose gradient is reduced.
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with this rank's tensors of the parameters whose gradients are reduced.
 
         A gradient that is a partial sum over tensor parallelism is summed over its ranks first, in each backward: its
         order is the same on all of them.
-
-        Returns:
-            Reason why the engine does not; empty where it does.
         """
         for handle in self._gradient_hooks:
             handle.remove()
-        self._gradient_hooks = []
-        if ready is None:
-            return ""
-        handles = self._fit.shares.watch_gradients(ready)
-        self._gradient_hooks = handles or []
-        return ONE_ELEMENTWISE if handles is None else ""
+        self._gradient_hooks = self._fit.shares.watch_gradients(ready)
 
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""

@@ -578,10 +578,10 @@ class MeshStrategy(ShardedStrategy):
         return USED_AT_THE_END if self.fully_shard.find_unused else ""
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's rows whose gradients are reduced, without a pipeline."""
+        """Calls a function in backward with this rank's tensors whose gradients are reduced, without a pipeline."""
         reason = self.gradients_wait if ready is not None else ""
         if self.engine is not None and not reason:
-            reason = self.engine.watch_gradients(ready)
+            self.engine.watch_gradients(ready)
         self.drops_gradients = not reason and ready is not None
         return reason
 
