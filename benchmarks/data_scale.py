@@ -170,7 +170,7 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
         )
 
     def stored(ahead: int) -> Callable[[], int]:
-        """Reads batches, each after the next ones were announced, as the loader does."""
+        """Reads batches; where `ahead`, each after this number of the next ones was announced, as the loader does."""
         firsts = range(0, len(windows) - 63, 64)
         draws = [[Draw(index, 0, True) for index in range(first, first + 64)] for first in firsts]
 
@@ -200,8 +200,8 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
         return read_plainly(path)
 
     stages = {
-        "dlo, tokens as stored": stored(AHEAD),
-        "dlo, tokens as stored, nothing ahead": stored(0),
+        "dlo, tokens as stored": stored(0),
+        "dlo, tokens as stored, batches announced": stored(AHEAD),
         "dlo, batches in this process": batches(0),
         "dlo, batches from a worker": batches(1),
         "dlo, batches from two workers": batches(2),
