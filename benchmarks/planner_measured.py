@@ -41,6 +41,11 @@ MEMORY = [
     case("vit bf16", 16), case("vit bf16", 16, recompute="full"), case("llama bf16", 8, dp_shard=2),
     case("llama bf16", 8, dp_replicate=2), case("llama bf16", 8, tp=2), case("llama bf16", 4, 4, pp=2),
     case("vit bf16", 8, dp_shard=2),
+    case("mixture", 8), case("mixture", 8, recompute="full"), case("mixture", 8, dp_shard=2),
+    case("mixture", 8, dp_shard=2, ep=2), case("mixture", 8, dp_shard=2, ep=2, recompute="full"),
+    case("mixture", 8, dp_shard=2, ep=2, zero=2), case("mixture", 4, 2, dp_shard=2, ep=2),
+    case("mixtral", 8, dp_shard=2, ep=2), case("mixtral", 8, dp_shard=2, ep=2, recompute="selective"),
+    case("mixture bf16", 8, dp_shard=2, ep=2), case("mixture", 4, dp_shard=4, ep=2),
 ]  # fmt: skip
 #: Layouts that train with 16 rows a step.
 TIME = [

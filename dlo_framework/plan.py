@@ -13,12 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dlo_framework.errors import DloError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+#: Blocks that have less than this fraction of a model's parameters are used only where no other class repeats: 1 / 8.
+_FEW = 8
 
 
 class NoBlocksError(DloError):
@@ -86,6 +90,9 @@ class ParallelPlan:
         head_operands: Mapping of patterns of attention modules to arguments of their forward that have an entry for
             each head, made outside of the module, such as a bias; each name with its dim of `heads`, or of
             `samples * heads`. An attention whose heads are divided gets its own heads' entries.
+        shared_features: Mapping of patterns of projections that each rank computes in full to the number of their last
+            output features that all heads use as they are, such as the rotary key of multi-head latent attention. The
+            features before them feed a column projection.
 
     Raises:
         DloError: for an unknown rule, or a tied group of fewer than two names.
@@ -100,6 +107,7 @@ class ParallelPlan:
     experts: tuple[str, ...] = ()
     head_widths: Mapping[str, int] = field(default_factory=dict, hash=False)
     head_operands: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    shared_features: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("blocks", "stem", "head", "attention", "experts"):
@@ -117,16 +125,25 @@ class ParallelPlan:
 
         Blocks are the children of one class in `ModuleList` or `Sequential` containers: of all the classes
         for which everything else is registered before the first or after the last block, that with the most
-        blocks. Parameters held directly by the blocks' parents count as stem.
+        blocks. Where these have less than an eighth of the parameters, or there are none, but a class in containers of
+        two and more has half of them, the blocks are those of that class and the modules between them, such as the
+        patch embeddings at the start of stages. Parameters held directly by the blocks' parents count as stem.
 
         Raises:
             NoBlocksError: if no class of blocks repeats so.
         """
-        for blocks in sorted(_repeated(module), key=len, reverse=True):
-            sides = _sides(module, blocks)
-            if sides is not None:
-                in_order = tuple(name for name, _ in module.named_modules() if name in blocks)
-                return cls(blocks=in_order, stem=sides[0], head=sides[1], tied=tied_groups(module))
+        total = _count(module.parameters())
+        candidates = [(blocks, _sides(module, blocks)) for blocks in _repeated(module)]
+        alone = [(blocks, sides) for blocks, sides in candidates if not sides.between]
+        best = max(alone, key=lambda one: len(one[0]), default=None)
+        if best is None or _FEW * _count_of(module, best[0]) < total:
+            spread = [one for one in candidates if _is_spread(module, *one, total)]
+            best = max(spread, key=lambda one: len(one[0]), default=best)
+        if best is not None:
+            blocks, sides = best
+            names = {*blocks, *sides.between}
+            in_order = tuple(name for name, _ in module.named_modules() if name in names)
+            return cls(blocks=in_order, stem=sides.stem, head=sides.head, tied=tied_groups(module))
         raise NoBlocksError(
             f"{type(module).__name__} must hold two or more consecutive blocks of one class in a ModuleList or"
             " Sequential, got none; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
@@ -156,6 +173,10 @@ class ParallelPlan:
                 return _rule(rule)
         return Rule.REPLICATE
 
+    def has_rule_for(self, name: str) -> bool:
+        """Returns whether a pattern matches a module or parameter, or a parent of it; its rule may be `replicate`."""
+        return any(_owns(pattern, name) for pattern in self.tensor)
+
     def head_width_for(self, name: str) -> int | None:
         """Returns the width of an attention module's heads, if `head_widths` names it."""
         return next((width for pattern, width in self.head_widths.items() if _any_match((pattern,), name)), None)
@@ -164,6 +185,11 @@ class ParallelPlan:
         """Returns the arguments of an attention module that have an entry for each head, with their dims."""
         found = (given for pattern, given in self.head_operands.items() if _any_match((pattern,), name))
         return next(found, {})
+
+    def shared_features_for(self, name: str) -> int:
+        """Returns the number of a projection's last output features that all heads use; 0 if none are named."""
+        found = (count for pattern, count in self.shared_features.items() if _any_match((pattern,), name))
+        return next(found, 0)
 
     def owners(self, name: str) -> list[str]:
         """Returns which of `"stem"`, `"blocks"` and `"head"` own a parameter; exactly one in a valid plan."""
@@ -342,9 +368,32 @@ def _repeated(module: nn.Module) -> Iterator[list[str]]:
             yield outer
 
 
-def _sides(module: nn.Module, blocks: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Returns the names registered before the first and after the last block; None if anything is between."""
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _count_of(module: nn.Module, names: list[str]) -> int:
+    return sum(_count(module.get_submodule(name).parameters()) for name in names)
+
+
+def _is_spread(module: nn.Module, blocks: list[str], sides: _Sides, total: int) -> bool:
+    """Returns whether blocks have half of the parameters, in containers of two and more of them on average."""
+    containers = {name.rpartition(".")[0] for name in blocks}
+    is_regular = len(blocks) >= 2 * len(containers) and len(sides.between) < len(blocks)
+    return is_regular and 2 * _count_of(module, blocks) >= total
+
+
+class _Sides(NamedTuple):
+    """Names of what is registered before the first block, between blocks, and after the last."""
+
+    stem: tuple[str, ...]
+    between: tuple[str, ...]
+    head: tuple[str, ...]
+
+
+def _sides(module: nn.Module, blocks: list[str]) -> _Sides:
     stem: dict[str, None] = {}
+    between: dict[str, None] = {}
     head: dict[str, None] = {}
     order = [name for name, _ in module.named_modules()]
     first, last = order.index(blocks[0]), order.index(blocks[-1])
@@ -360,7 +409,5 @@ def _sides(module: nn.Module, blocks: list[str]) -> tuple[tuple[str, ...], tuple
         pieces = owner.split(".")
         unit = next(u for i in range(len(pieces)) if (u := ".".join(pieces[: i + 1])) not in parents)
         at = order.index(unit)
-        if first < at < last:
-            return None
-        (stem if at < first else head)[unit] = None
-    return tuple(stem), tuple(head)
+        (between if first < at < last else stem if at < first else head)[unit] = None
+    return _Sides(tuple(stem), tuple(between), tuple(head))

@@ -61,7 +61,18 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "qlora": {"lora": Lora(rank=8, base="nf4")},
     "adamw8bit": {"optimizer": "adamw8bit"},
 }
-_LANGUAGE = ("llama", "gpt", *ADAPTED)
+MIXTURE: dict[str, Any] = {
+    **{"model_type": "qwen3_moe", "vocab_size": VOCABULARY, "hidden_size": 256, "moe_intermediate_size": 256},
+    **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": LENGTH},
+}
+MIXTRAL: dict[str, Any] = {
+    **{"model_type": "mixtral", "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512},
+    **{"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "max_position_embeddings": LENGTH},
+}
+MODELS = {"gpt": GPT, "mixture": MIXTURE, "mixtral": MIXTRAL}
+_LANGUAGE = ("llama", *MODELS, *ADAPTED)
 _MIXED = " bf16"
 COATNET = {"img_size": PIXELS, "embed_dim": (48, 96, 192, 384), "depths": (2, 2, 3, 2), "stem_width": 32}
 
@@ -72,10 +83,10 @@ def precision_of(kind: str) -> str:
 
 
 def make_task(kind: str) -> Any:
-    """Returns a task with random weights: `llama`, `gpt`, `vit` or `coatnet`; or one of `ADAPTED`."""
+    """Returns a task with random weights: `llama`, `vit`, `coatnet`, or one of `MODELS` or `ADAPTED`."""
     kind = kind.removesuffix(_MIXED)
     if kind in _LANGUAGE:
-        config = dict(GPT if kind == "gpt" else LLAMA)
+        config = dict(MODELS.get(kind, LLAMA))
         return CausalLM(config=config, lr=1e-3, schedule="constant", **ADAPTED.get(kind, {}))
     name, args = {"vit": ("vit_tiny_patch16_224", VIT), "coatnet": ("coatnet_0_rw_224", COATNET)}[kind]
     return ImageClassifier(name, model_args=dict(args), num_classes=CLASSES, lr=1e-3, schedule="constant")
@@ -121,7 +132,8 @@ class Case:
 
 def case(kind: str, rows: int, count: int = 1, zero: int = 3, recompute: str = "none", **options: Any) -> Case:
     """Returns a run of `count` micro-batches of `rows` rows; further options are axes, or fields of the layout."""
-    axes = {axis: options.pop(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if axis in options}
+    known = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    axes = {axis: options.pop(axis) for axis in known if axis in options}
     mesh = MeshSpec(**({"dp_shard": 1} | axes))
     zero = zero if mesh.dp_shard * mesh.cp > 1 else 0
     layout = Layout(mesh, rows, count, zero=zero, recompute=recompute, sequence_parallel=mesh.tp > 1, **options)

@@ -85,8 +85,6 @@ def test_two_ranks_train_as_without_rotor(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["one process", "fsdp", "zero3", "tp", "pp"])
 @pytest.mark.parametrize("kind", ["vit", "coatnet", "resnet", "llama"])
 def test_families_and_strategies(kind: str, strategy: str) -> None:
-    if kind == "resnet" and strategy == "tp":
-        pytest.skip("a ResNet has no rules of tensor parallelism")
     ranks = 1 if strategy == "one process" else 2
     for found in run_distributed(compare, ranks, kind, strategy, list(BUDGETS), backend=None, timeout=800):
         assert all("regions" in text or text == "does not fit" for text in found), found

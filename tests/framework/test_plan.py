@@ -165,6 +165,25 @@ def test_infer_takes_the_class_with_the_most_blocks_that_nothing_lies_between():
     assert ParallelPlan.infer(stages).blocks == ("0", "1")
 
 
+def test_infer_takes_modules_between_stages_as_blocks_where_no_other_class_has_many_parameters():
+    net = nn.Module()
+    net.stem = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for stage in range(2):
+        net.add_module(f"embed{stage}", nn.LayerNorm(4))
+        net.add_module(f"stage{stage}", nn.Sequential(Block(), Block(), Block()))
+    net.head = nn.Linear(4, 2)
+    plan = ParallelPlan.infer(net)
+    assert plan.blocks == (*(f"stage0.{n}" for n in range(3)), "embed1", *(f"stage1.{n}" for n in range(3)))
+    assert (plan.stem, plan.head) == (("stem", "embed0"), ("head",))
+    plan.validate(net)
+    net.stem = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))  # More than an eighth of the parameters.
+    assert ParallelPlan.infer(net).blocks == ("stem.0", "stem.1")
+    del net.stem
+    scattered = nn.ModuleDict({str(n): nn.ModuleList([Block(), nn.LayerNorm(4)]) for n in range(4)})
+    with pytest.raises(DloError, match="must hold two or more consecutive blocks"):
+        ParallelPlan.infer(scattered)
+
+
 def test_infer_says_what_to_do_when_nothing_repeats():
     with pytest.raises(
         DloError, match=r"Linear must hold two or more consecutive blocks.*name them in Task.parallel_plan"

@@ -97,7 +97,10 @@ def make_task(kind: str) -> Any:
         "resnet": ("resnet26", RESNET),
     }
     name, args = names[kind]
-    return ImageClassifier(name, model_args=dict(args), num_classes=10, lr=1e-3, schedule="constant")
+    size = 32 if kind == "resnet" else None  # Its tensor rules are inferred from a batch's shapes.
+    return ImageClassifier(
+        name, model_args=dict(args), num_classes=10, lr=1e-3, schedule="constant", image_size=size
+    )  # fmt: skip
 
 
 class Batches(LightningDataModule):

@@ -108,7 +108,10 @@ class TensorParallel(Applier):
             self._stream.gather_between_stages(module, plan.block_names(module), starts)
 
     def complete_plan(self, task: Any, plan: ParallelPlan, tp: int, datamodule: Any = None) -> ParallelPlan:
-        """Returns a plan with tensor rules: its own, or inferred ones; see :mod:`dlo_plugins.tensor.inference`.
+        """Returns a plan with tensor rules: its own, and inferred ones where it has none.
+
+        Inferred rules are those of all blocks, or, beside rules of the plan, of attentions and MLPs that it leaves
+        whole; see :mod:`dlo_plugins.tensor.inference`.
 
         Args:
             task: Task with its model built; it is not changed.
@@ -119,16 +122,24 @@ class TensorParallel(Applier):
         Raises:
             DloError: The plan has no rules and none can be inferred; the message has the layers in the way.
         """
-        from dlo_plugins.tensor.inference.inferred_rules import has_rules, infer_rules, with_rules
+        from dlo_plugins.tensor.inference.inferred_rules import complete_rules, has_rules, infer_rules, with_rules
+        from dlo_plugins.tensor.inference.proof_units import lacks_rules
+        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
+        key = _shapes(task.model)
         if has_rules(plan):
-            return plan
+            if self.sequence_parallel or not lacks_rules(task.model, plan):
+                return plan
+            make_tp_plan(task.model, plan, tp)  # What the family's rules divide must be divisible.
+            if key not in self._inferred:
+                self._inferred[key] = complete_rules(task, plan, datamodule)
+            found = self._inferred[key]
+            return with_rules(plan, found, task.model, tp) if found.tensor else plan
         if self.sequence_parallel:
             raise DloError(
                 f"sequence_parallel must have the tensor rules of the model's family, got inferred ones for"
                 f" {type(task.model).__name__}; leave sequence_parallel out, or set ParallelPlan(tensor=...)"
             )
-        key = _shapes(task.model)
         if key not in self._inferred:
             self._inferred[key] = infer_rules(task, plan, datamodule)
         return with_rules(plan, self._inferred[key], task.model, tp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,20 @@ def main(argv: list[str]) -> int:
         planned = plan_run(
             run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs, run.frozen_models
         )
-    if options.out is not None:
-        planned.write(options.out)
+    files = planned.write(options.out) if options.out is not None else []
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
+    if not options.json:
+        for line in written_lines(files, options):
+            print(line)
     return 0
+
+
+def written_lines(files: Sequence[Path], options: argparse.Namespace) -> Iterator[str]:
+    """Yields lines on the files that were written."""
+    if files:
+        yield f"\nwritten to {options.out}: {files[0].name} to {files[-1].name}; dlo fit --config {files[0]}"
+    if options.measure is not None:
+        yield f"the measured machine: --machine {options.machine}"
 
 
 def config_of_check(argv: list[str]) -> list[str]:

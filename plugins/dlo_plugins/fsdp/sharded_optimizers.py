@@ -58,10 +58,12 @@ class OptimizerShards:
         kind = self._probe(optimizer)
         self._check_experts(optimizer, kind)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
-            if self.sharded.options.offload and self.sharded.device.type != "cpu":
+            options = self.sharded.options
+            if options.has_masters or (options.offload and self.sharded.device.type != "cpu"):
+                given = "offload" if options.offload else "param_dtype"
                 raise DloError(
-                    f"an optimizer under offload must update each tensor without the others, got"
-                    f" {type(optimizer).__name__}; leave offload out"
+                    f"an optimizer under {given} must update each tensor without the others, got"
+                    f" {type(optimizer).__name__}; leave {given} out"
                 )
             if self._rounding is not None:
                 raise DloError(
@@ -98,6 +100,11 @@ class OptimizerShards:
     def _groups(self, optimizer: Optimizer, selects: Callable[[str], bool], sharers: Communicator) -> list[RowGroup]:
         """Returns the groups of an optimizer's parameters that a function of the name selects."""
         names = {key: name for key, name in self._local_names().items() if selects(name)}
+        masters = self.sharded.masters
+        if masters is not None:
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            named = {names[id(parameter)]: parameter for parameter in given if id(parameter) in names}
+            return list(masters.groups(named, self.sharded.device))
         return make_groups(optimizer, names, sharers, self.sharded.device)
 
     def _full_tensors_of(self, groups: list[RowGroup]) -> FullTensorShard[RowGroup]:

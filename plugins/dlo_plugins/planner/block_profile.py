@@ -26,6 +26,12 @@ class _Saved:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.sizes: dict[int, int] = {}
+        #: Whether a tensor was saved since activations left a region.
+        self.goes_on = False
+
+    def leave_region(self) -> None:
+        """Notes that activations leave a region."""
+        self.goes_on = False
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns hooks that count, to be entered around a forward."""
@@ -33,6 +39,7 @@ class _Saved:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.sizes[self._recorder.number(tensor)] = tensor.untyped_storage().nbytes()
+        self.goes_on = True
         return tensor
 
     def amount(self, left_out: set[int], only: set[int] | None = None) -> Amount:
@@ -94,10 +101,10 @@ def profile_block(
     saved, first = _Saved(recorder), Record()
     recorder.forget()
     regions.leave_block()
-    recorder.record = first
+    recorder.record, regions.on_leave = first, saved.leave_region
     with saved.hooks(), torch.enable_grad():
         outputs = forward(*args, **kwargs)
-    recorder.record = None
+    recorder.record = regions.on_leave = None
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     ends = {recorder.number(leaf) for leaf in found}
     left_out = fixed | given | ends
@@ -118,11 +125,12 @@ def profile_block(
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     # Hidden states need a gradient, unless nothing trains before them: then they come first.
     inputs = sum(x.untyped_storage().nbytes() for x in [x for x in leaves if x.requires_grad] or leaves[:1])
-    entered, left, again = regions.passed_in(name, inputs)
+    passed = regions.passed_in(name, inputs)
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
         _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
-        inputs / rows, entered=entered / rows, left=left / rows, gathered_again=again / rows,
+        inputs / rows, entered=passed.entered / rows, left=passed.left / rows, gathered_again=passed.again / rows,
+        key_value=passed.key_value / rows, repeats_last=saved.goes_on,
     )  # fmt: skip
     return part, tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs

@@ -116,7 +116,9 @@ def explain(candidate: Candidate, best: Candidate) -> str:
     share = parts[worst] / best.time.total
     memory = candidate.memory.total - best.memory.total
     less = f", with {format_bytes(-memory)} less memory" if memory < 0 else ""
-    return f"{slower:+.1%} than the first: {share:+.1%} by {_WORDS[worst]}{less}"
+    if slower < 0.0005:
+        return f"as fast as the first{less}"
+    return f"{slower:.1%} slower than the first, {share:.1%} by {_WORDS[worst]}{less}"
 
 
 _WORDS = {
@@ -130,4 +132,5 @@ _WORDS = {
     "optimizer": "the optimizer's step",
     "second_model": "forwards of second models",
     "experts": "the exchange of tokens between the ranks of ep",
+    "copies": "waits for copies of activations to and from the host",
 }

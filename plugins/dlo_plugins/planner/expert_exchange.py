@@ -6,12 +6,9 @@ and back, and as many in backward; routers are taken as balanced. Nothing overla
 
 from __future__ import annotations
 
-from dlo_plugins.planner.layout import Layout
+from dlo_plugins.planner.layout import Layout, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.work import Part
-
-#: Modes of recomputation that repeat the exchange: collectives other than those of `tp` are not kept.
-_REPEATS = ("full", "selective", "alternate")
 
 
 def exchanged_bytes(part: Part, layout: Layout) -> float:
@@ -57,4 +54,4 @@ def part_exchange(machine: Machine, part: Part, mode: str, layout: Layout) -> tu
     """
     size, mesh = exchanged_bytes(part, layout), layout.mesh
     once = 2 * exchange_seconds(machine, size / 2, mesh.ep, mesh.tp)
-    return once, once, once if mode in _REPEATS else 0.0
+    return once, once, once if repeats_messages(mode) else 0.0

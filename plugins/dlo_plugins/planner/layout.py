@@ -14,6 +14,13 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 _flushes = functools.cache(flushes)
+#: Modes of recomputation that repeat a block's collectives other than those of `tp`, which some of them keep.
+_REPEATS = ("full", "selective", "alternate")
+
+
+def repeats_messages(mode: str) -> bool:
+    """Returns whether a mode of recomputation repeats what the ranks of `cp` and of `ep` send."""
+    return mode in _REPEATS
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -201,12 +201,39 @@ class Machine:
     def product_seconds(self, product: Product, dtype: str, *, backward: bool = False) -> float:
         """Returns the time of a matrix product."""
         if product.is_attention:
-            return self.contention * (product.flops / (self.rate(dtype) * self.attention[backward]) + self.launch)
+            rate = self.rate(dtype) * self.attention[backward]
+            return self.contention * (product.flops * self._padding(product) / rate + self.launch)
         if self.table is not None:
             return self.contention * product.flops / self.table.rate(product)
-        efficiency = self.product_efficiency(product.m, product.n, product.k, product.batch)
         moving = product.bytes / (self.bandwidth * self.bandwidth_efficiency)
-        return self.contention * (max(product.flops / (self.rate(dtype) * efficiency), moving) + self.launch)
+        computing = min(self._computing(product, dtype, split) for split in self._splits(product))
+        return self.contention * (max(computing, moving) + self.launch)
+
+    def _computing(self, product: Product, dtype: str, split: int) -> float:
+        """Returns the time of a product whose inner dim is computed in slices, of which each has tiles of its own.
+
+        Slices write their partial sums in single precision, and one reads them.
+        """
+        efficiency = self.product_efficiency(product.m, product.n, product.k / split, product.batch * split)
+        found = product.flops / (self.rate(dtype) * efficiency)
+        if split == 1:
+            return found
+        partial = 2 * 4 * split * product.batch * product.m * product.n
+        return found + partial / (self.bandwidth * self.bandwidth_efficiency)
+
+    def _splits(self, product: Product) -> Iterable[int]:
+        """Returns the numbers of slices that a kernel may have: several where its tiles leave processors idle."""
+        tiles = math.ceil(product.m / self.tile[0]) * math.ceil(product.n / self.tile[1]) * max(product.batch, 1.0)
+        most = min(_WAVES * self.units / tiles, product.k / (_SLICE * self.tile[1])) if tiles < self.units else 1
+        return range(1, max(1, int(most)) + 1)
+
+    def _padding(self, product: Product) -> float:
+        """Returns the work of fused attention over its operations: a GPU's kernels compute full tiles of scores."""
+        if self.device == "cpu" or self.table is not None:
+            return 1.0
+        rows, columns = _ATTENTION_TILE
+        full = math.ceil(product.m / rows) * rows * math.ceil(product.n / columns) * columns
+        return full / (product.m * product.n)
 
     def work_seconds(self, work: Work, share: Share, dtype: str, *, fused: bool, backward: bool = False) -> float:
         """Returns the time of a rank's share of a work.
@@ -308,6 +335,12 @@ class Machine:
             if measured is not None:
                 return measured
         return link.latency + size / link.rate(2 if link is self.network else 1)
+
+
+#: Rows and columns of a tile of scores in FlashAttention-2's kernels, arXiv 2307.08691: at most 128 x 64 to 128 x 128.
+_ATTENTION_TILE = (128, 64)
+#: Of a product in slices: largest number of rounds of tiles, and fewest tiles' columns of a slice's inner dim.
+_WAVES, _SLICE = 4, 4
 
 
 def _tiles(largest: tuple[int, int]) -> list[tuple[int, int, float]]:

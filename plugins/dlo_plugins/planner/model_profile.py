@@ -58,6 +58,7 @@ class ModelProfile:
         why_not: Reasons why an axis cannot be used, by its name.
         ep: Sizes of the axis `ep` that divide the experts of all mixtures.
         uncast: Profile on parameters in single precision, which autocast casts; None for the same profile.
+        sequence_parallel: Whether the ranks of `tp` can share the sequence between layers.
     """
 
     model: str
@@ -74,6 +75,7 @@ class ModelProfile:
     why_not: dict[str, str]
     ep: tuple[int, ...] = (1,)
     uncast: ModelProfile | None = None
+    sequence_parallel: bool = True
 
     @property
     def parts(self) -> tuple[Part, ...]:

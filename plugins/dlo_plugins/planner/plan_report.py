@@ -30,6 +30,7 @@ from dlo_plugins.planner.rank_verification import RankVerification
 from dlo_plugins.planner.second_model import SecondModel
 from dlo_plugins.planner.unmodelled import find_unmodelled
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
+from dlo_plugins.tensor.inference.inferred_rules import has_rules
 
 #: Bytes of a stored parameter, of one in use, of a gradient and of a reduced one, by the Trainer's precision.
 _PRECISIONS = {
@@ -253,7 +254,10 @@ def profile_run(
     model = on_meta(model)
     plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
     batch = batch_of(model, datamodule)
-    return profile_formats(model, batch, plan, state, device, on_block)
+    found = profile_formats(model, batch, plan, state, device, on_block)
+    # Rules of projections that were inferred do not say what runs between them.
+    has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
+    return found if has_own else replace(found, sequence_parallel=False)
 
 
 def profile_formats(
@@ -366,7 +370,8 @@ def report_text(planned: PlannedRun) -> str:
         lines += _candidate_lines(number, candidate, unit)
     lines.append(f"{planned.interval}")
     lines += [f"not in the figures: {what}" for what in planned.unmodelled]
-    lines += ["", "rejected, the nearest:", *(f"  {rejection}" for rejection in _shown(planned))]
+    rejected = [f"  {rejection}" for rejection in _shown(planned)]
+    lines += ["", "rejected, the nearest:", *rejected] if rejected else []
     sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
     lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]
     return "\n".join(lines)

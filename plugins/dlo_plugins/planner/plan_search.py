@@ -36,6 +36,8 @@ _DELAYED = (("PipeDream2BW", 1),)
 _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
+#: Of the search for a stage split: most blocks that move, stages tried for each, and least share of a step that is won.
+_MOVES, _TARGETS, _LEAST_GAIN = 8, 4, 1e-3
 #: Keys of `fix`, beside the axes.
 _FIXABLE = (*AXES, "ep", "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
 #: Values that `recompute` can be fixed at.
@@ -202,7 +204,7 @@ class PlanSearch:
                 break
             found = self._refusal(layouts[number], refused) or self._cheapest(layouts[number], limit)
             if isinstance(found, Candidate) and found.time.total <= limit:
-                found = self._simulated(found)
+                found = self._resplit(self._simulated(found))
                 schedule = found.layout.schedule
                 if verify and schedule not in self._tried and found.time.total <= limit:
                     self._tried.add(schedule)
@@ -274,7 +276,8 @@ class PlanSearch:
                 count = rows // micro_batch
                 for schedule, chunks in self._schedules(mesh, count):
                     for zero, each in self._shardings(mesh, count, schedule):
-                        layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, mesh.tp > 1)
+                        shares = mesh.tp > 1 and self.profile.sequence_parallel
+                        layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, shares)
                         if self._is_possible(layout):
                             yield layout
 
@@ -293,7 +296,7 @@ class PlanSearch:
         if schedule in {name for name, _ in _DELAYED}:
             if mesh.ep > 1:
                 return  # Two versions of full weights: a plan has all experts in each.
-            zero = int(mesh.dp_shard > 1)
+            zero = int(mesh.dp_shard * mesh.cp > 1)
             if self.request.allows("zero", zero):
                 yield zero, False
             return
@@ -333,7 +336,7 @@ class PlanSearch:
             if fix.get("schedule", "").lower() not in (name.lower() for name, _ in _DELAYED):
                 yield "1F1B", 1
             return
-        if "schedule" in fix and mesh.dp_replicate * mesh.cp == 1 and count >= pp:
+        if "schedule" in fix and mesh.dp_replicate == 1 and count >= pp:
             yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
         for name, chunks in _SCHEDULES:
             recomputes = fix.get("recompute", "none").lower() != "none" or fix.get("offload", "false").lower() == "true"
@@ -433,7 +436,9 @@ class PlanSearch:
     def _candidate(self, layout: Layout, memory: RankMemory | None = None, *, exact: bool = False) -> Candidate:
         request, profile = self.request, self.profile
         plan = self.rotor.plan(layout) if layout.recompute == "rotor" else None
-        time = self.times.step(layout, exact=exact, repeated=plan.repeated if plan else ())
+        time = self.times.step(
+            layout, exact=exact, repeated=plan.repeated if plan else (), waits=plan.waits if plan else ()
+        )
         if self.second is not None:
             time = replace(time, second_model=self.second.seconds(layout))
         return Candidate(
@@ -447,6 +452,41 @@ class PlanSearch:
         if candidate.layout.mesh.pp == 1:
             return candidate
         return self._candidate(candidate.layout, candidate.memory, exact=True)
+
+    def _resplit(self, candidate: Candidate) -> Candidate:
+        """Returns a plan whose stages suit what each recomputes: blocks leave the longest stage while that is faster.
+
+        The first stages keep the most micro-batches in flight, so that they recompute most. Of equal splits, the place
+        of the larger stages changes the bubble.
+        """
+        best = candidate
+        if candidate.layout.mesh.pp == 1:
+            return best
+        for _ in range(_MOVES):
+            split, before = best.split, best
+            plan = self.rotor.plan(best.layout) if best.layout.recompute == "rotor" else None
+            more = [sum(both) for both in zip(plan.repeated, plan.waits, strict=True)] if plan else [0.0] * len(split)
+            seconds = self.times.stage_seconds(best.layout, more)
+            longest = max(range(len(split)), key=lambda stage: seconds[stage])
+            for target in sorted(range(len(split)), key=lambda stage: seconds[stage])[:_TARGETS]:
+                moved = [n + (stage == target) - (stage == longest) for stage, n in enumerate(split)]
+                if target == longest or min(moved) < 1:
+                    continue
+                tried = self._with_split(best, tuple(moved))
+                if tried is not None and tried.time.total < best.time.total * (1 - _LEAST_GAIN):
+                    best = tried
+            if best is before:
+                break
+        return best
+
+    def _with_split(self, candidate: Candidate, split: tuple[int, ...]) -> Candidate | None:
+        """Returns a plan with another stage split; None if it does not fit in memory, or takes longer."""
+        layout = replace(candidate.layout, split=split, budget=0)
+        if layout.recompute == "rotor":
+            found = self._with_rotor(layout, candidate.time.total)
+            return self._simulated(found) if isinstance(found, Candidate) else None
+        needs = self.memory.largest(layout)
+        return self._candidate(layout, needs, exact=True) if needs.total <= self.request.memory else None
 
     # --- errors --------------------------------------------------------------------------------------------
 

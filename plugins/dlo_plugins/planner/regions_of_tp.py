@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,22 @@ class PartParameters(NamedTuple):
     cast: Amount
 
 
+class PassedBytes(NamedTuple):
+    """Bytes that the ranks of `tp` communicate for a region's forward and backward.
+
+    Attributes:
+        entered: Bytes of the region's input.
+        left: Bytes of its output.
+        again: Bytes of the input that backward gathers once more.
+        key_value: Bytes of the one key and value of multi-query attention.
+    """
+
+    entered: float
+    left: float = 0.0
+    again: float = 0.0
+    key_value: float = 0.0
+
+
 class TensorRegions:
     """Regions of a model that tensor parallelism divides.
 
@@ -49,6 +65,7 @@ class TensorRegions:
     Attributes:
         sizes: Sizes of the axis `tp` that divide the model.
         why_not: Reason why it cannot be divided, under the key `tp`.
+        on_leave: Function to call when activations leave a region.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan | None) -> None:
@@ -69,7 +86,8 @@ class TensorRegions:
         self._vocabulary = set(found.vocabulary)
         self._experts = set(found.experts)
         self._state: dict[str, str] = {}
-        self._passed: dict[str, tuple[float, float, float]] = {}
+        self._passed: dict[str, PassedBytes] = {}
+        self.on_leave: Callable[[], None] | None = None
 
     def _divides(self, tp: int) -> bool:
         assert self._found is not None
@@ -85,16 +103,16 @@ class TensorRegions:
         regions = (*(self._found or TPPlan()).regions, *self._experts)
         return [key for key in regions if key == name or key.startswith(f"{name}.") or not name]
 
-    def passed_in(self, name: str, default: float) -> tuple[float, float, float]:
-        """Returns the bytes that enter and leave a module's regions, and that backward gathers again, as last seen.
+    def passed_in(self, name: str, default: float) -> PassedBytes:
+        """Returns the sums of what passes a module's regions, as last seen.
 
         Args:
             name: Name of the module.
             default: Bytes of each for a region of which no call was seen.
         """
-        found = [self._passed.get(key, (default, default, default)) for key in self.regions_in(name)]
-        entered, left, again = (sum(sizes) for sizes in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
-        return entered, left, again
+        unseen = PassedBytes(default, default, default)
+        found = [self._passed.get(key, unseen) for key in self.regions_in(name)]
+        return PassedBytes(*(sum(sizes) for sizes in zip(*found, strict=True))) if found else PassedBytes(0.0)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -110,12 +128,15 @@ class TensorRegions:
             columns = [self._model.get_submodule(column) for column in region.columns]
             # Other projections save the gathered input.
             defers = all(type(column) is nn.Linear and column.weight.requires_grad for column in columns)
-            enter, leave = functools.partial(self._enter, name, defers), functools.partial(self._leave, name)
+            features = region.gathered.get(region.columns[0], 0)
+            enter = functools.partial(self._enter, name, defers, features)
+            leave = functools.partial(self._leave, name)
             handles.append(columns[0].register_forward_hook(enter, with_kwargs=True))
             handles.append(self._model.get_submodule(region.rows[-1]).register_forward_hook(leave))
         for name in self._experts:
             experts = self._model.get_submodule(name)
-            handles.append(experts.register_forward_hook(functools.partial(self._enter, name, True), with_kwargs=True))
+            enter = functools.partial(self._enter, name, True, 0)
+            handles.append(experts.register_forward_hook(enter, with_kwargs=True))
             handles.append(experts.register_forward_hook(functools.partial(self._leave, name)))
         try:
             yield
@@ -123,17 +144,19 @@ class TensorRegions:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str, defers: bool, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _enter(self, name: str, defers: bool, features: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, made = _first((args, kwargs)), _first(output)
         if given is not None and made is not None:
             again = float(given.numel() * made.element_size()) if defers else 0.0
-            self._passed[name] = float(given.nbytes), float(made.nbytes), again
+            key_value = made.nbytes * features / made.shape[-1]
+            self._passed[name] = PassedBytes(float(given.nbytes), float(made.nbytes), again, key_value)
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         made = _first(output)
         if made is not None and name in self._passed:
-            entered, _left, again = self._passed[name]
-            self._passed[name] = entered, float(made.nbytes), again
+            self._passed[name] = self._passed[name]._replace(left=float(made.nbytes))
+        if self.on_leave is not None:
+            self.on_leave()
 
     def classify(self, stack: list[nn.Module], is_product: bool) -> tuple[Dim, bool | None]:
         """Returns the dim of a product that is divided, and whether the result is divided: None if its operands decide.

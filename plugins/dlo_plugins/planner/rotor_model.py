@@ -37,12 +37,14 @@ class RotorPlan:
     """Rotor's schedules of a layout.
 
     Attributes:
-        repeated: Seconds that a step recomputes, or waits for copies, for each stage and micro-batch.
+        repeated: Seconds that a step recomputes, for each stage and micro-batch.
+        waits: Seconds that it waits for copies to and from the host.
         activations: Activations of each rank.
         host: Bytes in the host's memory, of the rank with most.
     """
 
     repeated: tuple[float, ...]
+    waits: tuple[float, ...]
     activations: RankActivations
     host: float = 0.0
 
@@ -108,7 +110,7 @@ class RotorModel:
         Args:
             layout: Layout with a budget.
         """
-        chains, repeated = self.chains(layout), [0.0] * layout.stages
+        chains, repeated, waits = self.chains(layout), [0.0] * layout.stages, [0.0] * layout.stages
         totals, region, host = [], 1, 0.0
         for group in self._memory.groups(layout):
             total = copied = 0
@@ -118,7 +120,9 @@ class RotorModel:
                 if schedule is None:
                     return None
                 for stages in group.ranks:
-                    repeated[stages[place]] = schedule.time - chain.measured.chain.kept_time
+                    again = schedule.time - schedule.waited - chain.measured.chain.kept_time
+                    repeated[stages[place]] = max(0.0, again)
+                    waits[stages[place]] = schedule.waited
                 total += group.most[place] * (chain.measured.stem + schedule.peak)
                 copied += group.most[place] * offloaded_bytes(chain.measured.chain, schedule)
                 region = max(region, longest_region(schedule.nodes))
@@ -126,7 +130,7 @@ class RotorModel:
             host = max(host, copied)
         if self._host is not None and host > self._host.memory:
             return None
-        return RotorPlan(tuple(repeated), RankActivations(tuple(totals), region), float(host))
+        return RotorPlan(tuple(repeated), tuple(waits), RankActivations(tuple(totals), region), float(host))
 
     def fit(self, layout: Layout, memory: float) -> Layout | float:
         """Returns a layout with the largest budget that a memory allows; the bytes that it needs if none fits.

@@ -174,7 +174,7 @@ def check_run(
                 f"plan: --check must have a run whose Rotor is predicted to fit its budget, got {budget}, in which no"
                 " schedule fits by the predicted bytes of its blocks; check a run with a larger budget"
             )
-    time = times.step(layout, repeated=plan.repeated if plan else ())
+    time = times.step(layout, repeated=plan.repeated if plan else (), waits=plan.waits if plan else ())
     if second is not None:
         time = replace(time, second_model=second.seconds(layout))
     largest = memory.largest(layout, plan.activations if plan else None)

@@ -14,7 +14,7 @@ from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 from dlo_plugins.planner.expert_exchange import part_exchange
-from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.stage_split import split_blocks
@@ -44,6 +44,7 @@ class StepTime:
         optimizer: Optimizer step.
         second_model: Forwards of second models, such as a teacher.
         experts: Exchange of tokens between the ranks of `ep`.
+        copies: Waits for activations on their way to the host and back.
     """
 
     compute: float
@@ -56,6 +57,7 @@ class StepTime:
     optimizer: float
     second_model: float = 0.0
     experts: float = 0.0
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
@@ -138,33 +140,40 @@ class TimeModel:
         )
         way = part.modes.get(mode, part.modes["none"])
         cast = self._cast_seconds(part, layout)
-        forward, backward = self._sums(part, layout)
+        forward, backward, again = self._sums(part, layout)
         return PartTime(
             seconds(part.forward) + cast,
             seconds(part.backward, backward=True) + cast,
             seconds(way.repeated) + cast * (way.repeated.kernels > 0),
-            (forward, backward, forward if way.gathers_again else 0.0),
-            self._ring(part, layout),
+            (forward, backward, again if way.gathers_again else 0.0),
+            self._ring(part, layout, mode),
             part_exchange(self.machine, part, mode, layout),
         )
 
-    def _sums(self, part: Part, layout: Layout) -> tuple[float, float]:
+    def _sums(self, part: Part, layout: Layout) -> tuple[float, float, float]:
         """Returns the time in which the ranks of `tp` sum outputs of regions in forward, and inputs' gradients.
 
-        With a sharded sequence, both passes gather one of these and scatter the sum of the other.
+        With a sharded sequence, both passes gather one of these and scatter the sum of the other. The last is that of a
+        forward which backward repeats.
         """
         if not part.collectives:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         mesh = layout.mesh
         sizes = (part.left, part.entered)
         if layout.sequence_parallel:
             sizes = ((part.left + part.entered) / 2,) * 2
-        rows = layout.micro_batch / mesh.cp / part.collectives
+        rows = layout.micro_batch / mesh.cp
         forward, backward = (
-            part.collectives * self.machine.collective_seconds(size * rows, mesh.tp, 1, reduces_and_gathers=True)
+            self.machine.collective_seconds(size * rows / part.collectives, mesh.tp, 1, reduces_and_gathers=True)
             for size in sizes
         )
-        return forward, backward
+        last = 0.0 if part.repeats_last else forward * (0.5 if layout.sequence_parallel else 1.0)
+        key_value = [
+            self.machine.collective_seconds(part.key_value * rows, mesh.tp, 1, kind=kind)
+            for kind in ("all_gather", "reduce_scatter")
+        ]
+        forward, backward = part.collectives * forward + key_value[0], part.collectives * backward + key_value[1]
+        return forward, backward, forward - last
 
     def _cast_seconds(self, part: Part, layout: Layout) -> float:
         """Returns the time in which autocast casts a part's weights, and backward their gradients back."""
@@ -178,13 +187,17 @@ class TimeModel:
         size = self.state.casts(layout)
         return size * cast_count(part, layout.mesh.tp, layout.mesh.ep) if size else 0.0
 
-    def _ring(self, part: Part, layout: Layout) -> tuple[float, float]:
-        """Returns the exposed time of ring attention: keys and values pass all ranks of `cp` while attention runs."""
+    def _ring(self, part: Part, layout: Layout, mode: str) -> tuple[float, float]:
+        """Returns the exposed time of ring attention: keys and values pass all ranks of `cp` while attention runs.
+
+        Recomputation repeats the ring of forward, and `selective` without the attention that it overlaps. In compiled
+        code that keeps the ring's result.
+        """
         mesh = layout.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
         share = Share(layout.micro_batch / mesh.cp, mesh.tp, False)
-        found = [0.0, 0.0]
+        found, alone = [0.0, 0.0], 0.0
         for backward, work in enumerate((part.forward, part.backward)):
             for product, count in work.products:
                 if not product.is_attention:
@@ -195,7 +208,9 @@ class TimeModel:
                 sending = (mesh.cp - 1) * (latency + size / rate)
                 running = count * self.machine.product_seconds(own, self.state.compute, backward=bool(backward))
                 found[backward] += max(0.0, sending - running * (mesh.cp - 1) / mesh.cp)
-        return found[0], found[1]
+                alone += sending * (not backward)
+        again = found[0] if mode == "full" else alone * (repeats_messages(mode) and not self.state.compiled)
+        return found[0], found[1] + again
 
     def split(self, layout: Layout) -> tuple[int, ...]:
         """Returns the number of blocks of each stage: the given one, or the one with the cheapest largest stage."""
@@ -267,21 +282,24 @@ class TimeModel:
         own = sum(n * (t.forward + t.backward + sum(t.tensor[:2]) + sum(t.experts[:2])) for t, n in times)
         return own + sum(self._gathering(everything, layout))
 
-    def step(self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = ()) -> StepTime:
+    def step(
+        self, layout: Layout, *, exact: bool = True, repeated: Sequence[float] = (), waits: Sequence[float] = ()
+    ) -> StepTime:
         """Returns the time of a step.
 
         Args:
             layout: Layout of the run.
             exact: Whether a pipeline is simulated; otherwise its makespan is a lower bound.
             repeated: Seconds that backward recomputes under Rotor, for each stage and micro-batch.
+            waits: Seconds that forward and backward wait for copies under Rotor.
         """
         stages, count = self.stages(layout), layout.micro_batches
         known = {id(stage): self._costs(stage, layout) for stage in stages}
         costs = [known[id(stage)] for stage in stages]
         forward = [cost[0] for cost in costs]
         again = self.recomputed_stages(layout)
-        more = list(repeated) or [0.0] * len(stages)
-        backward = [cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
+        more, waiting = (list(seconds) or [0.0] * len(stages) for seconds in (repeated, waits))
+        backward = [cost[1] + sum(extra) for cost, *extra in zip(costs, more, waiting, strict=True)]
         # A schedule's own recomputation is an action beside forward and backward.
         work = [f * (1 + (s in again)) + b for s, (f, b) in enumerate(zip(forward, backward, strict=True))]
         own = self._slowest(layout, work)
@@ -295,12 +313,24 @@ class TimeModel:
             makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
         sums["recompute"] += count * sum(more[stage] + forward[stage] * (stage in again) for stage in own)
+        copies = count * sum(waiting[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
         optimizer = max(self._optimizer(layout, stage) for stage, _ in distinct)
         return StepTime(
-            **sums, gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own)
-        )
+            **sums, gradients=gradients * len(own), bubble=max(makespan - busy, 0.0), optimizer=optimizer * len(own),
+            copies=copies,
+        )  # fmt: skip
+
+    def stage_seconds(self, layout: Layout, more: Sequence[float]) -> list[float]:
+        """Returns the seconds of a micro-batch in each stage, forward and backward.
+
+        Args:
+            layout: Layout of the run.
+            more: Seconds that each stage recomputes, or waits, under Rotor.
+        """
+        costs = [self._costs(stage, layout) for stage in self.stages(layout)]
+        return [cost[0] + cost[1] + extra for cost, extra in zip(costs, more, strict=True)]
 
     def _costs(self, stage: Stage, layout: Layout) -> _Seconds:
         """Returns a micro-batch's seconds in a stage, with gathering and the accumulation of gradients."""

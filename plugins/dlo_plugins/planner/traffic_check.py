@@ -17,8 +17,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.mesh.traffic import Traffic
-from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
+from dlo_plugins.planner.expert_exchange import exchanged_bytes
+from dlo_plugins.planner.layout import Layout, repeats_messages
+from dlo_plugins.planner.step_time import Stage, TimeModel, expert_count, local_bytes, local_count
 
 #: Kinds of communication that ring and all-to-all attention have, and sharded data parallelism over `cp` has not.
 _PASSED = ("send", "receive", "all_to_all")
@@ -37,6 +38,7 @@ class StepTraffic:
         gathering: Gathered parameters.
         gradients: Reduced gradients.
         pipeline: Messages of the pipeline, sent and received.
+        experts: Tokens and outputs that the ranks of `ep` exchange, those of a rank's own experts included.
     """
 
     tensor: float = 0.0
@@ -44,6 +46,7 @@ class StepTraffic:
     gathering: float = 0.0
     gradients: float = 0.0
     pipeline: float = 0.0
+    experts: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -64,6 +67,7 @@ def predict_traffic(times: TimeModel, layout: Layout) -> StepTraffic:
         gathering=sum(_gathering(times, layout, stage) for stage in own),
         gradients=sum(_gradients(times, layout, stage) for stage in own),
         pipeline=2 * count * ends * hidden,
+        experts=count * sum(_experts(layout, stage) for stage in own),
     )
 
 
@@ -72,7 +76,8 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
     Each region sums its output in forward and its input's gradient in backward. With a sharded sequence that is a
     reduce-scatter, and a gather of the input before it; backward gathers the input once more for weight gradients.
-    Under autocast outputs have the dtype of products; inputs, and their gradients, that of the layer before.
+    The one key and value of multi-query attention are gathered, and their gradients scattered. Under autocast outputs
+    have the dtype of products; inputs, and their gradients, that of the layer before.
     """
     mesh = layout.mesh
     if mesh.tp == 1:
@@ -89,11 +94,16 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
             once, both = part.left + part.entered, 2 * (part.left + part.entered) + part.gathered_again
         else:
             once, both = part.left, part.left + part.entered
+        both += 2 * part.key_value
         if part.collectives and part.modes.get(mode, part.modes["none"]).gathers_again:
-            # Recomputation ends before the block's last output, which nothing needs.
-            both += once * (part.collectives - 1) / part.collectives
+            both += once + part.key_value - part.left / part.collectives * (not part.repeats_last)
         found += number * both * layout.micro_batch / mesh.cp
     return found
+
+
+def _experts(layout: Layout, stage: Stage) -> float:
+    """Returns the bytes of a micro-batch: tokens to experts and outputs back, in backward their gradients."""
+    return sum(number * exchanged_bytes(part, layout) * (2 + repeats_messages(mode)) for part, mode, number in stage)
 
 
 def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
@@ -102,11 +112,12 @@ def _context(times: TimeModel, layout: Layout, stage: Stage) -> float:
     if cp == 1:
         return 0.0
     share, found = times.share(layout), 0.0
-    for part, _, number in stage:
+    for part, mode, number in stage:
+        passes = 3 + repeats_messages(mode)
         for product, repeats in part.forward.products:
             if product.is_attention:
                 one = product.on(share)
-                found += 3 * number * repeats * (cp - 1) * one.batch * one.n * one.k * one.size
+                found += passes * number * repeats * (cp - 1) * one.batch * one.n * one.k * one.size
     return found
 
 
@@ -117,7 +128,9 @@ def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
     mesh, state, profile = layout.mesh, times.state, times.profile_of(layout)
     found = 0.0
     for part, _, number in stage:
-        size = number * local_bytes(((part, "", 1),), mesh.tp, state.gathered)
+        one: Stage = ((part, "", 1),)
+        experts, own = (expert_count(one, mesh.tp), _own_experts(one, layout)) if mesh.ep > 1 else (0.0, 0.0)
+        size = number * (local_bytes(one, mesh.tp, state.gathered) + (own - experts) * state.gathered)
         again = layout.zero == 3 and mesh.pp == 1
         is_root = part is profile.stem or part is profile.head  # The root's unit stays gathered for backward.
         found += size * (layout.micro_batches * (1 if is_root else 2) if again else 1)
@@ -126,13 +139,23 @@ def _gathering(times: TimeModel, layout: Layout, stage: Stage) -> float:
 
 def _gradients(times: TimeModel, layout: Layout, stage: Stage) -> float:
     """Returns the bytes of a step: gradients reduced over the shards, and their shards over the replicas."""
-    mesh = layout.mesh
-    size = local_count(stage, mesh.tp, trained=True) * times.state.reduced
+    mesh, element = layout.mesh, times.state.reduced
+    size = local_count(stage, mesh.tp, trained=True) * element
     repeats = layout.micro_batches if layout.reduce_each else 1
     if layout.zero == 0:
         return size if layout.sharers * mesh.dp_replicate > 1 else 0.0
+    shards = size / layout.sharers  # Of experts too, under any `ep`.
+    if mesh.ep > 1:
+        experts = expert_count(stage, mesh.tp, trained=True)
+        size += (_own_experts(stage, layout, trained=True) - experts) * element
     found = size * repeats if layout.sharers > 1 else 0.0
-    return found + (size / layout.sharers * repeats if mesh.dp_replicate > 1 else 0.0)
+    return found + (shards * repeats if mesh.dp_replicate > 1 else 0.0)
+
+
+def _own_experts(stage: Stage, layout: Layout, *, trained: bool = False) -> float:
+    """Returns the number of parameters of a rank's own experts that other ranks of its copy share with it."""
+    mesh = layout.mesh
+    return expert_count(stage, mesh.tp, trained=trained) / mesh.ep if layout.expert_sharers > 1 else 0.0
 
 
 def count_traffic(config: dict[str, Any], task: Task, datamodule: Any, layout: Layout) -> StepTraffic | None:
@@ -188,6 +211,8 @@ def _by_part(traffic: Iterable[Traffic], layout: Layout) -> StepTraffic:
             name, times = "tensor", repeats
         elif axes == ["pp"]:
             name, times = "pipeline", repeats
+        elif axes == ["ep"]:
+            name, times = "experts", repeats
         elif "cp" in axes and one.kind in _PASSED:
             name, times = "context", repeats
         elif one.kind == "all_gather":

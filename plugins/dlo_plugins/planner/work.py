@@ -295,6 +295,10 @@ class Part:
         entered: Bytes of the inputs of its divided regions.
         left: Bytes of their outputs.
         gathered_again: Bytes of the inputs that backward gathers once more under a sharded sequence.
+        key_value: Bytes of the one key and value of multi-query attention, which the ranks of `tp` gather in forward;
+            backward scatters the sum of their gradients.
+        repeats_last: Whether a repeated forward needs the last region's output. torch ends it at the last tensor that
+            backward needs.
     """
 
     name: str
@@ -316,3 +320,5 @@ class Part:
     entered: float = 0.0
     left: float = 0.0
     gathered_again: float = 0.0
+    key_value: float = 0.0
+    repeats_last: bool = True

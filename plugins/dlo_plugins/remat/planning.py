@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Predicted time of recomputation as a share of the time of a step that keeps everything."""
+        """Predicted time of recomputation and of waits for copies, over the time of a step that keeps everything."""
         kept = self.measured.chain.kept_time
         return self.schedule.time / kept - 1 if kept else 0.0
 
@@ -103,6 +103,8 @@ class Plan:
         )
         if self.link is not None:
             text += f"; {format_bytes(self.offloaded)} offloaded at {format_bytes(self.link.to_host)}/s"
+            waited = self.schedule.waited / self.measured.chain.kept_time if self.measured.chain.kept_time else 0.0
+            text += f", waits for copies {waited:.1%}"
         return f"{text}; each block by itself: {self.measured.refusal}" if self.measured.refusal else text
 
     @property

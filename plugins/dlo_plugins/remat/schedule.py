@@ -88,12 +88,14 @@ class Schedule:
         time: Predicted seconds of forward and backward.
         peak: Predicted peak of memory in bytes, with the chain's input.
         transfers: Copies of the offloaded nodes, in the order of the nodes.
+        waited: Seconds of `time` in which the device waits for copies.
     """
 
     nodes: tuple[Node, ...]
     time: float
     peak: int
     transfers: tuple[Transfer, ...] = ()
+    waited: float = 0.0
 
     @property
     def operations(self) -> tuple[Operation, ...]:

@@ -125,7 +125,7 @@ def predict(
 ) -> Schedule:
     """Returns the schedule that nodes and copies are, with its simulated time and peak."""
     found = simulate_nodes(chain, nodes, transfers, link)
-    return Schedule(tuple(nodes), found.time, found.peak, tuple(transfers))
+    return Schedule(tuple(nodes), found.time, found.peak, tuple(transfers), found.waited)
 
 
 _Tensor = tuple[str, int]

@@ -39,6 +39,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "peak_if_all_kept": plan.measured.kept_peak,
         "predicted_seconds": plan.schedule.time,
         "predicted_overhead": plan.overhead,
+        "predicted_waits": plan.schedule.waited,
         "offloaded_bytes": plan.offloaded,
         "stages": _rows(plan),
     }

@@ -24,6 +24,7 @@ from dlo_framework.distributed.vocab_parallel import copy_in
 __all__ = [
     "all_reduce_both",
     "copy_in",
+    "copy_last_in",
     "gather_features",
     "gather_sequence",
     "gather_to_region",
@@ -45,6 +46,12 @@ def reduce_from_region(tensor: Tensor, communicator: Communicator) -> Tensor:
 def all_reduce_both(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Returns the sum of the ranks' tensors, of which each makes something else; backward sums too."""
     return copy_in(reduce_from_region(tensor, communicator), communicator)
+
+
+def copy_last_in(tensor: Tensor, features: int, communicator: Communicator) -> Tensor:
+    """Returns the tensor; backward sums the gradients of its last features over the ranks."""
+    found: Tensor = _CopyLastIn.apply(tensor, features, communicator)
+    return found
 
 
 def gather_features(part: Tensor, communicator: Communicator) -> Tensor:
@@ -117,6 +124,19 @@ class _SumOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
+
+
+class _CopyLastIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, features: int, communicator: Communicator) -> Tensor:
+        ctx.features, ctx.communicator = features, communicator
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own = grads[0].shape[-1] - ctx.features
+        first, last = grads[0].split((own, ctx.features), dim=-1)
+        return torch.cat((first, ctx.communicator.all_reduce(last.contiguous())), dim=-1), None, None
 
 
 class _SplitIn(torch.autograd.Function):

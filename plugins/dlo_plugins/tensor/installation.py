@@ -13,6 +13,7 @@ from dlo_plugins.tensor import (
     parameter_sharding,
     regions,
     sharded_norms,
+    shared_features,
     vocabulary,
 )
 from dlo_plugins.tensor.async_products import AsyncProducts
@@ -51,6 +52,8 @@ def install_plan(
             head_operands.install_operands(around, region.operands, region.heads, made)
         for column, features in region.gathered.items():
             gathered_features.install_gather(module.get_submodule(column), features, made)
+        for projection, features in region.shared_features.items():
+            shared_features.install_sharing(module.get_submodule(projection), features, made)
         if region.local_shapes:
             sizes = local_shapes.LocalSizes(communicator.size, region.heads, region.kv or region.heads, region.width)
             local_shapes.install_local_shapes(around, sizes, made)

@@ -73,6 +73,7 @@ def local_shape(given: Sequence[int], shape: Sequence[int], sizes: LocalSizes) -
         of_heads = full == sizes.width and any(size in sizes.counts for size in wanted)
         # A leading -1 that would be a fraction of the same dim before.
         of_same = at < len(given) and full == given[at] and numel // known != given[at]
+        of_same = of_same and wanted[at + 1 :] != [sizes.width]  # There it is the rank's heads.
         if not of_heads and not of_same:
             return wanted
         wanted[at] = full

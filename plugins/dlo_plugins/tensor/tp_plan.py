@@ -23,6 +23,8 @@ class RegionPlan:
         gathered: Numbers of output features, over all ranks, of the last parts of column projections that all ranks
             need in full, by the projection's name: the one key and value of multi-query attention.
         operands: Arguments of its module's forward with an entry for each head, and the dim of it.
+        shared_features: Numbers of last output features that all heads use as they are, by the name of a projection
+            that each rank computes in full: the rotary key of multi-head latent attention.
         norms: Names of its norms over all features of a column projection.
         channelwise: Names of its batch norms and convolutions of each channel alone, whose channels are divided.
         inputs: Numbers of input features of its column projections.
@@ -40,6 +42,7 @@ class RegionPlan:
     shared: list[str] = field(default_factory=list)
     gathered: dict[str, int] = field(default_factory=dict)
     operands: dict[str, int] = field(default_factory=dict)
+    shared_features: dict[str, int] = field(default_factory=dict)
     norms: list[str] = field(default_factory=list)
     channelwise: list[str] = field(default_factory=list)
     inputs: set[int] = field(default_factory=set)

@@ -61,6 +61,7 @@ def make_tp_plan(module: nn.Module, plan: ParallelPlan, tp: int, sequence_parall
     # Query heads first: a module may have an attribute for their number, and none for their width.
     for name, rule in sorted(ruled.items(), key=lambda item: item[1] is Rule.KV_HEADS):
         _divide_module(found, modules, name, rule)
+    _share_features(found, modules, plan, ruled)
     _divide_parameters(found, module, plan)
     divide_stacked_experts(found, module, plan)
     _share_among_tied(found, module)
@@ -190,6 +191,26 @@ def _pieces(
     region.heads = of_queries // width
     found.divisibilities.append(Divisibility(region_name, region.heads, "heads"))
     return (of_queries,) * 3 if rule is Rule.QKV else (size,)
+
+
+def _share_features(found: TPPlan, modules: dict[str, nn.Module], plan: ParallelPlan, ruled: dict[str, Rule]) -> None:
+    """Notes the projections that each rank computes in full, some of whose features all heads use."""
+    for name, part in modules.items() if plan.shared_features else ():
+        count = plan.shared_features_for(name)
+        if not count:
+            continue
+        base: Any = base_of(part)
+        outputs = getattr(base, projection_kind(name, base).outputs)
+        region = region_of(found, name)
+        if region is None:  # An attention that stays whole.
+            continue
+        if name in ruled or not 0 < count < outputs:
+            rule = f" and the rule {ruled[name]}" if name in ruled else ""
+            raise DloError(
+                f"shared_features must be fewer than the {outputs} output features of '{name}', which each rank"
+                f" computes in full, got {count}{rule}; correct it in ParallelPlan(shared_features=...)"
+            )
+        found.regions[region].shared_features[name] = count
 
 
 def _row_heads(modules: dict[str, nn.Module], region: RegionPlan) -> int:

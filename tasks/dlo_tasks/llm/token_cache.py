@@ -110,6 +110,11 @@ class TokenStore:
         """Number of tokens of all documents."""
         return len(self.raw)
 
+    def byte_ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the (offset, size) in the file of ``length`` tokens from each of ``starts``."""
+        size = self.raw.itemsize
+        return [(_HEADER + start * size, length * size) for start in starts.tolist()]
+
     def read(self, index: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens at these indices, int64, and whether they are targets, bool; both of ``index``'s shape."""
         raw = self.raw[index]

@@ -1,10 +1,12 @@
 """Machine files: what comes with dlo is complete and has sources, and what is missing is named."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.planner.machine import load_machine, machine_names, parse_machine
+from dlo_plugins.planner.machine import Machine, ProductTable, load_machine, machine_names, parse_machine
 from dlo_plugins.planner.work import Product
 
 
@@ -24,6 +26,34 @@ def test_efficiency_grows_with_a_product_and_never_exceeds_the_best() -> None:
     assert sizes[0] < 0.1 < 0.9 * machine.efficiency < sizes[-1] <= machine.efficiency
     small = machine.product_seconds(Product(16, 16, 16), "bfloat16")
     assert small == pytest.approx(machine.launch, rel=0.5)
+
+
+def test_few_tiles_with_a_long_inner_dim_are_computed_in_slices() -> None:
+    machine = load_machine("h100")
+    best = machine.rate("bfloat16") * machine.efficiency
+
+    def rate(m: int, n: int, k: int) -> float:
+        product = Product(m, n, k)
+        return product.flops / machine.product_seconds(product, "bfloat16") / best
+
+    alone = machine.product_efficiency(768, 768, 50_432) / machine.efficiency  # 18 tiles on 132 processors.
+    assert alone < 0.4 < 0.75 < rate(768, 768, 50_432) < 1
+    # A short inner dim has no slices, and many tiles need none.
+    for m, n, k in ((768, 768, 512), (8192, 8192, 8192)):
+        assert list(machine._splits(Product(m, n, k))) == [1]
+
+
+def test_fused_attention_computes_full_tiles() -> None:
+    machine = load_machine("h100")
+
+    def seconds(length: int, machine: Machine) -> float:
+        product = Product(length, length, 64, batch=3072, is_attention=True)
+        return (machine.product_seconds(product, "bfloat16") - machine.launch) / product.flops
+
+    assert seconds(197, machine) == pytest.approx(seconds(256, machine) * 256**2 / 197**2)
+    assert seconds(256, machine) == pytest.approx(seconds(4096, machine))
+    for other in (replace(machine, device="cpu"), replace(machine, table=ProductTable({(1, 1, 1, 1, False): 1.0}))):
+        assert seconds(197, other) == pytest.approx(seconds(256, other))
 
 
 def test_a_group_over_nodes_uses_the_cards_of_all_its_ranks() -> None:

@@ -68,6 +68,7 @@ def test_a_pipeline_under_mixed_precision_is_written_with_its_schedule_and_split
     assert main([*words, *mixed, "--fix", "pp=2", "--fix", "dp_shard=2", "--fix", "recompute=selective"]) == 0
     text = capsys.readouterr().out
     assert "simulated ranks run it" in text
+    assert f"dlo fit --config {out / 'plan_1.yaml'}" in text
     assert "pp 2 x dp_shard 2" in text
     assert "recompute selective" in text
     assert "MFU" in text

@@ -43,7 +43,8 @@ def _every_time(search: PlanSearch) -> list[tuple[float, Layout]]:
                 plan = search.rotor.plan(fitted)
                 assert plan is not None
                 assert search.memory.largest(fitted, plan.activations).total <= search.request.memory
-                found.append((search.times.step(fitted, repeated=plan.repeated).total, fitted))
+                seconds = search.times.step(fitted, repeated=plan.repeated, waits=plan.waits).total
+                found.append((seconds, fitted))
     return found
 
 
@@ -63,7 +64,7 @@ def test_the_first_plan_is_the_fastest_of_all_layouts() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_rotors_bounds_are_below_its_schedules(offload: bool) -> None:
     search = _search(memory=1.5e9)
-    checked = 0
+    checked = waited = 0
     for layout in list(search._layouts())[::3]:
         way = replace(layout, recompute="rotor", offload=offload)
         fitted = search.rotor.fit(way, search.request.memory)
@@ -75,10 +76,13 @@ def test_rotors_bounds_are_below_its_schedules(offload: bool) -> None:
         memory = search.memory.largest(fitted, plan.activations).total
         assert search.rotor.least_memory(way) <= memory <= search.request.memory
         least = search.rotor.least_repeated(fitted)
-        assert all(low <= exact + 1e-12 for low, exact in zip(least, plan.repeated, strict=True))
+        exact = [sum(both) for both in zip(plan.repeated, plan.waits, strict=True)]
+        assert all(low <= seconds + 1e-12 for low, seconds in zip(least, exact, strict=True))
+        waited += max(plan.waits) > 0
         assert max(plan.activations.bytes) <= fitted.budget
         checked += max(plan.repeated) > 0
     assert checked > 20
+    assert (waited > 0) == offload
 
 
 def test_rotor_is_never_slower_than_the_uniform_modes_without_a_pipeline() -> None:
@@ -107,6 +111,7 @@ def test_plans_offload_where_that_is_faster_than_to_recompute() -> None:
     assert plans["false"].host_bytes == 0
     assert plans["true"].host_bytes > 0
     assert plans["true"].time.total < plans["false"].time.total
+    assert plans["false"].time.copies == 0
     free = _search(memory=1.2e9, gpus=4, batch=8).run().candidates[0]
     assert free.time.total == plans["true"].time.total
     assert "and offloading" in str(free.layout)
@@ -245,6 +250,22 @@ def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
         assert largest(found) == pytest.approx(largest(balance_stages([1.0] * blocks, stages, stem, head)))
 
 
+@pytest.mark.parametrize("memory", [3e9, 1e9])
+def test_blocks_leave_the_longest_stage_while_that_is_faster(memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _search(memory=memory, pp="4", schedule="1F1B").run().candidates[0]
+    monkeypatch.setattr(PlanSearch, "_resplit", lambda self, candidate: candidate)
+    search = _search(memory=memory, pp="4", schedule="1F1B")
+    before = search.run().candidates[0]
+    assert found.memory.total <= memory
+    assert sum(found.split) == sum(before.split) == 8
+    if memory == 3e9:
+        assert found.layout.split == found.split != before.split
+        assert found.time.total < 0.97 * before.time.total
+        assert search.times.step(found.layout).total == found.time.total
+    else:  # Each stage recomputes as much as the others.
+        assert found.time.total == before.time.total
+
+
 def test_varuna_keeps_inputs_and_recomputes_before_each_backward() -> None:
     found = _search(pp="4", schedule="varuna").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"Varuna"}
@@ -276,7 +297,8 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
     found = _search(gpus=4, batch=16, memory=2e10, schedule="PipeDream2BW").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"PipeDream2BW"}
     assert {candidate.layout.mesh.dp_shard for candidate in found} >= {1, 2}
-    assert all(c.layout.mesh.dp_replicate * c.layout.mesh.cp == 1 for c in found)
+    assert {candidate.layout.mesh.dp_replicate for candidate in found} == {1}
+    assert {candidate.layout.state_sharers for candidate in found if candidate.layout.mesh.cp == 2} == {2}
     search = _search()
     shared, alone = (
         search.memory.ranks(Layout(MeshSpec(pp=2, dp_shard=n), 1, 8, "PipeDream2BW", zero=int(n > 1))) for n in (2, 1)

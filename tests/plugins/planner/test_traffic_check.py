@@ -17,6 +17,7 @@ from dlo_plugins.planner.run_check import compare_traffic
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
 from dlo_tasks.llm.causal_lm import CausalLM
+from support.causal_types import tiny
 
 SINGLE = StateFormat("float32", 4, 4, 4, 4, 8.0)
 SIZES = {
@@ -29,6 +30,10 @@ _HALF = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 class _Data:
     seq_len = 16
+
+
+def _recompute(mode: str) -> list[dict[str, Any]]:
+    return [{"class_path": "ActivationCheckpoint", "init_args": {"mode": mode}}]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +50,13 @@ def model() -> tuple[CausalLM, TimeModel]:
         (MeshSpec(dp_replicate=2, dp_shard=2), 1, {}),
         (MeshSpec(dp_shard=2, tp=2), 2, {}),
         (MeshSpec(dp_shard=1, tp=2), 1, {"sequence_parallel": True}),
-        (MeshSpec(dp_shard=1, tp=2), 1, {"appliers": [{"class_path": "ActivationCheckpoint"}]}),
+        (MeshSpec(dp_shard=1, tp=2), 1, {"appliers": _recompute("full")}),
+        (MeshSpec(dp_shard=1, tp=2), 1, {"sequence_parallel": True, "appliers": _recompute("full")}),
         (MeshSpec(dp_shard=1, pp=2), 4, {"micro_batches": 4}),
         (MeshSpec(dp_shard=2, pp=2), 4, {"micro_batches": 4}),
         (MeshSpec(dp_shard=1, cp=2), 1, {}),
+        (MeshSpec(dp_shard=1, cp=2), 1, {"appliers": _recompute("full")}),
+        (MeshSpec(dp_shard=1, cp=2), 1, {"appliers": _recompute("selective")}),
     ],
 )
 def test_predicted_bytes_are_those_of_a_rank(
@@ -57,7 +65,8 @@ def test_predicted_bytes_are_those_of_a_rank(
     task, times = model
     sequence = bool(options.get("sequence_parallel"))
     layout = Layout(mesh, 2, count, zero=3 if mesh.dp_shard * mesh.cp > 1 else 0, sequence_parallel=sequence)
-    layout = replace(layout, recompute="full" if "appliers" in options else "none")
+    appliers = options.get("appliers", [])
+    layout = replace(layout, recompute=appliers[0]["init_args"]["mode"] if appliers else "none")
     config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": {**mesh.sizes, **options}}}}
     counted = count_traffic(config, task, _Data(), layout)
     assert counted is not None
@@ -111,6 +120,27 @@ def test_projections_that_are_no_linear_layers_keep_the_gathered_input_and_a_tie
     counted = count_traffic({"trainer": {"strategy": strategy}}, task, _Data(), layout)
     assert counted is not None
     assert predict_traffic(times, layout).tensor == pytest.approx(counted.tensor, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode", "falcon"])
+def test_repeated_forwards_end_where_backward_needs_no_more_and_one_key_and_value_are_gathered(kind: str) -> None:
+    """GPT-2's last operation is a dropout, whose mask needs the last sum; Falcon has none. Rules are inferred."""
+    task: Any = CausalLM(config=tiny(kind)).on_meta()
+    profile = profile_run(task, _Data(), SINGLE, "cpu")
+    assert profile.sequence_parallel == (kind == "gpt2")
+    assert (profile.blocks[0].key_value > 0) == (kind != "gpt2")
+    assert profile.blocks[0].repeats_last == (kind != "falcon")
+    times = TimeModel(profile, load_machine("cpu"), SINGLE)
+    seconds = []
+    for mode in ("none", "full"):
+        layout = Layout(MeshSpec(dp_shard=1, tp=2), 2, 1, zero=0, sequence_parallel=False, recompute=mode)
+        options = {"dp_shard": 1, "tp": 2, "appliers": _recompute(mode) if mode == "full" else []}
+        strategy = {"class_path": "MeshStrategy", "init_args": options}
+        counted = count_traffic({"trainer": {"strategy": strategy}}, task, _Data(), layout)
+        assert counted is not None
+        assert predict_traffic(times, layout).tensor == pytest.approx(counted.tensor, rel=0.01)
+        seconds.append(times.step(layout).tensor)
+    assert seconds[1] > seconds[0]
 
 
 def test_half_precision_halves_what_is_counted(model: tuple[CausalLM, TimeModel]) -> None:

@@ -204,6 +204,30 @@ def test_timms_beit_whose_bias_is_added_by_hand() -> None:
     }
 
 
+def test_queries_keys_and_values_of_different_widths() -> None:
+    """LeViT: heads of queries and keys of 4 features, of values of 8, each head's together; batch norms between."""
+    args = {"embed_dim": (16, 32), "key_dim": 4, "depth": (2, 2), "num_heads": (2, 4), "attn_ratio": 2}
+    task = ImageClassifier("levit_128s", num_classes=3, image_size=224, model_args=args).on_meta()
+    found = infer_rules(task, task.parallel_plan())
+    plan = ParallelPlan(tensor=found.tensor)
+    block = "stages.1.blocks.0.attn"
+    assert plan.rule_for(f"{block}.qkv.linear") is Rule.HEADS
+    assert plan.rule_for(f"{block}.qkv.bn") is Rule.PER_CHANNEL
+    assert plan.rule_for(f"{block}.attention_biases") is Rule.HEADS
+    assert plan.rule_for("stages.1.downsample.attn_downsample.kv.linear") is Rule.HEADS  # 12 features a head, not 4
+    assert plan.rule_for("stages.1.downsample.attn_downsample.q.ln.linear") is Rule.COLUMN
+    cut = make_tp_plan(task.model, TensorParallel().complete_plan(task, task.parallel_plan(), 2), 2)
+    assert (cut.regions[block].heads, cut.regions[block].width) == (4, 16)
+
+
+def test_attention_whose_convolution_reshapes_pixels_with_the_heads() -> None:
+    args = {"embed_dim": 32, "num_heads": 4, "depth": 6, "init_channels": 8}
+    task = ImageClassifier("visformer_tiny", num_classes=3, image_size=64, model_args=args).on_meta()
+    found = infer_rules(task, task.parallel_plan())
+    assert {found.tensor[name] for name in found.tensor if name.endswith("attn.qkv")} == {Rule.QKV}
+    assert not found.whole
+
+
 def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -> None:
     """VOLO's outlookers have a `proj` too, and are no blocks of the plan."""
     task = ImageClassifier("volo_d1_224", num_classes=3, image_size=32)
@@ -323,6 +347,10 @@ SIZES = LocalSizes(ranks=2, heads=4, kv=2, width=8)
 def test_full_sizes_in_a_reshape_become_a_ranks_own(given: Any, asked: Any, local: Any) -> None:
     assert local_shape(given, asked, SIZES) == list(local)
     torch.zeros(given).reshape(local)
+
+
+def test_a_rank_s_features_may_be_as_many_as_all_heads() -> None:
+    assert local_shape((2, 5, 4), (2, 5, -1, 2), LocalSizes(ranks=2, heads=4, kv=4, width=2)) == [2, 5, -1, 2]
 
 
 def test_plans_name_the_width_of_heads() -> None:

@@ -61,14 +61,16 @@ class BlockProof:
     """Block with values, of which candidates' rules are proved one after the other.
 
     Args:
-        block: Block, on any device; it is not changed.
+        block: Block, or a module of one, on any device; it is not changed.
         call: Arguments of its forward.
+        is_block: Whether it is a block, whose own parameters need rules.
 
     Raises:
         NotProvenError: The block does not run on its own.
     """
 
-    def __init__(self, block: nn.Module, call: BlockCall) -> None:
+    def __init__(self, block: nn.Module, call: BlockCall, is_block: bool = True) -> None:
+        self._blocks = ("block",) if is_block else ()
         count = sum(parameter.numel() for parameter in block.parameters())
         shape = tree_leaves((call.args, call.kwargs))[call.hidden].shape
         is_large = count > _LARGE or count * math.prod(shape[:-1]) > _LONG
@@ -78,7 +80,7 @@ class BlockProof:
             self._holder = _Holder(self._with_values(block)).eval()
             self._call = self._with_inputs(call)
             try:
-                self._full = self._run(copy.deepcopy(self._holder))
+                self._full = self._run(self._copied())
                 break
             except Exception as error:  # Code of the model's that cannot run on random values.
                 failure = error
@@ -88,7 +90,11 @@ class BlockProof:
         self._least = 1e-2 * max(largest, default=1.0)
 
     def prove(
-        self, rules: Mapping[str, Rule], head_widths: Mapping[str, int], operands: Operands | None = None
+        self,
+        rules: Mapping[str, Rule],
+        head_widths: Mapping[str, int],
+        operands: Operands | None = None,
+        shared: Mapping[str, int] | None = None,
     ) -> dict[str, Rule]:
         """Returns the rules with those of uncut parameters beside the projections added.
 
@@ -96,11 +102,12 @@ class BlockProof:
             rules: Rules, by names relative to the block.
             head_widths: Widths of heads, by attention modules' names.
             operands: Dims of heads of arguments, by attention modules' names.
+            shared: Numbers of last output features that all heads use, by projections' names.
 
         Raises:
             DloError: The rules do not fit the block, or its parts do not give the full result.
         """
-        sequential = _plan(self._sequential(rules), head_widths, operands)
+        sequential = self._plan(self._sequential(rules), head_widths, operands, shared)
         ranks = self._ranks(sequential)
         found = make_tp_plan(self._holder, sequential, ranks)
         results = self._run_ranks(found, ranks)
@@ -118,6 +125,8 @@ class BlockProof:
                     wanted = [division.slice_for(ranks, rank).slice_tensor(expected) for rank in range(ranks)]
                 self._compare(f"gradient of {name}", parts, wanted)
                 continue
+            if name in found.partial and self._differs(_sum(parts), expected) is None:
+                continue  # Such as the bias that the experts' first rank adds.
             local = name.removeprefix("block.")
             if all(self._differs(part, expected) is None for part in parts):
                 if region_of(found, name) is not None and name not in biases:
@@ -125,10 +134,34 @@ class BlockProof:
             elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
                 raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
         more = dict(sorted(more.items(), key=lambda item: item[1] in SHAPING))
-        make_tp_plan(
-            self._holder, _plan(more, head_widths, operands), ranks
-        )  # Partial gradients may not be supported there.
+        # Partial gradients may not be supported there.
+        make_tp_plan(self._holder, self._plan(more, head_widths, operands, shared), ranks)
         return more
+
+    def _plan(
+        self,
+        rules: Mapping[str, Rule],
+        head_widths: Mapping[str, int],
+        operands: Operands | None,
+        shared: Mapping[str, int] | None,
+    ) -> ParallelPlan:
+        def named(values: Mapping[str, Any] | None) -> dict[str, Any]:
+            return {f"block.{name}" if name else "block": value for name, value in (values or {}).items()}
+
+        return ParallelPlan(
+            blocks=self._blocks,
+            tensor=named(rules),
+            head_widths=named(head_widths),
+            head_operands=named(operands),
+            shared_features=named(shared),
+        )
+
+    def _copied(self) -> _Holder:
+        """Returns a copy of the block whose parameters have gradients of their own, and share values."""
+        memo: dict[int, Any] = {
+            id(one): nn.Parameter(one.detach(), requires_grad=one.requires_grad) for one in self._holder.parameters()
+        }
+        return copy.deepcopy(self._holder, memo)
 
     def _ranks(self, plan: ParallelPlan) -> int:
         """Returns the smallest number of ranks that divides the block's heads and features."""
@@ -154,7 +187,7 @@ class BlockProof:
 
     def _run_ranks(self, found: TPPlan, ranks: int) -> list[_Result]:
         def run(communicator: Communicator) -> _Result:
-            holder = copy.deepcopy(self._holder)
+            holder = self._copied()
             install_plan(holder, found, communicator)
             return self._run(holder)
 
@@ -248,15 +281,6 @@ class BlockProof:
             if isinstance(leaf, TensorInput) and leaf.dtype.is_floating_point and (at == call.hidden or leaf.is_trained)
         ]
         return tree_map(made, (call.args, call.kwargs))
-
-
-def _plan(rules: Mapping[str, Rule], head_widths: Mapping[str, int], operands: Operands | None = None) -> ParallelPlan:
-    def named(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"block.{name}" if name else "block": value for name, value in values.items()}
-
-    return ParallelPlan(
-        blocks=("block",), tensor=named(rules), head_widths=named(head_widths), head_operands=named(operands or {})
-    )
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:

@@ -21,6 +21,7 @@ from dlo_plugins.tensor.division import check_divisibility
 from dlo_plugins.tensor.inference.block_kinds import block_kind
 from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, is_projection, record_flow
+from dlo_plugins.tensor.inference.proof_units import find_units
 from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
 from dlo_plugins.tensor.tp_plan import region_of
 from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
@@ -39,6 +40,7 @@ class InferredRules:
         tensor: Rules by pattern.
         head_widths: Widths of heads by pattern of attention modules.
         head_operands: Arguments with an entry for each head, by pattern of attention modules.
+        shared_features: Numbers of last features that all heads use, by pattern of projections that stay whole.
         cut: Patterns of the row projections whose attention or MLP is cut.
         whole: Reasons why others stay whole, by pattern.
     """
@@ -46,14 +48,15 @@ class InferredRules:
     tensor: Mapping[str, Rule] = field(default_factory=dict)
     head_widths: Mapping[str, int] = field(default_factory=dict)
     head_operands: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    shared_features: Mapping[str, int] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> list[str]:
         """Returns lines for a person: what is cut, and what stays whole and why."""
-        if not self.tensor:
+        if not self.cut and not self.whole:
             return []
-        lines = [f"tensor rules inferred and proved: {', '.join(self.cut)}"]
+        lines = [f"tensor rules inferred and proved: {', '.join(self.cut) or 'none'}"]
         return lines + [f"  whole: {name}: {why}" for name, why in self.whole.items()]
 
 
@@ -79,6 +82,7 @@ def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: i
         tensor={**plan.tensor, **found.tensor},
         head_widths={**plan.head_widths, **found.head_widths},
         head_operands={**plan.head_operands, **found.head_operands},
+        shared_features={**plan.shared_features, **found.shared_features},
     )
     cut = make_tp_plan(model, made, 1)
     undivided = {region_of(cut, demand.owner) for demand in cut.divisibilities if demand.count % tp}
@@ -117,14 +121,33 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
             f" {name}; override Task.example_batch, or set ParallelPlan(tensor=...)"
         )
     with isolate_rng(include_cuda=False):
-        flow = _record(task, plan, example)
-        found = _infer(task.model, plan, flow)
+        units = find_units(task.model, plan)
+        flow = _record(task, units, example)
+        found = _infer(task.model, units, flow)
         if not found.tensor and any(_is_wide(part) for part in task.model.modules()):
-            flow = _record(task, plan, example, wide=True)
-            found = _infer(task.model, plan, flow)
+            flow = _record(task, units, example, wide=True)
+            found = _infer(task.model, units, flow)
     if not found.tensor:
         raise DloError(_refusal(name, flow, found))
     return found
+
+
+def complete_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules:
+    """Returns rules of attentions and MLPs that a plan with rules leaves whole; none if they cannot be divided.
+
+    transformers' own plans of DeepSeek's families divide experts, and leave their latent attention whole.
+
+    Args:
+        task: Task with its model built, on any device; it is not changed.
+        plan: Plan of the model, with rules for other projections.
+        datamodule: Datamodule that may know the shapes of a batch.
+    """
+    example = task.example_batch(datamodule)
+    if example is None:
+        return InferredRules()
+    with isolate_rng(include_cuda=False):
+        units = find_units(task.model, plan)
+        return _infer(task.model, units, _record(task, units, example))
 
 
 def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:
@@ -143,7 +166,7 @@ def _is_wide(module: nn.Module) -> bool:
     return is_projection(module, wide=True) and not is_projection(module)
 
 
-def _record(task: Any, plan: ParallelPlan, example: Any, wide: bool = False) -> ProjectionFlow:
+def _record(task: Any, units: Mapping[str, bool], example: Any, wide: bool = False) -> ProjectionFlow:
     with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
         own: Any = fake_copy(task).eval()
         batch = tree_map(fake_like, _small(example))
@@ -152,7 +175,7 @@ def _record(task: Any, plan: ParallelPlan, example: Any, wide: bool = False) -> 
             args, kwargs = own.inputs(batch)
             own.forward(*args, **kwargs)
 
-        return record_flow(own.model, plan.block_names(own.model), forward, wide)
+        return record_flow(own.model, [*units], forward, wide)
 
 
 def _small(example: Any) -> Any:
@@ -168,10 +191,10 @@ def _small(example: Any) -> Any:
     return map_rows(repeat, example, batch_size(example))
 
 
-def _infer(model: nn.Module, plan: ParallelPlan, flow: ProjectionFlow) -> InferredRules:
-    blocks, modules = plan.block_names(model), [name for name, _ in model.named_modules()]
+def _infer(model: nn.Module, units: Mapping[str, bool], flow: ProjectionFlow) -> InferredRules:
+    modules = [name for name, _ in model.named_modules()]
     by_kind: dict[Any, list[str]] = {}
-    for name in blocks:
+    for name in units:
         by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
     found = InferredRules()
     for names in by_kind.values():
@@ -181,20 +204,23 @@ def _infer(model: nn.Module, plan: ParallelPlan, flow: ProjectionFlow) -> Inferr
         block = model.get_submodule(first)
         candidates = find_candidates(block, first, flow)
         if candidates:
-            own = _prove_block(block, first, flow, candidates)
+            own = _prove_block(block, first, flow, candidates, units[first])
             found = _merged(found, own, _patterns(names, modules))
     return found
 
 
-def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: Sequence[Candidate]) -> InferredRules:
+def _prove_block(
+    block: nn.Module, name: str, flow: ProjectionFlow, candidates: Sequence[Candidate], is_block: bool
+) -> InferredRules:
     """Returns a block's rules, with names relative to it."""
     try:
-        proof = BlockProof(block, flow.calls[name])
+        proof = BlockProof(block, flow.calls[name], is_block)
     except DloError as error:
         return InferredRules(whole={candidates[0].row: str(error)})
     rules: dict[str, Rule] = {}
     widths: dict[str, int] = {}
     operands: dict[str, Mapping[str, int]] = {}
+    shared: dict[str, int] = {}
     cut: list[str] = []
     whole: dict[str, str] = {}
     for candidate in candidates:
@@ -210,17 +236,17 @@ def _prove_block(block: nn.Module, name: str, flow: ProjectionFlow, candidates: 
         for variant, of_heads in itertools.product(candidate.variants, candidate.operands):
             with_operands = {**operands, candidate.around: of_heads} if of_heads else operands
             try:
-                rules = proof.prove({**own, **variant}, with_width, with_operands)
+                rules = proof.prove({**own, **variant}, with_width, with_operands, {**shared, **candidate.shared})
             except DloError as error:
                 reasons.append(error)
                 continue
-            widths, operands, reasons = with_width, with_operands, []
+            widths, operands, shared, reasons = with_width, with_operands, {**shared, **candidate.shared}, []
             cut.append(candidate.row)
             break
         if reasons:
             whole[candidate.row] = _likeliest(reasons)
     whole = {row: why for row, why in whole.items() if ParallelPlan(tensor=rules).rule_for(row) is not Rule.ROW}
-    return InferredRules(rules, widths, operands, tuple(cut), whole)
+    return InferredRules(rules, widths, operands, shared, tuple(cut), whole)
 
 
 def _likeliest(reasons: Sequence[DloError]) -> str:
@@ -250,6 +276,7 @@ def _merged(found: InferredRules, own: InferredRules, patterns: Sequence[str]) -
         tensor,
         {**found.head_widths, **named(own.head_widths)},
         {**found.head_operands, **named(own.head_operands)},
+        {**found.shared_features, **named(own.shared_features)},
         (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut)),
         {**found.whole, **named(own.whole)},
     )

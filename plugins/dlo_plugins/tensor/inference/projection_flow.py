@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,19 +144,25 @@ class _FlowMode(TorchDispatchMode):
         self._found = found
         self._weights: dict[int, tuple[str, int]] = {}
         self._channelwise: dict[int, str] = {}
+        self._convolutions: dict[str, int] = {}  # Numbers of output channels.
         for name, module in model.named_modules():
             if is_channelwise(module):
                 own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
                 self._channelwise |= {id(tensor): name for tensor in own if tensor.ndim}
             if is_projection(module, wide):
                 kind = projection_kind(name, module)
-                self._weights[id(module.weight)] = (_outer_name(model, name), int(getattr(module, kind.outputs)))
+                outer, outputs = _outer_name(model, name), int(getattr(module, kind.outputs))
+                self._weights[id(module.weight)] = (outer, outputs)
+                if isinstance(module, nn.Conv2d):
+                    self._convolutions[outer] = outputs
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._labels: dict[int, frozenset[str]] = {}
         #: Views of weights, by id: name of the projection and its number of output features.
         self._views: dict[int, tuple[str, int]] = dict(self._weights)
         #: Results of blocks, by id: the block's name and the number among its result's leaves.
         self._results: dict[int, tuple[str, int]] = {}
+        #: Tensors of which others are views, by the view's id.
+        self._roots: dict[int, int] = {}
         self._alive: list[Any] = []  # So that no id is used twice.
 
     def enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -223,21 +230,41 @@ class _FlowMode(TorchDispatchMode):
         elif name in _VIEWS and labels and outputs:
             self._record_split(labels, inputs[0], outputs[0])
         is_trained = any(id(leaf) in self._trained for leaf in inputs)
+        self._follow_views(func, args, outputs, labels)
         for leaf in outputs:
             self._alive.append(leaf)
-            if labels:
+            if labels and (leaf.is_floating_point() or leaf.is_complex()):  # Indices have no gradient.
                 self._labels[id(leaf)] = labels
             if is_trained:
                 self._trained.add(id(leaf))
         return output
 
+    def _follow_views(self, func: Any, args: Any, outputs: list[Tensor], labels: frozenset[str]) -> None:
+        """Notes views, and gives a tensor the labels of what is written into a view of it."""
+        declared = func._schema.arguments[0].alias_info if args and isinstance(args[0], Tensor) else None
+        if declared is None:
+            return
+        root = self._roots.get(id(args[0]), id(args[0]))
+        if not declared.is_write:
+            self._roots |= {id(leaf): root for leaf in outputs}
+            self._alive.append(args[0])
+        elif labels:
+            self._labels[root] = self._labels.get(root, frozenset()) | labels
+
     def _record_split(self, labels: frozenset[str], given: Tensor, made: Tensor) -> None:
         """Notes how the features of a single projection are reshaped."""
-        if len(labels) == 1 and made.ndim > given.ndim > 0 and made.shape[-1] != given.shape[-1]:
-            first = 0
-            while first < given.ndim - 1 and made.shape[first] == given.shape[first]:
-                first += 1
-            self._found.splits.setdefault(next(iter(labels)), []).append(tuple(made.shape[first:]))
+        if len(labels) != 1 or not made.ndim > given.ndim > 0:
+            return
+        name, first = next(iter(labels)), 0
+        while first < given.ndim - 1 and made.shape[first] == given.shape[first]:
+            first += 1
+        sizes = tuple(made.shape[first:])
+        if first < given.ndim - 1 and self._convolutions.get(name) == given.shape[first]:  # Pixels are after them.
+            ends = (end for end in range(2, len(sizes)) if math.prod(sizes[:end]) == given.shape[first])
+            sizes = sizes[: next(ends, len(sizes))]
+        elif made.shape[-1] == given.shape[-1]:
+            return
+        self._found.splits.setdefault(name, []).append(sizes)
 
 
 def _outer_name(model: nn.Module, name: str) -> str:

@@ -45,6 +45,7 @@ class Candidate:
         head_width: Number of features of a head; None if no reshape shows it.
         operands: Arguments of `around` that may have an entry for each head, with that dim; alternatives to try, in
             this order.
+        shared: Numbers of last output features that all heads use, by the name of a projection that stays whole.
     """
 
     row: str
@@ -54,6 +55,7 @@ class Candidate:
     variants: tuple[Mapping[str, Rule], ...] = field(hash=False)
     head_width: int | None = None
     operands: tuple[Mapping[str, int], ...] = field(default=({},), hash=False)
+    shared: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list[Candidate]:
@@ -74,13 +76,18 @@ def find_candidates(block: nn.Module, prefix: str, flow: ProjectionFlow) -> list
         names = tuple(name.removeprefix(f"{prefix}.") for name in columns)
         splits = {name: flow.splits.get(f"{prefix}.{name}", []) for name in names}
         from_input = [name for name in names if INPUT in flow.feeds.get(f"{prefix}.{name}", ())]
-        one = _candidate(block, row, names, PRODUCT in labels, splits, from_input)
-        around = f"{prefix}.{one.around}" if one.around else prefix
-        cut = [f"{prefix}.{name}" for name in one.columns]
-        more = {**_between(prefix, cut, flow), **({} if one.is_attention else _gates(prefix, cut, flow))}
-        variants = tuple({**more, **variant} for variant in one.variants)
-        operands = _operands(block, one, flow.operands.get(around, {}), flow.calls.get(prefix))
-        found.append(replace(one, variants=variants, operands=operands))
+        made = [_candidate(block, row, names, PRODUCT in labels, splits, from_input)]
+        if PRODUCT in labels:
+            feeds = {name: flow.feeds.get(f"{prefix}.{name}", frozenset()) for name in names}
+            latents = {name: [other for other in names if feeds[other] == {f"{prefix}.{name}"}] for name in from_input}
+            made = [*_by_heads(block, row, names, splits, latents), *made]
+        for one in made:
+            around = f"{prefix}.{one.around}" if one.around else prefix
+            cut = [f"{prefix}.{name}" for name in one.columns]
+            more = {**_between(prefix, cut, flow), **({} if one.is_attention else _gates(prefix, cut, flow))}
+            variants = tuple({**more, **variant} for variant in one.variants)
+            operands = _operands(block, one, flow.operands.get(around, {}), flow.calls.get(prefix))
+            found.append(replace(one, variants=variants, operands=operands))
     worth = [one for one in found if _is_worth_it(block, one)]
     attentions = [one for one in worth if one.is_attention]
     others = [one for one in worth if not one.is_attention]
@@ -161,6 +168,59 @@ def _candidate(
             plain = {**more, **made, row: Rule.ROW}
             rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
     return Candidate(row, tuple(entering), True, around, tuple(rules), width)
+
+
+def _by_heads(
+    block: nn.Module,
+    row: str,
+    columns: tuple[str, ...],
+    splits: Mapping[str, list[tuple[int, ...]]],
+    latents: Mapping[str, list[str]],
+) -> Iterator[Candidate]:
+    """Yields candidates whose columns have heads of different widths, each head's features together.
+
+    With multi-head latent attention, a projection gives a latent that feeds a column, and features that all heads use:
+    it stays whole. LeViT's queries, keys and values have different widths.
+
+    Args:
+        block: Block.
+        row: Name of the row projection.
+        columns: Names of the projections that feed it.
+        splits: Reshapes of their outputs.
+        latents: Names of the projections that feed on one of them alone, by its name.
+    """
+    shared: dict[str, int] = {}
+    for name, fed in latents.items():
+        used = {_features(block, other)[1] for other in fed}
+        if len(used) == 1:
+            shared[name] = _features(block, name)[0] - used.pop()
+    entering = [name for name in columns if name not in shared]
+    sizes, inputs = {name: _features(block, name)[0] for name in entering}, _features(block, row)[1]
+    widths = {
+        name: shape[-1]
+        for name in entering
+        for shape in splits[name]
+        if len(shape) > 1 and shape[-2] * shape[-1] == sizes[name]
+    }
+    is_usual = len({*widths.values()}) == 1 and (len(entering) > 1 or sizes[entering[0]] == 3 * inputs)
+    if not widths or (is_usual and not shared) or any(count <= 0 for count in shared.values()):
+        return
+    first = max(widths, key=lambda name: sizes[name])
+    heads = sizes[first] // widths[first]
+    if heads < 2 or any(size % heads for size in (*sizes.values(), inputs)):
+        return
+    around = _common_parent([row, *columns])
+    extras = _head_parameters(block, around, [row, *columns], {inputs, *sizes.values()}, heads)
+    own = {name: rule for name, rule in extras.items() if not _is_of_projection(block, name)}
+    rules: list[dict[str, Rule]] = []
+    for more in [one for at, one in enumerate((extras, own, {})) if one not in (extras, own, {})[:at]]:
+        plain = {**more, **dict.fromkeys(entering, Rule.COLUMN), first: Rule.HEADS, row: Rule.ROW}
+        rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
+    yield Candidate(row, tuple(entering), True, around, tuple(rules), widths[first], shared=shared)
+
+
+def _is_of_projection(block: nn.Module, parameter: str) -> bool:
+    return is_projection(block.get_submodule(parameter.rpartition(".")[0]), wide=True)
 
 
 def _operands(

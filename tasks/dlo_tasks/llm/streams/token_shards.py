@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dlo_framework.data.remote import ByteFile
+from dlo_framework.data.remote import ByteFile, LocalFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.token_cache import TokenStore
 
@@ -118,7 +118,7 @@ class StoreShard:
     """
 
     def __init__(self, path: Path) -> None:
-        self._store = TokenStore(path)
+        self._store, self._file = TokenStore(path), LocalFile(path)
         self.name, self.tokens, self.documents = str(path), self._store.tokens, len(self._store)
         if not self._store.all_learned:
             raise DloError(
@@ -135,7 +135,8 @@ class StoreShard:
         return self._store.without_flags(gather_windows(self._store.raw, starts, length))
 
     def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Does nothing: the kernel reads ahead in a mapped file."""
+        """Begins to read the tokens of windows: the kernel knows no order of reads in a mapped file."""
+        self._file.read_ahead(self._store.byte_ranges(starts, length))
 
 
 class RecordShard:
