@@ -6,7 +6,8 @@ of width 128 with a class token. Of each seed:
 
 * The float model, converted after training by each scheme. Its own figures are the unit.
 * The same recipe with ``when: aware, start: 50%``, converted by ``int4_weights``, in groups of ``--group-size``; also
-  with bits that fall from 8 to 4. The unit is the same seed's model that is converted after training.
+  with bits that fall from 8 to 4, in all layers alike and by the layers' curvature. The unit is the same seed's model
+  that is converted after training.
 
 Accuracies and losses are of the converted model, with torchao's kernels, on the held-out fifth (359 images: one image
 is 0.28%). Latencies are medians of rounds in which the contestants take turns, of one batch on the CPU with one thread;
@@ -54,7 +55,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "narrow": {"embed_dim": 32, "depth": 2, "num_heads": 2},
 }
 POST = ("int8", "int8_static", "int8_weights", "int4_weights")
-AWARE = {"aware": {}, "aware, from 8 bits": {"start_bits": 8}}
+AWARE: dict[str, dict[str, Any]] = {
+    "aware": {},
+    "aware, from 8 bits": {"start_bits": 8},
+    "aware, from 8 bits, mixed": {"start_bits": 8, "mixed_bits": True},
+}
 CPU = torch.device("cpu")
 
 

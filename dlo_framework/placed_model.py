@@ -86,6 +86,14 @@ class PlacedModel:
         with self._context(), self.gathered():
             return self._call(function, *args)
 
+    def own_part(self, batch: Any) -> Any:
+        """Returns the part of a batch to which this rank's outputs belong: its shard where ranks share sequences.
+
+        Args:
+            batch: Batch as the strategy's steps get it.
+        """
+        return batch
+
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with contextlib.nullcontext() if self._offloaded is None else self._offloaded.prefetching():
             return function(*args)

@@ -140,13 +140,14 @@ class Task(LightningModule, ABC):
 
         Args:
             outputs: Output of the model for `inputs(batch)`.
-            teacher_outputs: Output of the teacher's model for the same batch.
+            teacher_outputs: Output of the teacher's model for the same batch; of more classes, the first are compared.
             teacher: Frozen model that computed them.
             batch: Batch on its device.
             loss: Distance between logits.
         """
-        apart = logit_losses(loss, outputs, teacher_outputs)
-        agreed = agreements(outputs.detach(), teacher_outputs).to(apart.dtype)
+        theirs = teacher_outputs[:, : outputs.shape[1]]
+        apart = logit_losses(loss, outputs, theirs)
+        agreed = agreements(outputs.detach(), theirs).to(apart.dtype)
         return Distilled(self.batch_mean(apart, batch), self.batch_mean(agreed, batch))
 
     def use_distillation_token(self, on: bool = True) -> bool:

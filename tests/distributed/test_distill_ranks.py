@@ -38,17 +38,23 @@ def text(
     micro_batches: int = 1,
     checkpoint: str | None = None,
     samples: bool = False,
+    maps: bool = False,
+    length: int = 24,
     **options: Any,
 ) -> Any:
     found: Any = seeded(lm(2, family, DistilledLM))
+    if maps:
+        options["attention"] = AttentionTransfer({"model.layers.0": "model.layers.2"}, weight=10.0)
     if samples:
         found.model.generation_config.eos_token_id = list(range(0, 96, 8))  # Completions of 1 to 12 tokens.
         options["on_policy"] = OnPolicy(fraction=0.7, prompt_tokens=6, max_new_tokens=12)
-    states = None if hidden is None else HiddenStates(loss=hidden, project=True)
+    # Of the first blocks, between which sequence parallelism shards tokens, and of the last ones.
+    layers = {f"model.layers.{number}": f"model.layers.{number}" for number in (0, 1)}
+    states = None if hidden is None else HiddenStates(layers, loss=hidden, project=True)
     teacher = FrozenModel(checkpoint, task=lm(4)) if checkpoint else FrozenModel(task=sharp(lm(4, family)))
     temperature = 1.0 if loss in ("mse", "hard") else 2.0
     found.distill = Distill(teacher, loss, temperature, hidden=states, init_from=init_from, **options)
-    return found, tokens(micro_batches)
+    return found, tokens(micro_batches, length)
 
 
 def images(
@@ -153,6 +159,18 @@ def test_layers_of_images_equal_one_process() -> None:
 @pytest.mark.slow
 def test_context_parallelism_and_deepspeed_equal_one_process() -> None:
     found = [case(CP, "cp")] + [case(strategy, name) for name, strategy in DEEPSPEED.items()]
+    assert_parity(text, found, steps=4, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_equal_one_process_where_ranks_share_sequences() -> None:
+    """Each rank has its tokens of the layers; under `cp` rows of 22 tokens are padded to 24."""
+    shared = {"cp": CP, "tp, sequence parallel": SEQUENCES}
+    found = [
+        case(strategy, f"{name}, {loss}", hidden=loss, maps=True, length=22)
+        for name, strategy in shared.items()
+        for loss in ("mse", "cosine")
+    ]
     assert_parity(text, found, steps=4, rtol=1e-5)
 
 

@@ -29,7 +29,9 @@ MESHES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run(rank: int, world_size: int, folder: Path, task: str, strategy: str, scheme: str, bits: int) -> matrix.Found:
+def run(
+    rank: int, world_size: int, folder: Path, task: str, strategy: str, scheme: str, bits: int, mixed: bool = False
+) -> matrix.Found:
     """Trains six steps, of which the last four round."""
     silence_lightning()
     matrix.register_data_parallel()
@@ -38,6 +40,8 @@ def run(rank: int, world_size: int, folder: Path, task: str, strategy: str, sche
 
     def rounding() -> list[Any]:
         options: dict[str, Any] = {"start_bits": bits or None, "skip": skip}
+        if mixed:  # Each layer drops its bits after one to five steps.
+            options |= {"mixed_bits": True, "period": 1}
         return [Quantise(scheme, when="aware", start="30%", report=False, **options)] if scheme else []
 
     matrix.BESIDE["tested"] = matrix.With(rounding, trainer=(("precision", "32-true" if bits else "64-true"),))
@@ -83,6 +87,22 @@ def test_losses_are_those_of_one_process(folder: Path, task: str, strategy: str,
     losses = [[step.loss for step in cell.record.steps] for cell in (alone, plain)]
     assert losses[0][:2] == losses[1][:2]
     assert all(abs(one / other - 1) > 2e-6 for one, other in zip(losses[0][2:], losses[1][2:], strict=True))
+
+
+@pytest.mark.slow
+def test_bits_of_layers_by_their_curvature_are_those_of_one_process(folder: Path) -> None:
+    cases = [("CausalLM", "fsdp"), ("ImageClassifier", "zero3"), ("CausalLM", "mesh pp"), ("CausalLM", "deepspeed_3")]
+    for task in ("CausalLM", "ImageClassifier"):
+        (alone,) = run_distributed(run, 1, folder, task, "", "int4_weights", 8, True, backend=None, timeout=250)
+        (alike,) = run_distributed(run, 1, folder, task, "", "int4_weights", 8, backend=None, timeout=250)
+        curves = [[step.loss for step in cell.record.steps] for cell in (alone, alike)]
+        assert curves[0][:3] == curves[1][:3]
+        assert curves[0][3:] != curves[1][3:]
+        for _, strategy in (case for case in cases if case[0] == task):
+            found = run_distributed(run, 2, folder, task, strategy, "int4_weights", 8, True, backend=None, timeout=250)
+            assert [cell.error or cell.refusal for cell in found] == [""] * 2
+            merged = merge_records([cell.record for cell in found])
+            assert [step.loss for step in merged.steps] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_a_group_larger_than_a_slice_of_a_row_is_refused(folder: Path) -> None:

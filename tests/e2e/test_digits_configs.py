@@ -45,6 +45,7 @@ LONG += (
     "rotor_offload",
     "optimizer_in_backward",
     "schedule_free",
+    "ticket",
     "time_to_target",
     "token_drop",
     "vmoe",

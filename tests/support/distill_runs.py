@@ -11,7 +11,7 @@ from dlo_plugins.callbacks.distill import Distill
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
-from support.token_batches import FAMILIES, Tokens
+from support.token_batches import FAMILIES, LENGTH, Tokens
 
 #: Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, "schedule": "constant"}
@@ -37,8 +37,8 @@ def lm(layers: int = 2, family: str = "llama", kind: type[CausalLM] = CausalLM, 
     return kind(config={"model_type": family, **FAMILIES[family], "num_hidden_layers": layers, **config}, **OPTIMIZER)
 
 
-def tokens(micro_batches: int = 1) -> Tokens:
-    return Tokens(micro_batches, True, False)
+def tokens(micro_batches: int = 1, length: int = LENGTH) -> Tokens:
+    return Tokens(micro_batches, True, False, length=length)
 
 
 def seeded(task: Any, seed: int = 3) -> Any:

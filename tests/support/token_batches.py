@@ -52,11 +52,17 @@ class Tokens(ResumableDataModule):
     """Random tokens: rows of documents packed together, of which very different numbers are to be predicted."""
 
     def __init__(
-        self, micro_batches: int, with_count: bool = True, silent: bool = False, rows: int = ROWS, steps: int = 8
+        self,
+        micro_batches: int,
+        with_count: bool = True,
+        silent: bool = False,
+        rows: int = ROWS,
+        steps: int = 8,
+        length: int = LENGTH,
     ) -> None:
         super().__init__(batch_size=rows)
         self.micro_batches, self.with_count, self.silent = micro_batches, with_count, silent
-        self.rows, self.steps = rows, steps
+        self.rows, self.steps, self.length = rows, steps, length
 
     def train_dataloader(self) -> DataLoader:
         rank, world_size = data_parallel_coordinates(self.trainer)
@@ -64,7 +70,7 @@ class Tokens(ResumableDataModule):
         draw = torch.Generator().manual_seed(5)
         batches = []
         for _ in range(self.steps):
-            step = [packed_rows(self.rows, draw) for _ in range(self.micro_batches)]
+            step = [packed_rows(self.rows, draw, self.length) for _ in range(self.micro_batches)]
             if self.silent:  # The last rank has nothing to predict.
                 for batch in step:
                     batch["labels"][self.rows // 2 :] = -100
@@ -75,12 +81,12 @@ class Tokens(ResumableDataModule):
         return DataLoader(Batches(batches), batch_size=None)
 
 
-def packed_rows(rows: int, draw: torch.Generator) -> dict[str, Tensor]:
+def packed_rows(rows: int, draw: torch.Generator, length: int = LENGTH) -> dict[str, Tensor]:
     """A micro-batch of all ranks: each row has two documents, and a prompt of its own length without targets."""
-    ids = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=draw)
-    cuts = torch.randint(2, LENGTH - 2, (rows, 1), generator=draw)
-    prompts = torch.randint(0, LENGTH, (rows, 1), generator=draw)
-    place = torch.arange(LENGTH).expand(rows, LENGTH)
+    ids = torch.randint(VOCABULARY, (rows, length + 1), generator=draw)
+    cuts = torch.randint(2, length - 2, (rows, 1), generator=draw)
+    prompts = torch.randint(0, length, (rows, 1), generator=draw)
+    place = torch.arange(length).expand(rows, length)
     labels = ids[:, 1:].masked_fill((place < prompts) | (place == cuts - 1), -100)
     return {
         "input_ids": ids[:, :-1].clone(),

@@ -31,6 +31,16 @@ def make(bias: bool = False, dtype: torch.dtype = torch.float64) -> tuple[Any, T
     return student, hidden, teacher, theirs, targets
 
 
+def padded(teacher: nn.Linear, more: int = 14) -> nn.Linear:
+    """Returns a teacher's projection with more tokens, which are probable."""
+    found = nn.Linear(teacher.in_features, VOCABULARY + more, bias=teacher.bias is not None, dtype=torch.float64)
+    with torch.no_grad():
+        for name, value in teacher.named_parameters():
+            found.get_parameter(name)[:VOCABULARY] = value
+            found.get_parameter(name)[VOCABULARY:] = 3
+    return found
+
+
 def from_all_logits(
     student: VocabularyHead, hidden: Tensor, teacher: VocabularyHead, theirs: Tensor, targets: Tensor, loss: Any
 ) -> tuple[Tensor, Tensor]:
@@ -75,6 +85,21 @@ def test_the_kernel_of_an_accelerator_has_the_same_loss(monkeypatch: pytest.Monk
         torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
 
 
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
 def _gathered(projection: nn.Linear, calls: list[int]) -> None:
     """Frees a weight that a forward then gathers, as FSDP and ZeRO's third stage do."""
     weight, storage = projection.weight.detach().clone(), projection.weight.untyped_storage()
@@ -89,21 +114,52 @@ def _gathered(projection: nn.Linear, calls: list[int]) -> None:
     projection.register_forward_pre_hook(gather)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("gathered", ["student", "teacher", "both"])
-def test_a_gathered_head_is_called_once(gathered: str) -> None:
+def test_a_gathered_head_is_called_once(gathered: str, scale: float) -> None:
     projection, hidden, teacher, theirs, targets = make()
-    heads = VocabularyHead(projection), hidden, VocabularyHead(teacher), theirs, targets
+    heads = VocabularyHead(projection, scale, 5.0), hidden, VocabularyHead(teacher), theirs, targets
     expected, expected_agreed = from_all_logits(*heads, KL)
-    wanted = gradients(expected, hidden)
+    wanted = gradients(expected, hidden, projection.weight)
     calls: list[int] = []
     for name, module in (("student", projection), ("teacher", teacher)):
         if gathered in (name, "both"):
             _gathered(module, calls)
-    found, agreed = summed_distillation(*heads, KL, 5)
+    with Largest() as largest:
+        found, agreed = summed_distillation(*heads, KL, 5)
+    assert largest.elements <= max(
+        VOCABULARY * WIDER, TOKENS * WIDER
+    )  # A weight, or hidden states; 5 tokens of logits.
     assert len(calls) == (2 if gathered == "both" else 1)
+    assert all("forward" not in module.__dict__ for module in (projection, teacher))
     torch.testing.assert_close(found.double(), expected.double(), rtol=2e-6, atol=0)
     assert int(agreed) == int(expected_agreed)
-    torch.testing.assert_close(gradients(found, hidden)[0], wanted[0], rtol=2e-5, atol=2e-6)
+    for one, reference in zip(gradients(found, hidden, projection.weight), wanted, strict=True):
+        torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
+
+
+def test_a_head_with_parts_of_its_own_is_called_with_all_tokens() -> None:
+    """Their hooks, such as those around a LoRA adapter, gather when they are called."""
+    projection, hidden, teacher, theirs, targets = make()
+    calls: list[int] = []
+    expected, expected_agreed = from_all_logits(
+        VocabularyHead(projection), hidden, VocabularyHead(teacher), theirs, targets, KL
+    )
+    _gathered(projection, calls)
+    _gathered(teacher, calls)
+    heads = VocabularyHead(nn.Sequential(projection)), hidden, VocabularyHead(nn.Sequential(teacher)), theirs, targets
+    found, agreed = summed_distillation(*heads, KL, 5)
+    assert len(calls) == 2
+    torch.testing.assert_close((found.double(), agreed), (expected.double(), expected_agreed.float()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_of_a_larger_vocabulary_the_first_tokens_are_compared(scale: float) -> None:
+    projection, hidden, teacher, theirs, targets = make(bias=True)
+    student, other = VocabularyHead(projection, scale), VocabularyHead(teacher)
+    expected, agreed = summed_distillation(student, hidden, other, theirs, targets, KL, 5)
+    found = summed_distillation(student, hidden, VocabularyHead(padded(teacher)), theirs, targets, KL, 5)
+    torch.testing.assert_close(found, (expected, agreed))
 
 
 def test_without_targets_loss_and_gradients_are_zero() -> None:
@@ -129,27 +185,15 @@ def test_under_autocast_products_are_in_half_precision_and_sums_in_single() -> N
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor made in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_logits_of_all_tokens_are_never_in_memory(scale: float) -> None:
+def test_logits_of_all_tokens_are_never_in_memory(scale: float, gathered: bool) -> None:
     torch.manual_seed(0)
     student, teacher = nn.Linear(8, 300, bias=False), nn.Linear(12, 300, bias=False)
     hidden, theirs = torch.randn(4000, 8, requires_grad=True), torch.randn(4000, 12)
     heads = VocabularyHead(student, scale), hidden, VocabularyHead(teacher), theirs, torch.randint(300, (4000,))
+    for module in (student, teacher) if gathered else ():
+        _gathered(module, [])
     with Largest() as largest:
         summed_distillation(*heads, KL)[0].backward()
     assert largest.elements <= 256 * 300
@@ -167,21 +211,22 @@ class SplitLinear(nn.Linear):
         return logits if split else shard.gather(logits)
 
 
-def _split(linear: nn.Linear, rank: int, ranks: int) -> nn.Linear:
-    first, last = (VOCABULARY * number // ranks for number in (rank, rank + 1))
+def _split(linear: nn.Linear, rank: int, ranks: int, size: int = VOCABULARY) -> nn.Linear:
+    first, last = (size * number // ranks for number in (rank, rank + 1))
     part = SplitLinear(linear.in_features, last - first, bias=linear.bias is not None, dtype=torch.float64)
     part.load_state_dict({name: value[first:last] for name, value in linear.state_dict().items()})
-    set_shard(part, VocabularyShard(Communicator(), first, last - first, VOCABULARY))
+    set_shard(part, VocabularyShard(Communicator(), first, last - first, size))
     return part
 
 
 def _on_ranks(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
-    for who in ("both", "student", "teacher"):
+    for who in ("both", "student", "teacher", "larger"):
         for scale in (1.0, 0.5):
             projection, hidden, teacher, theirs, targets = make(bias=True)
             ours = _split(projection, rank, world_size) if who != "teacher" else projection
-            other = _split(teacher, rank, world_size) if who != "student" else teacher
+            other = _split(teacher, rank, world_size) if who in ("both", "teacher") else teacher
+            other = _split(padded(teacher), rank, world_size, VOCABULARY + 14) if who == "larger" else other
             loss, agreed = summed_distillation(
                 *(VocabularyHead(ours, scale, 2.0), hidden, VocabularyHead(other, softcap=5.0), theirs, targets, KL),
                 chunk=5,

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.ema import WeightEMA
@@ -27,6 +27,7 @@ from dlo_plugins.callbacks.run_position import parse_position
 from dlo_plugins.quantisation.bit_schedule import BitSchedule, fitting_period
 from dlo_plugins.quantisation.export import check_name, check_target
 from dlo_plugins.quantisation.fake_linear import FakeQuantiser
+from dlo_plugins.quantisation.layer_curvature import MOST, LayerCurvature
 from dlo_plugins.quantisation.post_training import (
     EvaluationData,
     PostTraining,
@@ -38,6 +39,7 @@ from dlo_plugins.quantisation.post_training import (
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
 from dlo_plugins.quantisation.schemes import check_device, check_group_size, check_torchao, find_scheme
+from dlo_plugins.sharding.stepped_gradients import check_reachable
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 WHEN = ("post", "aware")
@@ -45,6 +47,8 @@ WHEN = ("post", "aware")
 FOLDER = "quantised"
 #: Most bits at the start of a schedule: fewer than a float32 has digits.
 _MOST_BITS = 16
+#: Steps in which the curvature of layers is measured.
+_MEASURED_STEPS = 8
 
 
 class Quantise(Callback):
@@ -69,6 +73,8 @@ class Quantise(Callback):
             optimizer steps until the scheme's bits are reached (DeepSpeed's MoQ); None for the scheme's bits at once.
         period: Number of optimizer steps before the first bit is dropped; by default such that the last is dropped in
             the middle of the rounded part of training.
+        mixed_bits: Whether layers in whose weights the loss has more curvature lose their bits later, by up to five
+            times the period (MoQ), so that layers have different bits. It is measured in the first steps with rounding.
         calibration_batches: Number of training batches that set the scales of `int8_static`.
         report: Whether to convert the model and to report when training ends.
         export: Files to write after conversion, in the run's folder `quantised`: `model.pt2`, `model.onnx`, or for
@@ -97,6 +103,7 @@ class Quantise(Callback):
         report: bool = True,
         export: list[str] | None = None,
         embeddings: bool = False,
+        mixed_bits: bool = False,
     ) -> None:
         check_torchao()
         if when not in WHEN:
@@ -119,7 +126,9 @@ class Quantise(Callback):
             check_name(target)
         if self.export and not report:
             raise DloError("Quantise: report must be true to export, got false; remove it, or export")
-        self.start_bits, self.period = start_bits, period
+        self.start_bits, self.period, self.mixed_bits = start_bits, period, mixed_bits
+        #: Whether it reads gradients, which :class:`OptimizerInBackward` frees.
+        self.needs_gradients = mixed_bits
         self._check_schedule(found.bits if found.grid != "float8" else None)
         self.options = QuantisationOptions(
             found,
@@ -136,6 +145,10 @@ class Quantise(Callback):
         self._names: list[str] | None = None  # Of the layers, in the task's model or the module.
         self._began: int | None = None  # Optimizer step at which rounding began.
         self._seen = -1  # Optimizer step of the last batch.
+        self._curvature: LayerCurvature | None = None
+        self._saved_curvature: dict[str, Any] | None = None  # Of a checkpoint.
+        self._factors: list[int] = []  # Of the layers' periods.
+        self._last_bits: list[int] = []  # Of the layers' weights, or one number.
 
     def _check_schedule(self, bits: int | None) -> None:
         if self.start_bits is None:
@@ -143,6 +156,8 @@ class Quantise(Callback):
                 raise DloError(
                     f"Quantise: start_bits must be set with period, got {self.period} without; set start_bits: 8"
                 )
+            if self.mixed_bits:
+                raise DloError("Quantise: start_bits must be set with mixed_bits, got none; set start_bits: 8")
             return
         if self.when != "aware":
             raise DloError(f"Quantise: when must be aware with start_bits, got {self.when}; set when: aware")
@@ -164,13 +179,15 @@ class Quantise(Callback):
             DloError: If the device has no kernels, a pattern matches nothing, or a layer has the wrong shape.
         """
         check_device(self.options.scheme, trainer.strategy.root_device)
+        if self.mixed_bits:
+            check_reachable("Quantise", trainer)
         if self.reports and not is_overridden("validation_step", module):
             raise DloError(
                 f"Quantise: {type(module).__name__} must have a validation_step for the report, got none; add one, or"
                 " set report: false"
             )
         for target in self.export:
-            check_target(target, module, self.options.scheme, trainer.strategy.root_device)
+            check_target(target, module, self.options.scheme)
         if isinstance(module, Task):
             named_layers(module.on_meta(), self.options, self._slices(trainer))
             named_tables(module.on_meta(), self.options)
@@ -186,6 +203,7 @@ class Quantise(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the run, and copies the module before its model is built and cut."""
         self._twin = self._saved = self._began = self._names = None
+        self._curvature, self._saved_curvature, self._factors = None, None, []
         self._seen = -1
         if stage != "fit":
             return
@@ -195,7 +213,9 @@ class Quantise(Callback):
             self.check_run(trainer, pl_module)
             if isinstance(pl_module, Task):
                 # Of the full model: tensor parallelism changes shapes, which the choice checks.
-                self._names = named_layers(pl_module.on_meta(), self.options, self._slices(trainer))
+                full = pl_module.on_meta()
+                self._names = named_layers(full, self.options, self._slices(trainer))
+                self._curvature = self._make_curvature(full) if self.mixed_bits else None
         except DloError as error:
             raise mark_agreed(error) from None
         if self.reports and trainer.is_global_zero:
@@ -212,36 +232,80 @@ class Quantise(Callback):
             if not self._is_reached(trainer):
                 return
             self._began = trainer.global_step
-        bits = self._bits(trainer, self._began)
         if self.quantiser is None:
             self._round(pl_module)
-        elif bits == self.quantiser.bits:
-            return
         assert self.quantiser is not None
-        self.quantiser.bits = bits
-        rank_zero_info(f"Quantise: weights have {bits} bits from step {trainer.global_step} on")
+        bits = self._bits(trainer, self._began)
+        if bits == self._last_bits:
+            return
+        self._last_bits = bits
+        if self.mixed_bits:
+            self.quantiser.set_bits(bits)
+        else:
+            self.quantiser.bits = bits[0]
+        shown = " to ".join(dict.fromkeys((str(min(bits)), str(max(bits)))))
+        rank_zero_info(f"Quantise: weights have {shown} bits from step {trainer.global_step} on")
         for logger in trainer.loggers:
-            logger.log_metrics({"quantised/bits": float(bits)}, step=trainer.global_step)
+            logger.log_metrics({"quantised/bits": sum(bits) / len(bits)}, step=trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Measures the curvature of the layers in the first steps with rounding, for `mixed_bits`."""
+        if not self.mixed_bits or self._began is None:
+            return
+        if trainer.global_step - self._began < self._measured_steps(trainer, self._began):
+            self._measured_curvature(trainer, pl_module).add(trainer.strategy, optimizer)
+
+    def _measured_curvature(self, trainer: Trainer, module: LightningModule) -> LayerCurvature:
+        """Returns the measurement so far, of a resumed run too."""
+        if self._curvature is None:
+            self._curvature = self._make_curvature(module)
+        if self._saved_curvature is not None:
+            self._curvature.load_state(self._saved_curvature, trainer.strategy.root_device)
+            self._saved_curvature = None
+        return self._curvature
+
+    def _make_curvature(self, module: LightningModule) -> LayerCurvature:
+        """Returns the measurement of a full model's layers."""
+        prefix = "model." if isinstance(module, Task) else ""
+        model, names = inner_model(module), self._names or named_layers(module, self.options)
+        return LayerCurvature(
+            {f"{prefix}{name}.weight": model.get_parameter(f"{name}.weight").numel() for name in names}
+        )
+
+    def _measured_steps(self, trainer: Trainer, began: int) -> int:
+        """Returns the number of steps in which the curvature is measured: before the first bit is dropped."""
+        return min(_MEASURED_STEPS, self._period(trainer, began))
 
     def _is_reached(self, trainer: Trainer) -> bool:
         if self.start.unit == "runs":
             return fraction_seen(trainer) >= self.start.value
         return epochs_seen(trainer) >= self.start.value
 
-    def _bits(self, trainer: Trainer, began: int) -> int:
-        target, period = self.options.scheme.bits, self.period
+    def _bits(self, trainer: Trainer, began: int) -> list[int]:
+        """Returns the bits of each layer's weight; a single number where they are the same."""
+        target = self.options.scheme.bits
         if self.start_bits is None:
-            return target
-        if period is None:
-            steps = optimizer_steps(trainer) - began
-            if not math.isfinite(steps):
-                raise mark_agreed(
-                    DloError(
-                        "Quantise: period must be set for a run without an end, got none; set it, or trainer.max_steps"
-                    )
+            return [target]
+        period, steps = self._period(trainer, began), trainer.global_step - began
+        if self.mixed_bits and not self._factors and steps >= self._measured_steps(trainer, began):
+            self._factors = self._measured_curvature(trainer, trainer.lightning_module).factors()
+        layers = len(self._names or ()) if self.mixed_bits else 1
+        factors = self._factors or [1] * max(layers, 1)
+        return [BitSchedule(self.start_bits, target, period * factor).bits(steps) for factor in factors]
+
+    def _period(self, trainer: Trainer, began: int) -> int:
+        if self.period is not None:
+            return self.period
+        assert self.start_bits is not None
+        steps = optimizer_steps(trainer) - began
+        if not math.isfinite(steps):
+            raise mark_agreed(
+                DloError(
+                    "Quantise: period must be set for a run without an end, got none; set it, or trainer.max_steps"
                 )
-            period = fitting_period(self.start_bits, target, steps)
-        return BitSchedule(self.start_bits, target, period).bits(trainer.global_step - began)
+            )
+        slowest = MOST if self.mixed_bits else 1
+        return max(1, fitting_period(self.start_bits, self.options.scheme.bits, steps) // slowest)
 
     def _round(self, module: LightningModule) -> None:
         """Makes the layers of this rank's model round."""
@@ -254,15 +318,19 @@ class Quantise(Callback):
     def _stop_rounding(self) -> None:
         if self.quantiser is not None:
             self.quantiser.remove()
-            self.quantiser = None
+            self.quantiser, self._last_bits = None, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the step at which rounding began, for a resumed run."""
-        return {"began": self._began}
+        """Returns the step at which rounding began, and the measured curvature, for a resumed run."""
+        curvature = self._saved_curvature
+        if curvature is None and self._curvature is not None:
+            curvature = self._curvature.state()
+        return {"began": self._began} | ({"curvature": curvature} if curvature else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the step at which rounding began."""
+        """Restores the step at which rounding began, and the measured curvature."""
         self._began = state_dict["began"]
+        self._saved_curvature = state_dict.get("curvature") if self.mixed_bits else None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Makes the layers compute as they did before."""
@@ -309,6 +377,7 @@ class Quantise(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the weights for the conversion, and makes the layers compute as they did before."""
+        self._warn_of_bits(trainer)
         self._stop_rounding()
         if not self.reports or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -318,6 +387,20 @@ class Quantise(Callback):
             if isinstance(callback, WeightEMA):
                 callback.on_train_end(trainer, pl_module)  # The average is converted; a second call changes nothing.
         trainer.save_checkpoint(self._saved, weights_only=True)
+
+    def _warn_of_bits(self, trainer: Trainer) -> None:
+        """Warns if the schedule has not reached the scheme's bits, which the converted model has."""
+        target = self.options.scheme.bits
+        if self.quantiser is None or max(self._last_bits, default=target) <= target:
+            return
+        assert self.start_bits is not None
+        assert self._began is not None
+        slowest = max(self._factors, default=1) * 2 ** (self.start_bits - target - 1)
+        most = max(1, (trainer.global_step - self._began - 1) // slowest)
+        rank_zero_warn(
+            f"Quantise: weights must have {target} bits at the end of training, got up to {max(self._last_bits)}: the"
+            f" converted model loses the rest at once; set period: {most}, an earlier start, or fewer start_bits"
+        )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Converts the model on rank 0, writes the report, and prints it; other ranks have nothing left to do."""

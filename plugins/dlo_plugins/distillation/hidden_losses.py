@@ -12,11 +12,13 @@ Shapes: B samples, N positions (pixels or tokens), D features of the student, E 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dlo_plugins.distillation.sequence_sums import sum_over_ranks
 
 #: Distance of hidden states.
 HiddenLossName = Literal["mse", "cosine"]
@@ -52,23 +54,33 @@ def hidden_distances(projected: Tensor, teacher: Tensor, kind: HiddenLossName) -
     return 1 - F.cosine_similarity(ours, theirs, dim=-1)
 
 
-def attention_map(activation: Tensor) -> Tensor:
-    """Returns the map of an activation, `[B, N]` in float32 at least, of norm 1.
+def attention_map(activation: Tensor, counted: Tensor | None = None, group: Any = None) -> Tensor:
+    """Returns the map of an activation, `[B, N]` in float32 at least, of norm 1 over all positions.
 
     Args:
         activation: Activation, `[B, D, H, W]` or `[B, N, D]`.
+        counted: Positions that belong to the map, 1 or 0, `[B, N]`; None for all.
+        group: Process group of the ranks that share the positions; None for one rank.
     """
     states = as_sequence(activation)
-    states = states.to(torch.promote_types(states.dtype, torch.float32))
-    return F.normalize(states.square().mean(dim=-1), dim=1)
+    values = states.to(torch.promote_types(states.dtype, torch.float32)).square().mean(dim=-1)
+    if counted is not None:
+        values = values * counted
+    if group is None:
+        return F.normalize(values, dim=1)
+    squares = sum_over_ranks(values.square().sum(dim=1, keepdim=True), group)
+    return values / (squares + torch.finfo(values.dtype).tiny).sqrt().clamp_min(1e-12)
 
 
-def attention_distances(student: Tensor, teacher: Tensor) -> Tensor:
+def attention_distances(student: Tensor, teacher: Tensor, counted: Tensor | None = None, group: Any = None) -> Tensor:
     """Returns the norm of the difference of both maps, `[B]`.
 
     Args:
         student: Activation of the student, `[B, D, H, W]` or `[B, N, D]`.
         teacher: Activation of the teacher, with as many positions.
+        counted: Positions that belong to the maps, 1 or 0, `[B, N]`; None for all.
+        group: Process group of the ranks that share the positions; None for one rank.
     """
-    apart = attention_map(student) - attention_map(teacher)
-    return (apart.square().sum(dim=1) + torch.finfo(apart.dtype).tiny).sqrt()
+    apart = attention_map(student, counted, group) - attention_map(teacher, counted, group)
+    squares = sum_over_ranks(apart.square().sum(dim=1), group)
+    return (squares + torch.finfo(apart.dtype).tiny).sqrt()

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 def draw_training(curve: Sequence[Mapping[str, Any]], layers: Mapping[str, float]) -> Figure:
     """Returns a figure of a run: the metric over the sparsity at each validation, and each layer's sparsity.
 
+    Where the sparsity is always the same, as with a pattern, the metric is over the steps.
+
     Args:
-        curve: Points with ``sparsity``, ``metric`` and ``value``, in the order of the run.
+        curve: Points with ``step``, ``sparsity``, ``metric`` and ``value``, in the order of the run.
         layers: Fraction of each weight that is pruned at the end.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,8 +25,10 @@ def draw_training(curve: Sequence[Mapping[str, Any]], layers: Mapping[str, float
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot([100 * point["sparsity"] for point in curve], [point["value"] for point in curve], "o-", markersize=3)
-    left.set_xlabel("pruned weights, percent")
+    by_step = len({point["sparsity"] for point in curve}) == 1
+    places = [point["step"] if by_step else 100 * point["sparsity"] for point in curve]
+    left.plot(places, [point["value"] for point in curve], "o-", markersize=3)
+    left.set_xlabel("step" if by_step else "pruned weights, percent")
     left.set_ylabel(curve[-1]["metric"] if curve else "")
     left.set_title("validation while weights are pruned")
     names = list(layers)

@@ -1,8 +1,8 @@
 """Schedule of the bits of a weight in training: one bit less at a time, each time after twice as many steps.
 
 DeepSpeed's Mixture of Quantization (MoQ), 2021, https://www.deepspeed.ai/tutorials/MoQ-tutorial/: with a period of p
-steps, a bit is dropped after p, 2p, 4p, ... steps of quantised training. DeepSpeed 0.19 has no MoQ any more. Departure:
-all layers have the same number of bits; MoQ's option of longer periods for layers with large curvature is left out.
+steps, a bit is dropped after p, 2p, 4p, ... steps of quantised training. DeepSpeed 0.19 has no MoQ any more. Longer
+periods of layers with large curvature are in :mod:`dlo_plugins.quantisation.layer_curvature`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dlo_plugins.quantisation.conversion import computes_in_bf16
 from dlo_plugins.quantisation.embedding_tables import convert_tables, users
 from dlo_plugins.quantisation.portable import make_portable, make_tables_portable
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
-from dlo_plugins.quantisation.schemes import Scheme, lacks, quantised_weight, torchao_config
+from dlo_plugins.quantisation.schemes import Scheme, folder_config, folder_weight, lacks
 
 #: Endings of files; a name without an ending is a folder.
 ENDINGS = (".pt2", ".onnx")
@@ -45,7 +45,7 @@ def check_name(target: str) -> None:
         )
 
 
-def check_target(target: str, module: LightningModule, scheme: Scheme, device: torch.device) -> None:
+def check_target(target: str, module: LightningModule, scheme: Scheme) -> None:
     """Checks that a module can be exported to a file or folder.
 
     Raises:
@@ -59,15 +59,10 @@ def check_target(target: str, module: LightningModule, scheme: Scheme, device: t
                 f"Quantise: export must end in {' or '.join(ENDINGS)} for {type(module).__name__}, which has no folder"
                 f" format, got {target}; set {target}.onnx"
             )
-        if scheme.is_grouped and device.type != "cuda":
-            raise DloError(
-                f"Quantise: scheme must be int8 or int8_weights for a folder that is exported on a {device.type}, got"
-                f" {scheme.name}, whose packed weights torchao (0.18) cannot save there; set scheme: int8_weights"
-            )
         if scheme.activations == "static":
             raise DloError(
-                "Quantise: scheme must be int8 or int8_weights for a folder, got int8_static: transformers has one"
-                " config for all layers, and each has its own input scale; set scheme: int8"
+                "Quantise: scheme must be int8, int8_weights or int4_weights for a folder, got int8_static:"
+                " transformers has one config for all layers, and each has its own input scale; set scheme: int8"
             )
     elif exports_folder:
         raise DloError(
@@ -169,12 +164,13 @@ def _export_folder(
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(_config(plain)).named_modules()
         left = [name for name, layer in layers if isinstance(layer, nn.Linear) and name not in chosen]
-        config = TorchAoConfig(torchao_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
+        config = TorchAoConfig(folder_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
-        if options.scheme.grid == "symmetric":  # By the range of `grids`, which transformers then reads from the file.
+        if options.scheme.grid == "symmetric" or (options.scheme.is_grouped and device.type != "cuda"):
+            # By the range of `grids`, which transformers then reads from the file.
             weights = dict(AutoModelForCausalLM.from_pretrained(plain, device_map=str(device)).named_parameters())
             for name in chosen:
-                weight = quantised_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)
+                weight = folder_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)
                 model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         if tables:
             convert_tables(model, sorted(tables), plain=True)  # transformers (5.x) saves torchao's own classes alone.

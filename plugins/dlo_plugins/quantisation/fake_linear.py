@@ -13,7 +13,7 @@ the maximum over the ranks, in one all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -36,6 +36,9 @@ from dlo_plugins.quantisation.grids import (
 from dlo_plugins.quantisation.schemes import Scheme
 from dlo_plugins.tensor.projections import RowProduct
 
+#: Attribute of a layer with the bits of its weight, where they are not the same in all layers.
+_BITS = "rounded_bits"
+
 
 class FakeQuantiser:
     """Forward of layers with rounded weights and inputs; installed in layers by :meth:`install`.
@@ -45,7 +48,7 @@ class FakeQuantiser:
         group_size: Number of input features of a group.
 
     Attributes:
-        bits: Bits of a weight in the next forward.
+        bits: Most bits of a weight in the next forward.
         layers: Layers that it is installed in.
     """
 
@@ -75,14 +78,21 @@ class FakeQuantiser:
             layer.__dict__.pop(name, None)
             if before is not None:
                 layer.__dict__[name] = before
+            layer.__dict__.pop(_BITS, None)
         self.layers, self._before = [], []
+
+    def set_bits(self, bits: Sequence[int]) -> None:
+        """Sets the bits of each layer's weight in the next forward, in the order of the layers."""
+        for layer, own in zip(self.layers, bits, strict=True):
+            layer.__dict__[_BITS] = own
+        self.bits = max(bits, default=self.bits)
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor:
         """Returns the layer's output; without its bias for a row projection, whose output is a partial sum."""
         is_row = isinstance(layer, RowProduct)
         joined = layer.__dict__["tensor_region"].communicator.maximum if is_row else None
         bias = None if is_row else layer.bias
-        weight_grid, input_grid = self.grids(x, layer.weight, joined)
+        weight_grid, input_grid = self.grids(x, layer.weight, joined, layer.__dict__.get(_BITS))
         if torch.compiler.is_compiling():
             weight = traced_fake_quantise(layer.weight, weight_grid)
             return F.linear(x if input_grid is None else traced_fake_quantise(x, input_grid), weight, bias)
@@ -91,7 +101,11 @@ class FakeQuantiser:
 
     @torch.no_grad()
     def grids(
-        self, x: Tensor, weight: Tensor, joined: Callable[[Tensor], Tensor] | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        joined: Callable[[Tensor], Tensor] | None = None,
+        bits: int | None = None,
     ) -> tuple[Grid, Grid | None]:
         """Returns the grids of a layer's weight, and of its input if that is quantised.
 
@@ -99,20 +113,21 @@ class FakeQuantiser:
             x: Input, [..., K].
             weight: Weight, [N, K].
             joined: Function that returns the maximum over ranks that have slices of K; None for full rows.
+            bits: Bits of the weight; None for :attr:`bits`.
         """
-        weight, x = weight.detach(), x.detach()
+        weight, x, bits = weight.detach(), x.detach(), bits or self.bits
         if self.scheme.grid == "float8":
             return float8_grid(weight, joined), float8_grid(x, joined)
         if self.scheme.grid == "affine":
-            return affine_grid(weight, self.bits, self.group_size), None
+            return affine_grid(weight, bits, self.group_size), None
         if self.scheme.activations is None:
-            return symmetric_grid(weight, self.bits, joined), None
+            return symmetric_grid(weight, bits, joined), None
         if joined is None:
-            return symmetric_grid(weight, self.bits), symmetric_grid(x, 8)
-        of_rows, of_tokens = symmetric_scale(weight, self.bits), symmetric_scale(x, 8)
+            return symmetric_grid(weight, bits), symmetric_grid(x, 8)
+        of_rows, of_tokens = symmetric_scale(weight, bits), symmetric_scale(x, 8)
         both = joined(torch.cat([of_rows.float().flatten(), of_tokens.float().flatten()]))
         rows, tokens = both.split([of_rows.numel(), of_tokens.numel()])
-        return grid_of_scale(rows.view_as(of_rows), self.bits), grid_of_scale(tokens.view_as(of_tokens), 8)
+        return grid_of_scale(rows.view_as(of_rows), bits), grid_of_scale(tokens.view_as(of_tokens), 8)
 
 
 class _FakeQuantisedLinear(torch.autograd.Function):

@@ -137,7 +137,7 @@ class PostTraining:
         model, names = inner_model(module).eval(), named_layers(module, options)
         tables = named_tables(module, options)
         for target in options.targets:
-            check_target(target, module, scheme, self.device)
+            check_target(target, module, scheme)
         scales = self._calibrate(module, names) if scheme.activations == "static" else None
         float_model = _copy_on_cpu(module)
         report = QuantisationReport(

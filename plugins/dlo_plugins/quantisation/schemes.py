@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.quantisation.grids import affine_grid, levels
 
 #: Sizes of groups that torchao's int4 kernels take, on a CPU and on CUDA.
 GROUP_SIZES = (32, 64, 128)
 #: Divisor of the output features that torchao's int4 kernel takes on a CPU.
 INT4_ROWS = 16
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,40 @@ def quantised_weight(weight: Tensor, scheme: Scheme, group_size: int, input_scal
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     ao.quantize_(layer, torchao_config(scheme, group_size, weight.device))
     return layer.weight
+
+
+def folder_weight(weight: Tensor, scheme: Scheme, group_size: int) -> Tensor:
+    """Returns a weight in a class of torchao (0.18) that safetensors files of transformers can hold, from any device.
+
+    int4 levels are in a byte each: the classes with two levels to a byte are packed for kernels of CUDA, or cannot be
+    saved. The values are those of :func:`quantised_weight`, up to the rounding of the product.
+
+    Args:
+        weight: Weight, [N, K].
+        scheme: Scheme of quantisation, with a symmetric or an affine grid.
+        group_size: Number of input features of a group.
+    """
+    if scheme.grid == "symmetric":
+        return quantised_weight(weight, scheme, group_size)
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    grid = affine_grid(weight, scheme.bits, group_size)
+    assert grid.offset is not None
+    scale, offset = (part.squeeze(-1).to(weight.dtype) for part in (grid.scale, grid.offset))  # [N, G]
+    found = (levels(weight, grid) - grid.middle).to(torch.int8)
+    # Its value is (level - zero) * scale, and ours level * scale + offset.
+    return IntxUnpackedToInt8Tensor(
+        *(found, scale, -offset / scale, _INT4, [1, group_size], weight.dtype, None),
+    )
+
+
+def folder_config(scheme: Scheme, group_size: int, device: torch.device) -> Any:
+    """Returns torchao's config of a folder for transformers, to which the weights of :func:`folder_weight` belong."""
+    from torchao import quantization as ao
+
+    if scheme.is_grouped and device.type != "cuda":
+        return ao.IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=ao.PerGroup(group_size))
+    return torchao_config(scheme, group_size, device)
 
 
 def torchao_config(scheme: Scheme, group_size: int, device: torch.device) -> Any:

@@ -6,16 +6,19 @@ from typing import Any
 
 from timm.layers import SEModule
 from timm.models.maxxvit import MaxxVit, MbConvBlock
-from timm.models.resnet import Bottleneck, ResNet
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.errors import DloError
 
+#: Largest difference of the fraction that is left from the one that is asked for.
+_NEAR = 0.03
+
 
 def channel_groups(model: Any) -> list[ChannelGroup]:
-    """Returns the inner channels of ResNet's bottlenecks, and of MBConv blocks and their squeeze-and-excitation.
+    """Returns the inner channels of ResNet's blocks, and of MBConv blocks and their squeeze-and-excitation.
 
     Channels between blocks, which residual additions couple, are not among them.
 
@@ -28,6 +31,9 @@ def channel_groups(model: Any) -> list[ChannelGroup]:
             _check(block, name, depthwise=(), dense=("conv1", "conv2", "conv3"), norms=("bn1", "bn2"))
             found.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
             found.append(_group(block, name, ("conv2",), ("bn2",), ("conv3",)))
+        elif isinstance(block, BasicBlock):
+            _check(block, name, depthwise=(), dense=("conv1", "conv2"), norms=("bn1",))
+            found.append(_group(block, name, ("conv1",), ("bn1",), ("conv2",)))
         elif isinstance(block, MbConvBlock):
             _check(block, name, ("conv2_kxk",), ("conv1_1x1", "conv3_1x1"), ("norm1", "norm2"))
             attention = next((key for key in ("se", "se_early") if getattr(block, key, None) is not None), None)
@@ -42,8 +48,8 @@ def channel_groups(model: Any) -> list[ChannelGroup]:
             found.append(_group(block, name, tuple(writers), ("norm1", "conv2_kxk", "norm2"), tuple(readers)))
     if not found:
         raise DloError(
-            "prune: the model must have bottlenecks (ResNet-50 and larger) or MBConv blocks (CoAtNet, MaxViT) for"
-            f" --channels, got {type(model).__name__} without; prune hidden units or blocks, or use the callback Prune"
+            "prune: the model must have blocks of timm's ResNets or MBConv blocks (CoAtNet, MaxViT) for --channels, got"
+            f" {type(model).__name__} without; prune hidden units or blocks, or use the callback Prune"
         )
     return found
 
@@ -97,6 +103,8 @@ def narrowed_args(model: Any, args: dict[str, Any], kept: float) -> dict[str, An
         DloError: The model is of another family.
     """
     first = next(group for group in channel_groups(model) if group.channelwise)
+    if isinstance(model.get_submodule(first.block), BasicBlock):
+        return _divided_args(args, kept)
     if isinstance(model, ResNet):
         # timm (1.0) computes floor(planes * base_width / 64); a block has 4 * planes output channels.
         last: Any = model.get_submodule(f"{first.block}.conv3")
@@ -110,6 +118,23 @@ def narrowed_args(model: Any, args: dict[str, Any], kept: float) -> dict[str, An
         f"prune: the model must be a timm ResNet or MaxxVit for --channels, got {type(model).__name__}; use the"
         " callback Prune, which keeps the sizes"
     )
+
+
+def _divided_args(args: dict[str, Any], kept: float) -> dict[str, Any]:
+    """Returns the arguments of a model of basic blocks, whose inner channels timm (1.0) divides by a whole number.
+
+    Raises:
+        DloError: No whole number leaves this fraction.
+    """
+    before = int(args.get("block_reduce_first", 1))
+    divisor = max(before + 1, round(before / kept))
+    left = before / divisor
+    if abs(left - kept) > _NEAR:
+        raise DloError(
+            "prune: --channels must leave a half, a third, a quarter, ... of the inner channels of basic blocks"
+            f" (ResNet-18 and -34), which timm divides by a whole number, got {1 - kept:.0%}; set {1 - left:.0%}"
+        )
+    return {**args, "block_reduce_first": divisor}
 
 
 def _expands_output(model: Any) -> bool:

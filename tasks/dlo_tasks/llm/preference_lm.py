@@ -140,7 +140,7 @@ class PreferenceLM(CausalLM):
         self.reference, self.precompute = reference, precompute
         self.cache = ReferenceCache() if precompute else None
         self._is_prepared = False
-        self._tap: tuple[VocabularyHead, list[Tensor]] | None = None
+        self._tap: list[Tensor] | None = None
         self._window: Tensor | None = None
         self._logged_step = 0
 
@@ -262,12 +262,6 @@ class PreferenceLM(CausalLM):
         """Places the second model, if the reference is one."""
         if self.reference is None:
             return
-        groups = contract_of(self.trainer.strategy).groups
-        if groups is not None and groups.spec.pp > 1 and groups.spec.cp > 1:
-            raise DloError(
-                f"reference must be unset under pp {groups.spec.pp} with cp {groups.spec.cp}, got one; set precompute:"
-                " true without reference (the initial weights are the reference), or pp or cp to 1"
-            )
         self.reference.start(self.trainer, self)
         self._check_vocabulary(self.reference.placed.task)
 
@@ -344,11 +338,9 @@ class PreferenceLM(CausalLM):
         outputs = self.reference.outputs(batch)
         if not self.reference.has_outputs:
             return None
+        part = self.reference.placed.own_part(batch)
         with self.reference.head() as head:
-            if self._sequence_group is None:
-                return self.answer_sums(head, outputs, batch).log_probs
-            with self.given_outputs(outputs):  # They are a shard, and the strategy's step shards the batch like them.
-                return self._log_probs_by_step(batch, head)
+            return self.answer_sums(head, outputs, part).log_probs
 
     @torch.no_grad()
     def own_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
@@ -362,14 +354,14 @@ class PreferenceLM(CausalLM):
         training = self.model.training
         self.model.eval()
         try:
-            return self._log_probs_by_step(batch, self.head)
+            return self._log_probs_by_step(batch)
         finally:
             self.model.train(training)
 
-    def _log_probs_by_step(self, batch: dict[str, Any], head: VocabularyHead) -> Tensor | None:
+    def _log_probs_by_step(self, batch: dict[str, Any]) -> Tensor | None:
         """Returns log-probabilities that the strategy's validation step computes: it gathers, shards and cuts."""
         found: list[Tensor] = []
-        strategy, self._tap = self.trainer.strategy, (head, found)
+        strategy, self._tap = self.trainer.strategy, found
         try:
             # The class's method: the evaluation loop replaces the object's for the one call that it counts. The number
             # of the batch is not 0, with which the prompts would be completed.
@@ -382,8 +374,7 @@ class PreferenceLM(CausalLM):
         """Returns the metrics of a batch; in :meth:`own_log_probs` it keeps the answers' log-probabilities instead."""
         if self._tap is None:
             return super().measured(outputs, batch)
-        head, found = self._tap
-        found.append(self.answer_sums(head, outputs, batch).log_probs)
+        self._tap.append(self.answer_sums(self.head, outputs, batch).log_probs)
         return {}
 
     # --- steps ---------------------------------------------------------------------------------------------

@@ -114,12 +114,17 @@ class VocabularyHead:
     @property
     def fuses(self) -> bool:
         """Whether the projection is a plain matrix product with its weight available, without a LoRA adapter."""
+        return self.is_product and not self.is_gathered and not is_quantised(self.module)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the projection is a plain matrix product, without a LoRA adapter or a factor."""
         plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
-        return plain and self.scale == 1.0 and not self.is_gathered and not _is_quantised(self.module)
+        return plain and self.scale == 1.0
 
 
-def _is_quantised(module: nn.Module) -> bool:
-    """Whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
+def is_quantised(module: nn.Module) -> bool:
+    """Returns whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
     return hasattr(module.weight, "__tensor_flatten__")
 
 

@@ -283,6 +283,12 @@ def test_what_does_not_fit_is_refused_before_processes_start() -> None:
         Distill(FrozenModel(task=lm(vocab_size=80))),
         tokens(),
     )
+    larger = FrozenModel(task=lm(vocab_size=128))
+    refuse("got 128; .* set first_classes: true if its vocabulary", lm(), Distill(larger), tokens())
+    fits = Distill(larger, first_classes=True)
+    fits.check_run(trainer(fits), lm(), tokens())
+    smaller = Distill(FrozenModel(task=lm(vocab_size=80)), first_classes=True)
+    refuse("got 80; use a teacher for the same classes and tokenizer, or", lm(), smaller, tokens())
     unknown = HiddenStates({"blocks.0": "block.1"})
     refuse(
         "hidden.layers must name layers of VisionTransformer, got 'block.1'.*blocks.1",
@@ -308,11 +314,10 @@ def test_what_does_not_fit_is_refused_before_processes_start() -> None:
     half.check_run(trainer(half), undecided, tokens())
     wider = Distill(FrozenModel(task=lm(2, hidden_size=64)), init_from="every 2")
     refuse("must have a teacher with the student's shapes", undecided, wider, tokens())
-    for axis in ("pp", "cp"):
-        strategy: Any = MeshStrategy(**{axis: 2}, micro_batches=2)
-        inside = Distill(FrozenModel(task=lm()), hidden=HiddenStates())
-        message = f"full sequences for hidden .*got {axis}=2"
-        refuse(message, lm(), inside, tokens(), strategy=strategy, devices=2)
+    strategy: Any = MeshStrategy(pp=2, micro_batches=2)
+    inside = Distill(FrozenModel(task=lm()), hidden=HiddenStates())
+    message = "must have the outputs of all blocks for hidden and attention, got pp=2"
+    refuse(message, lm(), inside, tokens(), strategy=strategy, devices=2)
 
     inner = Distill(teacher, attention=AttentionTransfer({"blocks.1.attn": "blocks.2.attn"}))
     with pytest.raises(DloError, match=r"must be blocks of the plan, .*got layer 'blocks.1.attn' and scope: blocks"):

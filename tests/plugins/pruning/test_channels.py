@@ -16,6 +16,7 @@ COATNET = {"embed_dim": [16, 32, 32, 32], "depths": [1, 2, 1, 1], "stem_width": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("resnet50", {"layers": [1, 2, 1, 1]}),
     "resnet_wide": ("wide_resnet50_2", {"layers": [1, 1, 1, 1]}),
+    "resnet_basic": ("resnet18", {"layers": [1, 2, 1, 1]}),
     "coatnet": ("coatnet_0_rw_224", COATNET),
     "coatnet_late": ("coatnet_0_rw_224", {**COATNET, "conv_attn_early": False, "conv_expand_output": True}),
     "coatnet_bn": ("coatnet_bn_0_rw_224", COATNET),
@@ -59,8 +60,10 @@ def silence(task: Any, smaller: Any) -> None:
                 task.model.get_submodule(name).weight.index_fill_(1, gone, 0.0)
 
 
-@pytest.mark.parametrize("amount", [0.5, 0.3])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "amount"),
+    [*((name, amount) for name in MODELS for amount in (0.5, 0.3) if name != "resnet_basic"), ("resnet_basic", 0.67)],
+)
 def test_it_computes_what_is_left_and_trains(name: str, amount: float) -> None:
     task = task_of(*MODELS[name])
     smaller, _, line = smaller_task(task, amount)
@@ -108,10 +111,9 @@ def test_the_score_is_of_the_norms_scale_and_of_the_readers() -> None:
 @pytest.mark.parametrize(
     ("model", "args", "message"),
     [
-        ("resnet18", {}, "must have bottlenecks .* got ResNet without"),
-        ("convnext_atto", {}, "must have bottlenecks .* got ConvNeXt without"),
+        ("convnext_atto", {}, "must have blocks of timm's ResNets .* got ConvNeXt without"),
         ("resnext50_32x4d", {}, r"got layer1\.0\.conv2, Conv2d with groups=32"),
-        ("coatnext_nano_rw_224", {}, "must have bottlenecks"),
+        ("coatnext_nano_rw_224", {}, "must have blocks of timm's ResNets"),
         ("coatnet_0_rw_224", {**COATNET, "conv_attn_layer": "eca"}, r"got stages\.0\.blocks\.0\.se_early, EcaModule"),
         ("coatnet_0_rw_224", {**COATNET, "conv_group_size": 8}, r"got stages\.0\.blocks\.0\.conv2_kxk"),
     ],
@@ -120,6 +122,15 @@ def test_what_stands_in_the_way_is_named(model: str, args: dict[str, Any], messa
     task = ImageClassifier(model, model_args=args, num_classes=10, image_size=64, log_images=0)
     with pytest.raises(DloError, match=message):
         task.on_meta().channel_groups()
+
+
+def test_basic_blocks_are_divided_by_a_whole_number() -> None:
+    task = task_of(*MODELS["resnet_basic"])
+    with pytest.raises(DloError, match=r"must leave a half, .* got 30%; set 50%"):
+        smaller_task(task, 0.3)
+    half, _, _ = smaller_task(task, 0.5)
+    quarter, _, _ = smaller_task(half, 0.5)
+    assert quarter.hparams["model_args"]["block_reduce_first"] == 4
 
 
 def test_an_amount_that_removes_nothing_is_refused() -> None:

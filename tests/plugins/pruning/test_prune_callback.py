@@ -20,6 +20,7 @@ from dlo_plugins.callbacks.prune.ticket_start import TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
 from dlo_plugins.pruning.semi_structured import check_kernels
+from dlo_plugins.pruning.sparsity_plot import draw_training
 from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -325,6 +326,15 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path):
     fresh = Net(seed=4)
     second.fit(fresh, loader())
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), trained.parameters(), strict=True))
+
+
+def test_the_picture_is_over_the_steps_where_the_sparsity_does_not_change():
+    curve = [{"step": 10 * number, "sparsity": 0.5, "metric": "val_acc1", "value": 0.1 * number} for number in (1, 2)]
+    left, _ = draw_training(curve, {"net.weight": 0.5}).axes
+    assert (left.get_xlabel(), left.lines[0].get_xdata().tolist()) == ("step", [10, 20])
+    curve[0]["sparsity"] = 0.2
+    left, _ = draw_training(curve, {"net.weight": 0.5}).axes
+    assert (left.get_xlabel(), left.lines[0].get_xdata().tolist()) == ("pruned weights, percent", [20, 50])
 
 
 def test_the_report_is_in_the_run_folder(tmp_path):

@@ -98,6 +98,8 @@ def test_compiled_layers_round_from_the_step_on_that_they_are_told_to() -> None:
     quantiser.bits = 8
     assert torch.equal(compiled(x), layer(x))
     assert not torch.equal(compiled(x), rounded)
+    quantiser.set_bits([4])
+    assert torch.equal(compiled(x), rounded)
     quantiser.remove()
     assert torch.equal(compiled(x), plain)
     torch.compiler.reset()

@@ -18,6 +18,7 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.quantisation import schemes
+from dlo_plugins.quantisation.bit_schedule import BitSchedule
 from dlo_plugins.quantisation.export import program_device, program_input
 from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
@@ -90,6 +91,47 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
     # By a run of one epoch, rounding begins in its second step; the resumed one continues from there.
     assert first.seen == [32, 11, 10]
     assert second.seen == [9, 9, 8]
+
+
+class MixedBits(Quantise):
+    """Records the bits of each layer in each step, and the mean squared gradients of each step."""
+
+    def __init__(self, period: int) -> None:
+        options = {"start": 0, "start_bits": 8, "period": period, "mixed_bits": True}
+        super().__init__("int4_weights", when="aware", report=False, **options)
+        self.seen: list[list[int]] = []
+        self.squares: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.seen.append([layer.__dict__["rounded_bits"] for layer in self.quantiser.layers])
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        self.squares.append([float(layer.weight.grad.square().mean()) for layer in self.quantiser.layers])
+
+
+def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -> None:
+    """Also in a resumed run; bits that are left at the end are named, with a period that would reach the scheme's."""
+    data = lambda: DigitsData(image_size=16, batch_size=16)
+    callback = MixedBits(2)
+    with pytest.warns(UserWarning, match="must have 4 bits at the end of training, got up to 7: .* set period: 1, an"):
+        trainer_of(tmp_path, callback, limit_train_batches=16).fit(classifier(), datamodule=data())
+    means = [sum(pair) / 2 for pair in zip(*callback.squares[:2], strict=True)]
+    factors = [1 + int(4 * mean / max(means)) for mean in means]
+    assert sorted(set(factors))[0] < max(factors) == 5
+    for step, bits in enumerate(callback.seen):
+        assert bits == [BitSchedule(8, 4, 2 * factor).bits(step) for factor in factors]
+    saving = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "one.ckpt"))
+    for stop in (1, 4):  # While curvature is measured, and after the first bits were dropped.
+        first, second = MixedBits(2), MixedBits(2)
+        trainer_of(tmp_path, first, saving, limit_train_batches=stop).fit(classifier(), datamodule=data())
+        resumed = trainer_of(tmp_path, second, max_epochs=16 // stop, limit_train_batches=stop)
+        resumed.fit(classifier(), datamodule=data(), ckpt_path=tmp_path / "one.ckpt")
+        assert [*first.seen, *second.seen][:4] == callback.seen[:4]
+        assert first.seen + second.seen == [
+            [BitSchedule(8, 4, 2 * factor).bits(step) for factor in second._factors] for step in range(16)
+        ]
 
 
 def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp_path: Path) -> None:
@@ -218,6 +260,7 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
         ({"start_bits": 12}, "when must be aware with start_bits"),
         ({"when": "aware", "start_bits": 8}, "start_bits must be from 9 to 16, got 8; set 16"),
         ({"when": "aware", "period": 3}, "start_bits must be set with period"),
+        ({"when": "aware", "mixed_bits": True}, "start_bits must be set with mixed_bits"),
         ({"when": "aware", "start_bits": 12, "period": 0}, "period must be at least 1"),
         ({"export": ["model.tflite"]}, "export must end in .pt2 or .onnx, .* got model.tflite; set model.onnx"),
         ({"export": ["model.pt2"], "report": False}, "report must be true to export"),

@@ -9,6 +9,7 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.cli.main import main
+from dlo_plugins.quantisation.grids import affine_grid, fake_quantise, symmetric_grid
 from support.texts import lines, sentences
 
 CONFIG = """
@@ -48,7 +49,7 @@ def quantise(*words: str) -> int:
         os.environ.pop(runs.ENVIRONMENT, None)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_weights"])
+@pytest.mark.parametrize("scheme", ["int8", "int8_weights", "int4_weights"])
 def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, capfd) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,9 +62,9 @@ def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, 
     assert json.loads((folder / "report.json").read_text()) == report
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     kinds = {name: type(parameter).__name__ for name, parameter in model.named_parameters()}
-    assert [name for name, kind in kinds.items() if kind == "Int8Tensor"] == [
-        name for name in kinds if name.endswith("proj.weight") and "layers.0.mlp" not in name
-    ]
+    expected = "IntxUnpackedToInt8Tensor" if scheme == "int4_weights" else "Int8Tensor"
+    chosen = [name for name, kind in kinds.items() if kind == expected]
+    assert chosen == [name for name in kinds if name.endswith("proj.weight") and "layers.0.mlp" not in name]
     assert len(AutoTokenizer.from_pretrained(folder / "model")("abc")["input_ids"]) > 0
     # The folder of `dlo checkpoint export` holds the same model in float.
     checkpoint = trained / "runs" / "tiny" / "version_0" / "checkpoints" / "last.ckpt"
@@ -71,8 +72,16 @@ def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, 
     plain = AutoModelForCausalLM.from_pretrained(trained / f"float-{scheme}").eval()
     ids = torch.arange(40)[None] + 5
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=0.02)
-        assert not torch.equal(model(ids).logits, plain(ids).logits)
+        found, of_floats = model(ids).logits, plain(ids).logits
+        torch.testing.assert_close(found, of_floats, rtol=0, atol=0.2 if scheme == "int4_weights" else 0.02)
+        for name in chosen:
+            weight = plain.get_parameter(name)
+            grid = affine_grid(weight, 4, 32) if scheme == "int4_weights" else symmetric_grid(weight, 8)
+            weight.copy_(fake_quantise(weight, grid))
+        of_levels = plain(ids).logits
+    if scheme != "int8":  # Whose inputs are rounded too.
+        torch.testing.assert_close(found, of_levels, rtol=0, atol=1e-5)
+    assert (of_floats - of_levels).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -109,7 +118,6 @@ def test_tables_of_embeddings_are_int8(trained: Path, tied: bool, monkeypatch, c
         (("--skip", "model.layer.0"), "got 'model.layer.0', which matches none; did you mean 'model.layers.0'"),
         (("--scheme", "int4_weights", "--group-size", "64"), "got 64 for 96 of .*; set group_size: 32"),
         (("--export", "model.onnx"), "export must be a folder for CausalLM"),
-        (("--scheme", "int4_weights", "--export", "model"), "set scheme: int8_weights"),
         (("--schema", "int8"), "schema"),
     ],
 )

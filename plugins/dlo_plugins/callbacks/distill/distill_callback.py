@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
@@ -42,9 +43,12 @@ from dlo_plugins.distillation.layer_copy import match_tensors, parse_every
 from dlo_plugins.distillation.layer_outputs import LayerOutputs, check_layers, layer_shapes
 from dlo_plugins.distillation.logit_losses import LogitDistance, LogitLossName
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.collectives import gather_sequence
 
 #: Key of the teacher's outputs in a batch that is a dict.
 KEY = "teacher_outputs"
+#: Key of a batch's positions, 1 each, where ranks share sequences: the strategy pads them with 0.
+_POSITIONS = "distilled_positions"
 #: Prefix of the projections' names among the task's training modules.
 _PROJECTION = "distill_"
 
@@ -105,8 +109,10 @@ class Distill(BatchTransform):
             the task's loss those of its class token.
         hidden: Distance between hidden states of layers, with a projection.
         attention: Distance between attention maps of layers.
-        on_policy: Distillation on the student's own completions in a share of the steps (GKD), for language models,
-            without pipelines and context parallelism. Their loss has no task loss.
+        on_policy: Distillation on the student's own completions in a share of the steps (GKD), for language models.
+            Their loss has no task loss.
+        first_classes: Whether a teacher may have more classes than the student, of which the first are compared: for a
+            vocabulary that is the student's, padded to a larger size.
         init_from: `every k` copies the weights of every k-th block of the teacher into the student, and all other
             weights of the same names (DistilBERT: `every 2`). A resumed run does not.
 
@@ -131,10 +137,12 @@ class Distill(BatchTransform):
         attention: AttentionTransfer | None = None,
         on_policy: OnPolicy | None = None,
         init_from: str | None = None,
+        first_classes: bool = False,
     ) -> None:
         self.teacher, self.distance = teacher, LogitDistance(loss, temperature, beta)
         self.weight, self.ce_weight, self.token = weight, ce_weight, token
         self.hidden, self.attention, self.on_policy = hidden, attention, on_policy
+        self.first_classes = first_classes
         self.every = None if init_from is None else parse_every(init_from)
         for name, value in (("weight", weight), ("ce_weight", ce_weight)):
             if not value >= 0:
@@ -151,6 +159,8 @@ class Distill(BatchTransform):
         self.latest: dict[str, float] = {}
         self._pairs: dict[str, dict[str, str]] = {}  # of layers, by option
         self._widths: dict[str, tuple[int, int]] = {}  # of student and teacher, by the student's layer
+        self._positions: dict[str, int] = {}  # of the student's layers, in the example batch
+        self._sequences: Communicator | None = None  # of the ranks that shard tokens between blocks
         self._copies: dict[str, str] = {}  # the teacher's tensors by the student's
         self._task: Task | None = None
         self._ours: LayerOutputs | None = None
@@ -204,18 +214,25 @@ class Distill(BatchTransform):
 
     def _check_classes(self, student: Task, teacher: Task) -> None:
         ours, theirs = student.class_count, teacher.class_count
-        if self.weight and None not in (ours, theirs) and ours != theirs:
+        if not self.weight or ours is None or theirs is None or ours == theirs:
+            return
+        if theirs < ours or not self.first_classes:
+            padded = (
+                ", set first_classes: true if its vocabulary is the student's with padding" if theirs > ours else ""
+            )
             raise DloError(
                 f"Distill: teacher must have the student's {ours} classes (or tokens of its vocabulary), got {theirs};"
-                " use a teacher for the same classes and tokenizer, or set weight: 0 to distil layers alone"
+                f" use a teacher for the same classes and tokenizer{padded}, or set weight: 0 to distil layers alone"
             )
 
     def _check_strategy(self, trainer: Trainer) -> None:
-        divided = _divided(trainer.strategy)
-        if (self.hidden or self.attention) and divided:
+        strategy = trainer.strategy
+        stages = strategy.mesh_spec().pp if isinstance(strategy, MeshStrategy) else 1
+        if (self.hidden or self.attention) and stages > 1:
             raise DloError(
-                "Distill: each rank must have all blocks and full sequences for hidden and attention, got"
-                f" {' and '.join(divided)}, which divides them; use the other axes, or distil logits alone"
+                "Distill: the rank that computes the loss must have the outputs of all blocks for hidden and attention,"
+                f" got pp={stages}, whose last stage has its own blocks alone; use the other axes, or distil logits"
+                " alone"
             )
 
     def _check_on_policy(self, trainer: Trainer, module: Task) -> None:
@@ -285,6 +302,7 @@ class Distill(BatchTransform):
         ours = layer_shapes(student, example, [name for pairs in self._pairs.values() for name in pairs])
         theirs = layer_shapes(teacher, example, [name for pairs in self._pairs.values() for name in pairs.values()])
         self._widths = {}
+        self._positions = {name: shape[1] for name, shape in ours.items() if len(shape) == 3}
         for option, pairs in self._pairs.items():
             for name, other in pairs.items():
                 shapes = ours[name], theirs[other]
@@ -346,6 +364,7 @@ class Distill(BatchTransform):
             self._ours = LayerOutputs(pl_module.model, [name for pairs in self._pairs.values() for name in pairs])
             names = [name for pairs in self._pairs.values() for name in pairs.values()]
             self._theirs = LayerOutputs(self.teacher.placed.task.model, names)
+            self._sequences = _sharding_sequences(trainer.strategy)
         control_group(trainer)
         self._sums, self._counts, self._tick = {}, {}, trainer.global_step
         self._computed.clear()
@@ -404,7 +423,7 @@ class Distill(BatchTransform):
                 self._task.__dict__.pop(name, None)
             if self.token:
                 self._task.use_distillation_token(False)
-        self._ours = self._theirs = self._task = self._own = None
+        self._ours = self._theirs = self._task = self._own = self._sequences = None
         self.teacher.stop()
 
     # --- in training ---------------------------------------------------------------------------------------
@@ -420,6 +439,8 @@ class Distill(BatchTransform):
         layers = {} if self._theirs is None else self._theirs.pop()
         if not self.teacher.has_outputs:
             return batch
+        if self.attention is not None and _sharing_group(trainer) is not None:
+            batch = {**batch, _POSITIONS: torch.ones_like(batch["input_ids"])}
         return join_batch(batch, TeacherOutputs(outputs, layers, type(batch), is_sampled))
 
     def _sample(self, trainer: Trainer, batch: Any) -> Any:
@@ -454,18 +475,31 @@ class Distill(BatchTransform):
             found |= {"distance": apart.loss, "agreement": apart.agreement}
             terms.append(self.weight * apart.loss)
         if self._ours is not None:
-            ours = self._ours.pop()
+            ours, layers = self._ours.pop(), dict(theirs.layers)
+            self._gather_sequences(ours, layers, plain)
             if self.hidden is not None:
-                found["hidden"] = self._hidden_loss(task, ours, theirs.layers, plain)
+                found["hidden"] = self._hidden_loss(task, ours, layers, plain)
                 terms.append(self.hidden.weight * found["hidden"])
             if self.attention is not None:
-                found["attention"] = self._attention_loss(task, ours, theirs.layers, plain)
+                found["attention"] = self._attention_loss(task, ours, layers, plain, part)
                 terms.append(self.attention.weight * found["attention"])
         self._note(found, self._weights.pop(id(part), 1.0))
         total = terms[0]
         for term in terms[1:]:
             total = total + term
         return total
+
+    def _gather_sequences(self, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> None:
+        """Gathers the tokens of layers between blocks, in place, where the ranks of `tp` shard them."""
+        if self._sequences is None:
+            return
+        tokens = batch["input_ids"].shape[1] if isinstance(batch, dict) and "input_ids" in batch else None
+        for pairs in self._pairs.values():
+            for name, other in pairs.items():
+                for layers, layer in ((ours, name), (theirs, other)):
+                    length = tokens or self._positions.get(name, 0)
+                    if layers[layer].ndim == 3 and layers[layer].shape[1] != length:
+                        layers[layer] = gather_sequence(layers[layer], length, self._sequences)
 
     def _hidden_loss(self, task: Task, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> Tensor:
         assert self.hidden is not None
@@ -479,9 +513,15 @@ class Distill(BatchTransform):
             losses.append(task.batch_mean(apart[:, 0] if student.ndim == 2 else apart, batch))
         return torch.stack(losses).mean()
 
-    def _attention_loss(self, task: Task, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> Tensor:
+    def _attention_loss(
+        self, task: Task, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any, part: Any
+    ) -> Tensor:
         pairs = self._pairs["attention"].items()
-        maps = [attention_distances(*pool_to_same_grid(ours[name], theirs[other])) for name, other in pairs]
+        group = None if task._trainer is None else _sharing_group(task.trainer)
+        counted = None if group is None else part[_POSITIONS]
+        maps = [
+            attention_distances(*pool_to_same_grid(ours[name], theirs[other]), counted, group) for name, other in pairs
+        ]
         return torch.stack([task.batch_mean(apart, batch) for apart in maps]).mean()
 
     # --- logging -------------------------------------------------------------------------------------------
@@ -558,7 +598,7 @@ def join_batch(batch: Any, theirs: TeacherOutputs) -> Any:
 def split_batch(batch: Any) -> tuple[Any, TeacherOutputs | None]:
     """Returns a batch as the datamodule made it, and the teacher's outputs; None if it carries none."""
     if isinstance(batch, dict) and KEY in batch:
-        return {key: value for key, value in batch.items() if key != KEY}, batch[KEY]
+        return {key: value for key, value in batch.items() if key not in (KEY, _POSITIONS)}, batch[KEY]
     if isinstance(batch, tuple) and batch and isinstance(batch[-1], TeacherOutputs):
         items, kind = batch[:-1], batch[-1].kind
         return (kind(*items) if hasattr(kind, "_fields") else kind(items)), batch[-1]
@@ -573,12 +613,15 @@ def _same_positions(student: torch.Size, teacher: torch.Size) -> bool:
     return counts[0] == counts[1]
 
 
-def _divided(strategy: Any) -> list[str]:
-    """Returns the options of a mesh that divide blocks or sequences among ranks, such as `pp=2`."""
-    if not isinstance(strategy, MeshStrategy):
-        return []
-    spec = strategy.mesh_spec()
-    found = [f"{axis}={size}" for axis, size in (("pp", spec.pp), ("cp", spec.cp)) if size > 1]
-    if spec.tp > 1 and strategy.appliers.tensor.sequence_parallel:
-        found.append("sequence_parallel: true")
-    return found
+def _sharing_group(trainer: Trainer) -> Any:
+    """Returns the process group of the ranks that share sequences (`cp`); None without any."""
+    groups = contract_of(trainer.strategy).groups
+    return None if groups is None or groups.spec.cp == 1 else groups.group("cp")
+
+
+def _sharding_sequences(strategy: Any) -> Communicator | None:
+    """Returns the communicator of the ranks of `tp`, if they shard tokens between blocks; None otherwise."""
+    if not isinstance(strategy, MeshStrategy) or not strategy.appliers.tensor.sequence_parallel:
+        return None
+    groups = contract_of(strategy).groups
+    return Communicator(groups.group("tp")) if groups is not None and groups.spec.tp > 1 else None
