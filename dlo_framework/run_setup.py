@@ -191,9 +191,13 @@ def check_run(
 
 def _warn_without_steps(trainer: Any) -> None:
     """Warns that a run trains no step, which Lightning (2.6) ends without a word."""
-    zero = next((name for name in ("max_steps", "max_epochs", "limit_train_batches") if getattr(trainer, name) == 0), "")
+    zero = next(
+        (name for name in ("max_steps", "max_epochs", "limit_train_batches") if getattr(trainer, name) == 0), ""
+    )
     if zero:
-        rank_zero_warn(f"the run trains no step, because trainer.{zero} is 0; set it to 1 or more, or use `dlo validate`")
+        rank_zero_warn(
+            f"the run trains no step, because trainer.{zero} is 0; set it to 1 or more, or use `dlo validate`"
+        )
 
 
 def check_ranks(strategy: Strategy, options: Any) -> None:

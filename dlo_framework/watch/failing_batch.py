@@ -14,7 +14,7 @@ _ENTRIES = 8
 
 
 def describe_batch(batch: Any) -> str:
-    """Returns the types, shapes and dtypes of a batch's parts, such as ``(Tensor[16, 3] float32, Tensor[16] int64)``."""
+    """Returns the types, shapes and dtypes of a batch's parts: ``(Tensor[16, 3] float32, Tensor[16] int64)``."""
     if isinstance(batch, Tensor):
         return f"Tensor{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):

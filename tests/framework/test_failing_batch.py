@@ -46,7 +46,9 @@ def test_batches_are_described():
     assert describe_batch([0] * 10) == f"({', '.join(['int'] * 8)}, 2 more)"
 
 
-@pytest.mark.parametrize(("error", "batch"), [(DloError("clear"), [1]), (KeyboardInterrupt(), [1]), (ValueError(), None)])
+@pytest.mark.parametrize(
+    ("error", "batch"), [(DloError("clear"), [1]), (KeyboardInterrupt(), [1]), (ValueError(), None)]
+)
 def test_other_ends_of_a_run_have_no_note(error, batch):
     note_batch(error, batch, None)
     assert not hasattr(error, "__notes__")
