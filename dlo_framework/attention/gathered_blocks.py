@@ -43,7 +43,7 @@ def attend_blocks(
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
-        scores: What is done to scores.
+        scores: Soft cap and sinks of the scores.
 
     torch.compile does not trace it, because the tables are made by Python: it breaks the graph around it.
     """

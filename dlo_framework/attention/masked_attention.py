@@ -41,7 +41,7 @@ def masked_attention(
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
-        scores: What is done to scores; `blocks` and `sdpa` do it.
+        scores: Soft cap and sinks of the scores, which `blocks` and `sdpa` compute.
 
     Raises:
         DloError: If the kernel keeps no documents apart.
@@ -95,7 +95,7 @@ def cached_attention(
             pattern begins after it.
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores.
-        scores: What is done to scores.
+        scores: Soft cap and sinks of the scores.
     """
     queries, keys = query.shape[2], key.shape[2]
     places = torch.arange(keys, device=query.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to scores besides their factor.
+    """Soft cap and sinks of scores.
 
     Attributes:
         softcap: Soft bound: a score s becomes `softcap * tanh(s / softcap)`; None for none.
@@ -30,7 +30,7 @@ class Scores:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is done."""
+        """Whether there is neither."""
         return self.softcap is None and self.sinks is None
 
     def repeated(self, times: int) -> Scores:
@@ -59,7 +59,7 @@ def scored_attention(
         key: Keys, `[B, H, k, D]`.
         value: Values, `[B, H, k, E]`.
         seen: Mask, bool, that broadcasts to `[B, H, q, k]`; each query sees a key. None for all.
-        scores: What is done to scores.
+        scores: Soft cap and sinks of the scores.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
     """

@@ -8,7 +8,6 @@ from typing import Literal, TypeVar
 
 from dlo_framework.applier import Applier
 from dlo_framework.errors import DloError
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.expert_parallel import ExpertParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
