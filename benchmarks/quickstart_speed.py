@@ -11,9 +11,10 @@ forward, loss, backward, clipping and the optimizer's step.
 * ``fastest``: those that help, together.
 
 Packing is in all of them: without it, padding takes more. Time is the CPU time of the process with one thread.
-``--train NAME`` trains one contestant as the recipe does, and prints its validation perplexity.
+``--seeds`` trains each contestant as the recipe does too, once a seed, and compares validation perplexities with those
+of ``plain`` with the same seed. ``--train NAME`` trains one contestant alone, and prints its perplexity for each seed.
 
-Run: ``python benchmarks/quickstart_speed.py [--rounds 15] [--train plain]``
+Run: ``python benchmarks/quickstart_speed.py [--rounds 15] [--only plain "plain again" fastest] [--seeds 42 43 44]``
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.text_data import TextData
 
 RECIPE = Path(__file__).parents[1] / "configs" / "llm" / "quickstart.yaml"
-#: Tokens a second over the quick start's that are to be reached.
-BAR = 1.25
+#: Tokens a second over the quick start's that are to be reached, and the perplexity over its own that counts as equal.
+BAR, PERPLEXITY_BAR = 1.25, 1.01
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,13 @@ def make_step(contestant: Contestant, vocabulary: int, batches: list[Any]) -> Ca
     return step
 
 
-def train(contestant: Contestant) -> float:
-    """Trains a contestant as the recipe does; returns the validation perplexity."""
+def train(contestant: Contestant, seed: int, steps: int | None = None) -> float:
+    """Trains a contestant as the recipe does, or for fewer steps; returns the validation perplexity."""
     recipe = yaml.safe_load(RECIPE.read_text())
-    seed_everything(recipe["seed_everything"], workers=True, verbose=False)
+    seed_everything(seed, workers=True, verbose=False)
     limits = {key: value for key, value in recipe["trainer"].items() if key not in ("accelerator", "log_every_n_steps")}
+    if steps is not None:
+        limits |= {"max_steps": steps, "val_check_interval": steps}
     callbacks: list[Any] = [Compile(scope="blocks", optimizer=contestant.step)] if contestant.blocks else []
     callbacks += [LowPrecision()] if contestant.int8 else []
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
@@ -167,16 +170,33 @@ def train(contestant: Contestant) -> float:
     return math.exp(float(trainer.callback_metrics["val_loss"]))
 
 
+def perplexities(names: list[str], seeds: list[int], steps: int | None) -> Table:
+    """Trains contestants, `plain` among them, with each seed; returns the table of their validation perplexities."""
+    found = {name: [train(CONTESTANTS[name], seed, steps) for seed in seeds] for name in dict.fromkeys(names)}
+    what = f"after {'the recipe' if steps is None else f'{steps} steps'}, seeds {', '.join(map(str, seeds))}"
+    table = Table(f"validation perplexity {what}", "plain", "perplexity with the same seed")
+    for name, values in found.items():
+        ratios = [value / plain for value, plain in zip(values, found["plain"], strict=True)]
+        fastest, control = name == "fastest", name == "plain again"
+        bar = PERPLEXITY_BAR if fastest else None
+        table.add(name, ratios, bar=bar, ours=fastest, control=control, perplexity=statistics.median(values))
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS))
     parser.add_argument("--random", action="store_true", help="few random tokens")
-    parser.add_argument("--train", metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="train each contestant with each seed")
+    parser.add_argument("--steps", type=int, help="number of steps of a training; the recipe's by default")
+    parser.add_argument("--train", metavar="NAME", choices=CONTESTANTS)
     options = parse_options(parser, __file__)
     torch.set_num_threads(1)
     if options.train:
-        print(f"{options.train}: validation perplexity {train(CONTESTANTS[options.train]):.1f}")
+        for seed in options.seeds or [yaml.safe_load(RECIPE.read_text())["seed_everything"]]:
+            perplexity = train(CONTESTANTS[options.train], seed, options.steps)
+            print(f"{options.train}, seed {seed}: validation perplexity {perplexity:.1f}", flush=True)
         return
     record = Record.of(__file__, __doc__, options, "cpu")
     vocabulary, batches = random_batches() if options.random else packed_batches()
@@ -201,6 +221,8 @@ def main() -> None:
             tokens_a_second_over_plain=times,
         )
     record.add(table)
+    if options.seeds:
+        record.add(perplexities(options.only, options.seeds, options.steps))
     record.finish()
 
 
