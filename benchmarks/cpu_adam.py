@@ -4,6 +4,8 @@
 own, with the machine's vector instructions; without a C++ compiler that it accepts, it is not measured. Both read
 weight, gradient and two moments, and write three of them: 28 bytes an element in fp32, so that memory decides.
 
+``torch, compiled`` is the step that ``optimizer: true`` of the callback Compile makes, in machine code for this CPU.
+
     python benchmarks/cpu_adam.py [--elements 4000000] [--rounds 30] [--threads 1]
 """
 
@@ -18,6 +20,8 @@ import torch
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
+
+from dlo_plugins.callbacks.compile.compiled_step import CompiledOptimizer
 
 SHAPES = (1.0, 0.25, 0.25, 1e-3)  # fractions of the elements: a large matrix, two small ones, a vector
 
@@ -39,6 +43,8 @@ def contestants(elements: int) -> tuple[dict[str, Any], str | None]:
     found: dict[str, Any] = {
         name: torch.optim.AdamW(parameters(elements), lr=1e-3, weight_decay=0.01, fused=True) for name in names
     }
+    found["torch, compiled"] = torch.optim.AdamW(parameters(elements), lr=1e-3, weight_decay=0.01, foreach=True)
+    CompiledOptimizer(found["torch, compiled"])
     found["torch, loop"] = torch.optim.AdamW(parameters(elements), lr=1e-3, weight_decay=0.01, foreach=False)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -61,6 +67,8 @@ def main() -> None:
     if absent is not None:
         record.without("DeepSpeed", absent)
     clock = clock_of(torch.device("cpu"))
+    for optimizer in optimizers.values():
+        optimizer.step()  # It makes its state, and compiles.
     steps: dict[str, Callable[[], Any]] = {
         name: (lambda step=optimizer.step: clock.seconds(step)) for name, optimizer in optimizers.items()
     }

@@ -150,6 +150,10 @@ TASKS: dict[str, Callable[[Path, With], tuple[Any, Any]]] = {"ImageClassifier": 
 IMAGES, TEXTS = ("ImageClassifier",), ("CausalLM",)
 
 
+#: LAMB's ratio of norms needs full tensors; the norm of all gradients, which clips them by default, all of them.
+LAMB = (("optimizer", "lamb"), ("optimizer_args", {"max_grad_norm": None, "eps": 1e-4}))
+
+
 def taught(teacher: Any) -> list[Any]:
     """Returns Distill with a teacher of random weights, the same in all runs."""
     with torch.random.fork_rng(devices=[]):
@@ -187,6 +191,9 @@ BESIDE: dict[str, With] = {
     "accumulation, clipping": With(trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1))),
     "bf16-mixed": With(trainer=(("precision", "bf16-mixed"),), rtol=2**-7),
     "adamw_schedulefree": With(task_args=(("optimizer", "adamw_schedulefree"),)),
+    "lamb, of full tensors": With(task_args=LAMB, tasks=TEXTS),
+    # It iterates in bf16.
+    "muon, of full tensors": With(task_args=(("optimizer", "muon"), ("optimizer_args", {})), tasks=TEXTS, rtol=2**-7),
     "attention, a sparse mask": With(task_args=(("attention", Attention("blocks", SlidingWindow(8, block=4))),)),
     "async_tp": With(
         tasks=TEXTS,
@@ -232,6 +239,7 @@ BESIDE: dict[str, With] = {
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),
     # Backward has stepped the gradients: there is no norm to compare.
     "OptimizerInBackward": With(lambda: [OptimizerInBackward()], joint=False),
+    "OptimizerInBackward, lamb": With(lambda: [OptimizerInBackward()], task_args=LAMB, tasks=TEXTS, joint=False),
     "PipelineTimeline": With(lambda: [PipelineTimeline(step=2)], alone=False),
     "Profile": With(lambda: [Profile(wait=1, warmup=1, active=2, formats=["memory"])]),
     "ProgressiveResizing": With(lambda: [ProgressiveResizing({0: 8, "50%": 16})], tasks=IMAGES),
