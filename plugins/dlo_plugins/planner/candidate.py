@@ -107,7 +107,9 @@ def explain(candidate: Candidate, best: Candidate) -> str:
     """Returns the sentence that says why a candidate is where it is."""
     if candidate is best:
         largest = sorted(fields(StepTime), key=lambda part: -getattr(best.time, part.name))
-        lost = [part.name for part in largest if part.name != "compute" and getattr(best.time, part.name) > 0][:2]
+        lost = [
+            p.name for p in largest if p.name != "compute" and getattr(best.time, p.name) >= 0.005 * best.time.total
+        ][:2]
         words = " and ".join(f"{_WORDS[name]} ({getattr(best.time, name) / best.time.total:.0%})" for name in lost)
         return f"the fastest that fits; it loses most to {words}" if lost else "the fastest that fits"
     slower = candidate.time.total / best.time.total - 1

@@ -104,7 +104,7 @@ class TensorRegions:
         return [key for key in regions if key == name or key.startswith(f"{name}.") or not name]
 
     def passed_in(self, name: str, default: float) -> PassedBytes:
-        """Returns the sums of what passes a module's regions, as last seen.
+        """Returns the bytes of all of a module's regions, as last seen.
 
         Args:
             name: Name of the module.
