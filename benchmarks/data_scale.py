@@ -31,14 +31,15 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
-from dlo_framework.data import GlobalShuffle, Mixture, MixtureOrder, MixturePoint, ResumableBatchSampler
-from dlo_framework.data.loader import ResumableLoader
+from dlo_framework.data import Draw, GlobalShuffle, Mixture, MixtureOrder, MixturePoint, ResumableBatchSampler
+from dlo_framework.data.loader import ResumableLoader, announce_batches
 from dlo_framework.data.remote import BlockCache
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 
 LATENCY, COMPUTE = 0.1, 0.1  # seconds: of the file system's answer, and of a step's work
 SEQ_LEN, BATCH = 2048, 8
+AHEAD = 4  # batches, the default of TextData
 TABLES = ["opening", "proportions", "reading", "latency"]
 BLOCK = 1 << 16
 OPENING = """
@@ -158,7 +159,7 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
     path = Path(f"{prefix}.bin")
     storage = Storage(BlockCache(folder / "cache", 1 << 30), folder / "indices", {})
     windows = TokenWindows(open_tokens(TokenFiles("local", str(prefix)), storage), SEQ_LEN, 1 << 16, "local")
-    data = JoinedWindows([windows])
+    data = JoinedWindows([windows], AHEAD)
     tokens = np.fromfile(path, np.uint16, 64 * SEQ_LEN + 1)
     out = torch.zeros(3, 64, SEQ_LEN, dtype=torch.int64)
 
@@ -168,8 +169,18 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
             batch["input_ids"].numel() for batch in ResumableLoader(data, num_workers=workers, **options)
         )
 
-    def stored() -> int:
-        return sum(len(windows.read(np.arange(first, first + 64))) for first in range(0, len(windows) - 63, 64))
+    def stored(ahead: int) -> Callable[[], int]:
+        """Reads batches; where `ahead`, each after this number of the next ones was announced, as the loader does."""
+        firsts = range(0, len(windows) - 63, 64)
+        draws = [[Draw(index, 0, True) for index in range(first, first + 64)] for first in firsts]
+
+        def run() -> int:
+            if ahead == 0:
+                return sum(len(windows.read(np.arange(first, first + 64))) for first in firsts)
+            coming = announce_batches(iter(draws), JoinedWindows([windows], ahead))
+            return sum(len(windows.read(np.arange(some[0].index, some[-1].index + 1))) for some in coming)
+
+        return run
 
     def widen() -> None:
         ids, places = torch.from_numpy(tokens), torch.arange(SEQ_LEN)
@@ -189,7 +200,8 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
         return read_plainly(path)
 
     stages = {
-        "dlo, tokens as stored": stored,
+        "dlo, tokens as stored": stored(0),
+        "dlo, tokens as stored, batches announced": stored(AHEAD),
         "dlo, batches in this process": batches(0),
         "dlo, batches from a worker": batches(1),
         "dlo, batches from two workers": batches(2),
@@ -204,7 +216,7 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
     ):
         table = Table(title, unit, ELAPSED, better="higher")
         for name, values in all_ratios(rates, base).items():
-            if base == "widening alone" and (name.startswith("plain") or name == "dlo, tokens as stored"):
+            if base == "widening alone" and name.startswith(("plain", "dlo, tokens as stored")):
                 continue
             table.add(
                 name,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: Entry of a batch, `[B, L]`: positions of the full sequence, where a strategy has sharded the batch along it.
 FULL_POSITIONS = "full_position_ids"
+#: Key of a batch whose sequence is sharded: place in the full row of each token of this rank, where a mask needs it.
+ROW_PLACES = "row_places"
 
 
 def leaves(nest: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-#: Blocks with fewer parameters than the model's divided by this are no good units, if there are others.
+#: Blocks that have less than this fraction of a model's parameters are used only where no other class repeats: 1 / 8.
 _FEW = 8
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
@@ -173,6 +174,7 @@ def check_run(
     strategy.checkpoint_to_load = ckpt_path
     strategy.check_model(model, datamodule, trains=trains, callbacks=callbacks)
     if trains:
+        _warn_without_steps(trainer)
         owners = [model, *callbacks]
         for owner in owners:
             if isinstance(owner, RunChecker):
@@ -185,6 +187,17 @@ def check_run(
             check_shares(trainer)
     if command == "predict":
         strategy.check_predict(model)
+
+
+def _warn_without_steps(trainer: Any) -> None:
+    """Warns that a run trains no step, which Lightning (2.6) ends without a word."""
+    zero = next(
+        (name for name in ("max_steps", "max_epochs", "limit_train_batches") if getattr(trainer, name) == 0), ""
+    )
+    if zero:
+        rank_zero_warn(
+            f"the run trains no step, because trainer.{zero} is 0; set it to 1 or more, or use `dlo validate`"
+        )
 
 
 def check_ranks(strategy: Strategy, options: Any) -> None:

@@ -81,7 +81,13 @@ class Kernel(NamedTuple):
 
 
 def choose_kernel(
-    wanted: KernelChoice, mask: AttentionMask, device: torch.device, dtype: torch.dtype, *, dropout: bool
+    wanted: KernelChoice,
+    mask: AttentionMask,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    dropout: bool,
+    plain_scores: bool = True,
 ) -> Kernel:
     """Returns the kernel that computes a mask.
 
@@ -91,16 +97,24 @@ def choose_kernel(
         device: Device of the run.
         dtype: Precision of queries, keys and values.
         dropout: Whether attention weights have dropout.
+        plain_scores: Whether scores are products of queries and keys, without a soft cap and sinks.
 
     Raises:
-        DloError: If the wanted kernel does not run on the device, or not with dropout.
+        DloError: If the wanted kernel does not run on the device, or not with dropout, a soft cap or sinks.
     """
+    if not plain_scores and wanted not in ("auto", "blocks", "sdpa"):
+        raise DloError(
+            f"attention.kernel must be auto, blocks or sdpa for soft-capped scores and sinks, got {wanted}; set kernel:"
+            " auto"
+        )
     if wanted != "auto":
         _check_kernel(wanted, device, dtype, dropout=dropout)
         return Kernel(wanted, "the config sets it")
     kind = type(mask.pattern).__name__
     if mask.pattern.is_dense:
         return Kernel("sdpa", "its backends skip nothing that this mask allows")
+    if not plain_scores:
+        return Kernel("blocks", f"fused kernels have no soft caps and sinks, and {kind} leaves out blocks")
     if dropout:
         return Kernel("blocks", f"FlexAttention has no dropout of weights, and {kind} leaves out blocks")
     if device.type == "cuda":

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.attention.attention_mask import AttentionMask, BlockRows, BlockTable, LocalHeads
+from dlo_framework.attention.scored_attention import PLAIN_SCORES, Scores, scored_attention
 
 
 @torch.compiler.disable
@@ -28,6 +29,7 @@ def attend_blocks(
     heads: LocalHeads | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Returns attention under a mask, `[B, H, L, E]`, in memory `[B, L, H, E]`.
 
@@ -41,6 +43,7 @@ def attend_blocks(
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
+        scores: Soft cap and sinks of the scores.
 
     torch.compile does not trace it, because the tables are made by Python: it breaks the graph around it.
     """
@@ -52,7 +55,7 @@ def attend_blocks(
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     query, key, value = (_in_blocks(tensor, size) for tensor in (query, key, value))
     numbers = None if documents is None else _documents_in_blocks(documents, size)
-    outputs = [_attend_rows(query, key, value, rows, numbers, scale, dropout) for rows in table.groups]
+    outputs = [_attend_rows(query, key, value, rows, numbers, scale, dropout, scores) for rows in table.groups]
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # [rows, B, H, b, E]
     out = out.index_select(0, table.order).permute(1, 0, 3, 2, 4)  # [B, N, b, H, E]
     return out.flatten(1, 2)[:, :length].transpose(1, 2)
@@ -87,6 +90,7 @@ def _attend_rows(
     documents: Tensor | None,
     scale: float | None,
     dropout: float,
+    scores: Scores,
 ) -> Tensor:
     """Returns the output of a group of block rows, `[R, B, H, b, E]`."""
     rows, heads = query.shape[0], query.shape[1]
@@ -98,6 +102,7 @@ def _attend_rows(
     layouts = seen.shape[-3]
     if documents is None and (rows == 1 or layouts == 1):
         q, k, v = (tensor.flatten(1, 2) for tensor in (q, k, v))  # rows and heads in one dim: the mask broadcasts
+        scores = scores.repeated(rows)
     else:
         seen = seen[:, None] if documents is None else seen  # [R, 1 or B, h, b, C * b]
         seen = seen.expand(-1, rows, -1, -1, -1).flatten(0, 1)
@@ -105,7 +110,7 @@ def _attend_rows(
     if k.shape[1] != q.shape[1]:
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    out = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout, scale=scale)
+    out = scored_attention(q, k, v, seen, scores, scale=scale, dropout=dropout)
     return out.reshape(len(group.rows), rows, heads, *out.shape[-2:])
 
 

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
 from dlo_framework.attention.flex_blocks import attend_flex
 from dlo_framework.attention.gathered_blocks import attend_blocks
+from dlo_framework.attention.scored_attention import PLAIN_SCORES, Scores, scored_attention
 from dlo_framework.errors import DloError
 
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -26,6 +27,7 @@ def masked_attention(
     heads: LocalHeads | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Returns attention under a mask, `[B, H, L, E]`.
 
@@ -39,12 +41,15 @@ def masked_attention(
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
+        scores: Soft cap and sinks of the scores, which `blocks` and `sdpa` compute.
 
     Raises:
         DloError: If the kernel keeps no documents apart.
     """
     if kernel == "blocks":
-        return attend_blocks(query, key, value, mask, documents, heads=heads, scale=scale, dropout=dropout)
+        return attend_blocks(
+            query, key, value, mask, documents, heads=heads, scale=scale, dropout=dropout, scores=scores
+        )
     if kernel == "flex":
         return attend_flex(query, key, value, mask, documents, heads=heads, scale=scale)
     if documents is not None and kernel in _BACKENDS:
@@ -54,7 +59,7 @@ def masked_attention(
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     seen = None
-    if documents is not None or not mask.pattern.is_dense:
+    if documents is not None or not mask.pattern.is_dense or not scores.is_plain:
         places = torch.arange(query.shape[2], device=query.device)
         seen = mask.visible(places, places, heads, query.shape[2])[None]
         if documents is not None:
@@ -63,7 +68,9 @@ def masked_attention(
     if kernel in _BACKENDS:
         with sdpa_kernel([_BACKENDS[kernel]]):
             return F.scaled_dot_product_attention(query, key, value, is_causal=causal, dropout_p=dropout, scale=scale)
-    return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, is_causal=causal, scale=scale)
+    if causal:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
+    return scored_attention(query, key, value, seen, scores, scale=scale, dropout=dropout)
 
 
 def cached_attention(
@@ -75,6 +82,7 @@ def cached_attention(
     *,
     heads: LocalHeads | None = None,
     scale: float | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """Returns attention of the last positions to all keys of a cache, `[B, H, q, E]`, under a dense mask.
 
@@ -87,6 +95,7 @@ def cached_attention(
             pattern begins after it.
         heads: Heads of queries in these tensors; None for all of the model's.
         scale: Factor of scores.
+        scores: Soft cap and sinks of the scores.
     """
     queries, keys = query.shape[2], key.shape[2]
     places = torch.arange(keys, device=query.device)
@@ -104,4 +113,4 @@ def cached_attention(
         allowed = torch.stack(made)
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale)
+    return scored_attention(query, key, value, allowed, scores, scale=scale)

@@ -195,9 +195,9 @@ class LocalFile:
         return read_at(self._descriptor(), size, offset)
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Asks the kernel to read ranges into the page cache."""
+        """Asks the kernel to read ranges into the page cache; ranges that touch are one request."""
         if hasattr(os, "posix_fadvise"):
-            for offset, size in ranges:
+            for offset, size in _joined(ranges):
                 os.posix_fadvise(self._descriptor(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def local_path(self) -> Path:
@@ -501,6 +501,18 @@ def _exact_reads(system: Any) -> dict[str, Any]:
     # Asynchronous file systems have a method on each object.
     inherits = not system.async_impl and type(system).cat_file is AbstractFileSystem.cat_file
     return {"cache_type": "none"} if inherits else {}
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns (offset, size) ranges in order, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for offset, size in sorted(ranges):
+        if found and offset <= sum(found[-1]):
+            first, length = found[-1]
+            found[-1] = first, max(length, offset + size - first)
+        else:
+            found.append((offset, size))
+    return found
 
 
 def read_at(file: int, size: int, offset: int) -> bytes:

@@ -15,6 +15,7 @@ from dlo_framework.batches import batch_size, sample_shapes
 from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.failing_batch import note_batch
 from dlo_framework.watch.flops import FlopCounter, SampleShape, peak_flops
 from dlo_framework.watch.memory import memory_now, memory_peak, reset_memory_peak
 from dlo_framework.watch.monitored_names import check_monitored
@@ -68,6 +69,7 @@ class RunMonitor(Callback):
         self._window_shapes: dict[SampleShape, int] = {}  # samples of this rank, by their shape
         self._samples = 0  # of the batch that runs
         self._shape: SampleShape = ()
+        self._running: Any = None  # batch that is processed
         self._started = 0.0
         self._paused = False
         self._due = False
@@ -166,6 +168,7 @@ class RunMonitor(Callback):
         """Starts a count of FLOPs for a new shape, and restarts the clock after a validation and its checkpoint."""
         if self._paused:
             self._paused, self._started = False, time.perf_counter()
+        self._running = batch
         self._samples, self._shape = batch_size(batch), sample_shapes(batch)
         if self.flops is not None and self._shape not in self.flops.counts:
             self.flops.start(pl_module, self._shape)
@@ -181,6 +184,7 @@ class RunMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adds the batch to the window, and logs the window when it is complete."""
+        self._running = None
         if self.flops is not None and self.flops.running:
             self.flops.stop(self._samples)
         loss = batch_loss(trainer, outputs)
@@ -251,13 +255,23 @@ class RunMonitor(Callback):
             self._window_seconds += time.perf_counter() - self._started
             self._paused = True
 
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Remembers the batch, in case it ends the run."""
+        self._running = args[1]
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Forgets the batch."""
+        self._running = None
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the last window, if it has batches."""
         if self._batches:
             self.record(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends a count of FLOPs that the exception has interrupted, so that it does not count the next run."""
+        """Ends a count of FLOPs that the exception has interrupted, and adds a note about the batch."""
+        note_batch(exception, self._running, getattr(trainer, "datamodule", None))
+        self._running = None
         if self.flops is not None:
             self.flops.stop()
 

@@ -21,6 +21,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import RunMonitor
+from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.gradients import GradientNoise
 from dlo_plugins.callbacks.one_cycle import OneCycle
@@ -83,6 +84,26 @@ class Momentum(Module):
         return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9, fused=True)
 
 
+class FullTensors(Scaled):
+    """Whose optimizer needs full tensors, which ranks step as owners, each tensor by itself."""
+
+    def configure_optimizers(self) -> Any:
+        from timm.optim import Muon
+
+        return Muon(self.net.parameters(), lr=0.05)
+
+
+class GroupCounts(Scaled):
+    """Whose optimizer needs full tensors and counts its steps in the parameter groups."""
+
+    def configure_optimizers(self) -> Any:
+        from timm.optim import Lamb
+
+        biases = [p for p in self.net.parameters() if p.ndim < 2]
+        matrices = [p for p in self.net.parameters() if p.ndim > 1]
+        return Lamb([{"params": matrices}, {"params": biases}], lr=0.05, max_grad_norm=None)
+
+
 class SaveAfter(Callback):
     def __init__(self, steps: int, path: Path) -> None:
         self.steps, self.path = steps, path
@@ -108,8 +129,17 @@ def train(
     return gather_full_weights(made), built
 
 
-#: Modules and limits of gradients: the first two each time, the others are slow.
-RUNS: list[tuple[type[Module], float | None]] = [(Scaled, 0.01), (Momentum, None), (Scaled, None), (Momentum, 0.01)]
+#: Modules and limits of gradients: the first four each time, the others are slow. `MORE` have the first of them.
+RUNS: list[tuple[type[Module], float | None]] = [
+    (Scaled, 0.01),
+    (Momentum, None),
+    (FullTensors, None),
+    (GroupCounts, None),
+    (GroupCounts, 0.01),
+    (Momentum, 0.01),
+    (Scaled, None),
+    (FullTensors, 0.01),
+]
 
 
 def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module], float | None]]) -> dict[str, Any]:
@@ -150,7 +180,7 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
     return found
 
 
-@pytest.mark.parametrize("runs", [RUNS[:2], pytest.param(RUNS[2:], marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.parametrize("runs", [RUNS[:4], pytest.param(RUNS[4:], marks=pytest.mark.slow)], ids=["some", "others"])
 def test_two_ranks_have_the_weights_of_the_ordinary_step_to_the_bit(tmp_path: Path, runs: list[Any]) -> None:
     found = run_distributed(_compare, 2, tmp_path, runs, timeout=400)
     values = dict(found[0])
@@ -180,7 +210,7 @@ class Gradients(Callback):
             parameter.register_post_accumulate_grad_hook(look)
 
 
-@pytest.mark.parametrize("module", [Scaled, Momentum])
+@pytest.mark.parametrize("module", [Scaled, Momentum, FullTensors, GroupCounts])
 def test_one_process_has_the_weights_of_the_ordinary_step_and_one_gradient_at_a_time(module: type[Module]) -> None:
     plain_peak, peak, stepping = Gradients(), Gradients(), OptimizerInBackward()
     plain, _ = train("auto", 1, 0, plain_peak, module=module)
@@ -231,11 +261,20 @@ class AllTensors(Module):
         return Lamb(self.parameters(), lr=0.01)
 
 
-class Counting(Module):
-    def configure_optimizers(self) -> Any:
-        from timm.optim import Adan
+class LargestGradient(torch.optim.SGD):
+    """Which keeps the largest gradient so far in its parameter groups, as if its rate depended on it."""
 
-        return Adan(self.parameters(), lr=0.01)
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for group in self.param_groups:
+            largest = (float(p.grad.abs().max()) for p in group["params"] if p.grad is not None)
+            group["largest"] = max(largest, default=group.get("largest", 0.0))
+        return found
+
+
+class Measuring(Module):
+    def configure_optimizers(self) -> Any:
+        return LargestGradient(self.parameters(), lr=0.01)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +285,10 @@ class Counting(Module):
         (Module, (GradientNoise(eta=0.1),), {}, "must not read gradients .*, got GradientNoise"),
         (Module, (DynamicBatchSize({0: 8}),), {}, "must not read gradients .*, got DynamicBatchSize"),
         (Module, (Declaring(),), {}, "must not read gradients .*, got Declaring"),
+        (Module, (Compile(optimizer=True),), {}, "optimizer of Compile must be false, got true"),
         (Clipping, (), {}, "must not read gradients .*, got Clipping"),
         (AllTensors, (), {}, "must update each tensor without the others, got Lamb"),
-        (Counting, (), {}, "must count steps by parameter, got Adan, whose step changes step"),
+        (Measuring, (), {}, "without the others, got LargestGradient, whose step changes largest .* by the gradients"),
     ],
 )
 def test_what_needs_all_gradients_is_refused(module: Any, callbacks: Any, options: Any, message: str) -> None:

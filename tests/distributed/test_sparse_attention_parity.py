@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlo_framework.attention import Attention, BigBird, BSLongformer
+from dlo_framework.attention import Attention, BigBird, BSLongformer, Prefix, SparsityPattern
 from dlo_framework.testing import Case, assert_parity
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
@@ -29,11 +29,11 @@ def make_pattern() -> BigBird:
     return BigBird(block=3, different_layout_per_head=True, num_sliding_window_blocks=1, seed=3)
 
 
-def llm(family: str = "llama", **options: Any) -> tuple[Any, Any]:
-    config = {"model_type": family, **FAMILIES[family]}
+def llm(pattern: SparsityPattern | None = None) -> tuple[Any, Any]:
+    config = {"model_type": "llama", **FAMILIES["llama"]}
     # Without a larger eps, Adam makes whole steps of the rounding of gradients that cancel to nothing.
-    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, **options}
-    return CausalLM(config=config, attention=Attention(mask=make_pattern()), **more), Tokens(1, rows=ROWS)
+    more: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}}
+    return CausalLM(config=config, attention=Attention(mask=pattern or make_pattern()), **more), Tokens(1, rows=ROWS)
 
 
 def vit() -> tuple[Any, Any]:
@@ -63,6 +63,11 @@ def others() -> list[Case | str]:
 
 def test_a_language_model_trains_on_two_ranks_as_in_one_process() -> None:
     assert_parity(llm, [mesh(**axes) for axes in (MESHES[1], MESHES[2], *SHARED)], steps=2, rtol=1e-5)
+
+
+def test_a_prefix_is_seen_by_all_where_ranks_share_the_sequence() -> None:
+    """Keys of the prefix come after queries, in the same chunk and in later ones; its targets have no loss."""
+    assert_parity(partial(llm, Prefix(13, block=3)), [mesh(**axes) for axes in SHARED], steps=2, rtol=1e-5)
 
 
 def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:

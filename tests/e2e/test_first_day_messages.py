@@ -286,3 +286,9 @@ def test_a_prompt_without_an_answer_among_chats(tmp_path):
     lines = "\n".join(map(json.dumps, [chat, {"prompt": "a"}]))
     with pytest.raises(DloError, match=r"x\.jsonl:2: a record with 'prompt' must have 'completion' too, got 'prompt';"):
         read(tmp_path, "x.jsonl", lines)
+
+
+def test_a_scheduler_beside_a_callback_that_sets_the_learning_rate(refused):
+    message = refused("--trainer.callbacks", "OneCycle", "--model.schedule", "cosine")
+    assert "OneCycle: ImageClassifier must configure no scheduler, as OneCycle sets the learning rate, got" in message
+    assert not list(Path("runs").rglob("version_*")), "refused before the run has a folder"

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.configured_schedulers import find_schedulers
 from dlo_plugins.callbacks.lr_schedule import group_peaks
 from dlo_plugins.callbacks.one_cycle import OneCycle, phase_ends, piecewise
 
@@ -148,6 +149,42 @@ def test_adams_first_beta_is_cycled():
 def test_it_refuses_another_scheduler_by_name():
     with pytest.raises(DloError, match=r"Regression must configure no scheduler, .* got StepLR"):
         train(OneCycle(0.1), Regression(scheduler=True))
+
+
+class Cosine(Regression):
+    """Asks the trainer for the number of its steps, as Lightning's documentation does."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Values(Regression):
+    def configure_optimizers(self):
+        lr = float(self.first.weight.detach().sum())  # A fake tensor has no values.
+        return [torch.optim.SGD(self.parameters(), lr=lr)], [None]
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (Regression(), []),
+        (Regression(scheduler=True), ["StepLR"]),
+        (Cosine(), ["CosineAnnealingLR"]),
+        (Values(), []),
+    ],
+)
+def test_schedulers_are_found_before_ranks_start(module, found):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    weight = module.first.weight.clone()
+    assert find_schedulers(module, trainer) == found
+    assert module._trainer is None
+    assert torch.equal(module.first.weight, weight)
+    if found:
+        with pytest.raises(DloError, match=f"must configure no scheduler, .* got {found[0]}"):
+            OneCycle(0.1).check_run(trainer, module)
 
 
 def test_it_refuses_a_training_without_an_end():

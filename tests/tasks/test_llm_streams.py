@@ -178,6 +178,23 @@ def test_a_web_server_gives_the_same_windows_by_ranges_of_bytes(kind, tmp_path, 
         assert len(requested) == before, "the second pass is read from the cache"
 
 
+def test_coming_windows_of_a_local_file_are_announced_to_the_kernel_unless_they_are_in_order(
+    tmp_path, storage, monkeypatch
+):
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr("os.posix_fadvise", lambda file, offset, size, advice: asked.append((offset, size)))
+    opened = open_tokens(write("uint16", tmp_path, documents(90)), storage)
+    windows = TokenWindows(opened, SEQ, 300, "some")
+    windows.read_ahead([Draw(index, 0, True) for index in (7, 3, 4)])
+    content, rows = (tmp_path / "data.bin").read_bytes(), windows.read(np.array([3, 4, 7]))
+    expected = [np.concatenate([rows[0][:SEQ], rows[1]]), rows[2]]  # Windows 3 and 4 touch: one request.
+    assert len(asked) == 2
+    for (offset, size), tokens in zip(asked, expected, strict=True):
+        assert np.array_equal(np.frombuffer(content[offset : offset + size], "<u2"), tokens)
+    windows.read_ahead([Draw(index, 0, True) for index in (5, 6, 7, 8)])
+    assert len(asked) == 2
+
+
 def test_an_index_is_built_once_and_again_for_other_files(tmp_path, storage):
     files = write("npy", tmp_path, documents(30))
     open_tokens(files, storage)

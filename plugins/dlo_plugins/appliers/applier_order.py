@@ -8,7 +8,6 @@ from typing import Literal, TypeVar
 
 from dlo_framework.applier import Applier
 from dlo_framework.errors import DloError
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.expert_parallel import ExpertParallel
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -63,11 +62,6 @@ class MeshAppliers:
         if twice is not None:
             raise DloError(f"appliers must have different classes, got {twice.__name__} twice; leave one out")
         tensor = _first(given, TensorParallel) or TensorParallel(sequence_parallel, async_tp)
-        if tensor.async_tp and _first(given, CompileBlocks):
-            raise DloError(
-                "async_tp must be left out with CompileBlocks, got both: a compiler schedules a block's collectives"
-                " itself; leave one out"
-            )
         context = _first(given, ContextParallel) or ContextParallel(method=cp_method)
         experts = _first(given, ExpertParallel) or ExpertParallel()
         shard = _first(given, FullyShard) or FullyShard()

@@ -151,8 +151,8 @@ class ContextParallel(Applier):
     def select_rows(self, first: int, count: int) -> None:
         """Selects the rows of the batch for the model's next forward, those of a pipeline's micro-batch.
 
-        Call it before each forward of a micro-batch, and before its backward where activations are recomputed. Inside
-        :meth:`use_full_sequences` it does nothing.
+        Call it before each forward of a micro-batch, and :meth:`restore_rows` before its backward where activations
+        are recomputed. Inside :meth:`use_full_sequences` it does nothing.
 
         Args:
             first: Index of the first row.
@@ -160,6 +160,19 @@ class ContextParallel(Applier):
         """
         if self.sequence is not None and not self._runs_full_sequences:
             self.sequence.select_rows(first, count)
+
+    def selected_rows(self) -> Any:
+        """Returns the rows that are selected, with the documents of their batch; None without a shared sequence."""
+        return None if self.sequence is None else self.sequence.selection
+
+    def restore_rows(self, selected: Any) -> None:
+        """Selects rows again, before a backward that recomputes; their batch may be an earlier one.
+
+        Args:
+            selected: Result of :meth:`selected_rows` after the forward.
+        """
+        if self.sequence is not None:
+            self.sequence.selection = selected
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """Returns the full tensor of one that is sharded by positions; without gradients.

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.errors import DloError
 from dlo_framework.progress import fraction_seen
+from dlo_plugins.callbacks.configured_schedulers import find_schedulers
 
 
 class LearningRateSchedule(Callback, ABC):
@@ -62,21 +63,24 @@ class LearningRateSchedule(Callback, ABC):
         if stage == "fit":
             self._peaks = []
 
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
+        """Checks before ranks start that nothing else sets the lr.
+
+        Args:
+            trainer: Trainer of the run.
+            module: Module of the run.
+            datamodule: Datamodule of the run.
+
+        Raises:
+            DloError: A scheduler or another callback does.
+        """
+        self._check_alone(trainer, module, find_schedulers(module, trainer))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that nothing else sets the lr, and finds each group's highest lr."""
+        configs = trainer.lr_scheduler_configs
+        self._check_alone(trainer, pl_module, [type(config.scheduler).__name__ for config in configs])
         name = type(self).__name__
-        if trainer.lr_scheduler_configs:
-            others = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
-            raise DloError(
-                f"{name}: {type(pl_module).__name__} must configure no scheduler, as {name} sets the learning rate,"
-                f" got {others}; remove one of them (ImageClassifier: schedule: constant)"
-            )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for one in callbacks:
-            if isinstance(one, LearningRateSchedule) and one is not self:
-                raise DloError(
-                    f"{name}: one callback must set the learning rate, got {type(one).__name__} too; remove one of them"
-                )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not self._peaks:
             self._peaks = group_peaks([float(group["lr"]) for group in groups], self.max_lr)
@@ -87,6 +91,20 @@ class LearningRateSchedule(Callback, ABC):
             )
         fraction_seen(trainer)  # Raises if training has no end.
         self.prepare(trainer)
+
+    def _check_alone(self, trainer: Trainer, module: LightningModule, schedulers: list[str]) -> None:
+        name = type(self).__name__
+        if schedulers:
+            raise DloError(
+                f"{name}: {type(module).__name__} must configure no scheduler, as {name} sets the learning rate,"
+                f" got {', '.join(schedulers)}; remove one of them (ImageClassifier: schedule: constant)"
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for one in callbacks:
+            if isinstance(one, LearningRateSchedule) and one is not self:
+                raise DloError(
+                    f"{name}: one callback must set the learning rate, got {type(one).__name__} too; remove one of them"
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Sets the lr of the next optimizer step."""

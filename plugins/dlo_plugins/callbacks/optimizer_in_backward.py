@@ -8,7 +8,9 @@ paper's "forward-fusion", which steps before the next use, is left out: it keeps
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,6 +58,50 @@ def step_only(optimizer: Optimizer, tensors: list[Tensor], homes: dict[int, int]
         tensor.grad = None
 
 
+class StepCounts:
+    """Settings of parameter groups that count steps: a step in parts is counted once.
+
+    Each part begins with the counts from before the step. After the step they are those of one of the parts.
+
+    Args:
+        optimizer: Optimizer that is stepped in parts.
+        names: Names of the settings.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: list[str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        self._before: list[dict[str, Any]] | None = None
+        self._after: dict[int, dict[str, Any]] = {}
+        self._handle = optimizer.register_step_post_hook(lambda *_: self._end())
+
+    def rewind(self) -> None:
+        """Restores the counts from before the step, before one of its parts."""
+        if self._before is None:
+            self._before, self._after = [self._copy(group) for group in self._optimizer.param_groups], {}
+        for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
+            for name in self._names:
+                group.pop(name, None)
+            group.update(copy.deepcopy(before))
+
+    def record(self, groups: Iterable[int]) -> None:
+        """Records the counts after a part of the step with tensors of some parameter groups, by their numbers."""
+        for number in groups:
+            self._after[number] = self._copy(self._optimizer.param_groups[number])
+
+    def _end(self) -> None:
+        """Sets the counts of the full step, after the optimizer's own, which had no gradients left."""
+        for number, after in self._after.items():
+            self._optimizer.param_groups[number].update(after)
+        self._before, self._after = None, {}
+
+    def _copy(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(group[name]) for name in self._names if name in group}
+
+    def remove(self) -> None:
+        """Ends the counting."""
+        self._handle.remove()
+
+
 class OptimizerInBackward(Callback):
     """Steps each parameter in backward as soon as its gradient is complete, and frees the gradient (arXiv 2104.00237).
 
@@ -67,6 +113,9 @@ class OptimizerInBackward(Callback):
     (`16-mixed`), callbacks that read gradients and optimizers that need all tensors are refused; clipping by value
     works. The gradients' norm is not logged, and a loss that becomes infinite has already stepped when it is noticed.
 
+    Where ranks shard parameters, an optimizer that needs full tensors, such as Muon, steps those of a bucket or a unit
+    on the ranks that own them, which exchange gradients and values within backward.
+
     Raises:
         DloError: If the Trainer, a callback, the optimizer or the strategy does not allow it.
     """
@@ -77,6 +126,7 @@ class OptimizerInBackward(Callback):
         self.steps = 0  # number of partial steps in this fit
         self._optimizer: Optimizer | None = None
         self._homes: dict[int, int] = {}
+        self._counts: StepCounts | None = None
         self._clip: float | None = None
 
     def check_run(
@@ -112,6 +162,11 @@ class OptimizerInBackward(Callback):
                 raise DloError(
                     f"{_SELF}: on_nan of FiniteLoss must be stop or ignore, got skip, which would come after the step"
                 )
+            if getattr(other, "optimizer", None) is True and type(other).__name__ == "Compile":
+                raise DloError(
+                    f"{_SELF}: optimizer of Compile must be false, got true, which compiles one step of all tensors;"
+                    " leave one of the two out"
+                )
             if _needs_gradients(other):
                 _refuse_reader(type(other).__name__)
 
@@ -133,13 +188,14 @@ class OptimizerInBackward(Callback):
                 f"{_SELF}: the optimizer must update each tensor without the others, got {name}, which needs all"
                 " gradients (LAMB's max_grad_norm: set optimizer_args: {max_grad_norm: null}); use adamw"
             )
-        counted = changed_settings(self._optimizer)
-        if counted:
+        counted, by_values = changed_settings(self._optimizer)
+        if by_values:
             raise DloError(
-                f"{_SELF}: the optimizer must count steps by parameter, got {name}, whose step changes"
-                f" {', '.join(counted)} of its parameter groups; use adamw"
+                f"{_SELF}: the optimizer must update each tensor without the others, got {name}, whose step changes"
+                f" {', '.join(by_values)} of its parameter groups by the gradients; use adamw"
             )
         groups = self._optimizer.param_groups
+        self._counts = StepCounts(self._optimizer, counted)
         self._homes = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # The Trainer's own clipping (Lightning 2.6) raises where no gradient is left at the end of backward.
         self._clip, self.steps = trainer.gradient_clip_val or None, 0
@@ -149,6 +205,8 @@ class OptimizerInBackward(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Clips the gradients that are left for the ordinary step, such as those of scalars under FSDP."""
+        if self._counts is not None:
+            self._counts.rewind()
         self._clip_values([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,6 +220,9 @@ class OptimizerInBackward(Callback):
     def _end(self, trainer: Trainer) -> None:
         if self._optimizer is not None:
             contract_of(trainer.strategy).watch_gradients(None)
+            if self._counts is not None:
+                self._counts.remove()
+                self._counts = None
             trainer.gradient_clip_val, self._optimizer = self._clip, None
 
     def _clip_values(self, tensors: list[Tensor]) -> None:
@@ -170,10 +231,13 @@ class OptimizerInBackward(Callback):
 
     def _step(self, tensors: list[Tensor]) -> None:
         assert self._optimizer is not None
+        assert self._counts is not None
         known = [tensor for tensor in tensors if id(tensor) in self._homes and tensor.grad is not None]
         if known:
             self._clip_values(known)
+            self._counts.rewind()
             step_only(self._optimizer, known, self._homes)
+            self._counts.record({self._homes[id(tensor)] for tensor in known})
             self.steps += 1
 
 

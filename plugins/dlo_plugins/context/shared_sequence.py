@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
-from dlo_framework.batches import FULL_POSITIONS
+from dlo_framework.batches import FULL_POSITIONS, ROW_PLACES
 from dlo_plugins.context import operators, sequence_layout
 from dlo_plugins.context.blockwise import Attention
 from dlo_plugins.context.fused import Dropout, Score
@@ -103,6 +103,9 @@ class SharedSequence:
             else value
             for name, value in whole.items()
         }
+        if self._batch.prefix:
+            places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            found[ROW_PLACES] = sequence_layout.shard_sequence(places, self.ring.rank, self.ring.size)
         if self.keeps_positions:
             found[FULL_POSITIONS] = sequence_layout.continued_positions(batch, ids)
         return found

@@ -221,9 +221,3 @@ def _check_attention(module: nn.Module, name: str) -> None:
             f"attention '{name}' of {type(module).__name__} must use transformers' AttentionInterface for context"
             f" parallelism, got {kind}, which does not; set cp=1, or use a family that does: llama, qwen3, gpt_neox..."
         )
-    mask = find_mask(part)
-    if mask is not None and mask.pattern.prefix:
-        raise DloError(
-            "attention.mask must be causal under context parallelism, whose ranks have no keys after their queries, got"
-            " Prefix; set cp=1"
-        )

@@ -1,6 +1,7 @@
 """Visibility of keys to queries, for pairs of chunks, and the masks of these pairs.
 
-A token sees itself and the tokens before it that are in its document and in its window, except padding.
+A token sees itself and the tokens before it that are in its document and in its window, except padding; under a mask
+with a prefix, the later tokens of the prefix too.
 
 All ranks have the full batch before it is sharded, so each rank knows the documents of all chunks, and nothing about
 them is sent with the keys. Once a step, a few numbers for each chunk decide which pairs of chunks are skipped, which
@@ -145,6 +146,11 @@ class Documents:
         """Whether each row is one document without padding or a sparse mask."""
         return self.starts is None and self.real is None and self.sparse is None
 
+    @property
+    def prefix(self) -> int:
+        """Number of positions at the start of a row that all positions see."""
+        return 0 if self.sparse is None else self.sparse.mask.pattern.prefix
+
     def rows(self, first: int, count: int) -> Documents:
         """Returns the documents of a micro-batch's rows; the same object for the same rows."""
         if (first, count) in self._rows:
@@ -189,10 +195,14 @@ class Documents:
         keys = torch.arange(key * size, (key + 1) * size, device=device)
         q, k = queries[:, None], keys[None]
         found = (k <= q)[None]
+        if self.prefix:
+            found = found | (k < self.prefix)
         if window is not None:
             found = found & (q - k < window)
         if self.starts is not None:
             found = found & (k >= self.starts[:, query * size : (query + 1) * size, None])
+            if self.prefix:
+                found = found & (self.starts[:, None, key * size : (key + 1) * size] <= q)
         if self.real is not None:
             # Padding sees itself, so that no row of the softmax is empty; its output is not used.
             found = found & (self.real[:, None, key * size : (key + 1) * size] | (q == k))
@@ -204,7 +214,7 @@ class Documents:
         size = self.size
         q_first, q_last = query * size, (query + 1) * size - 1
         k_first, k_last = key * size, (key + 1) * size - 1
-        if key > query or (window is not None and q_first - k_last >= window):
+        if (key > query and k_first >= self.prefix) or (window is not None and q_first - k_last >= window):
             return Visibility.NOTHING
         if self.first_start is not None and bool((self.first_start[:, query] > k_last).all()):
             return Visibility.NOTHING

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
 
 from dlo_framework.errors import DloError
 from dlo_plugins.sharding.gathered_dtype import DTYPES, parse_dtype
@@ -101,6 +103,19 @@ def unit_policy(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], uni
             f" of one dtype units of their own ({named}), or use strategy zero3, which accepts any"
         )
     return replace(policy, reduce_dtype=None) if any(dtype.is_complex for dtype in dtypes) else policy
+
+
+def cast_tensors(part: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Casts the floating-point inputs and outputs of a module that FSDP2 does not wrap, as its policy does."""
+
+    def cast(values: Any, dtype: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+
+    inputs, outputs = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+    if inputs is not None:
+        part.register_forward_pre_hook(lambda _, *given: cast(given, inputs), with_kwargs=True)
+    if outputs is not None:
+        part.register_forward_hook(lambda *given: cast(given[-1], outputs))
 
 
 def _holds(module: str, names: set[str]) -> bool:

@@ -227,11 +227,15 @@ class RowGroup:
         if self.communicator.size > 1 and not any(isinstance(one, DTensor) for one in self.parameters):
             self._all_gather_rows()
 
+    def _sent_rows(self) -> Tensor:
+        """Returns this rank's rows in the dtype and on the device of the parameters, in one dim."""
+        return concat(self._values(), self.dtype, self.step_device)
+
     def _all_gather_rows(self) -> None:
         """Gives each rank the others' rows, where all have full parameters."""
         ranks = range(self.communicator.size)
         held = [self.partition.pieces(rank) for rank in ranks]
-        own = concat(self._values(), self.dtype, self.step_device)
+        own = self._sent_rows()
         lengths = [sum(piece.length for piece in pieces) for pieces in held]
         received = self.communicator.exchange([own for _ in ranks], lengths)
         for pieces, rows in zip(held, received, strict=True):

@@ -51,15 +51,19 @@ class OptimizerShards:
         dtypes = {parameter.dtype.to_real() for parameter in sharded.parameters.values()}
         self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
+        #: Full tensors that are stepped after backward, where the others are stepped in backward.
+        self._late: list[OptimizerShard[RowGroup]] | None = None
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         kind = self._probe(optimizer)
         self._check_experts(optimizer, kind)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
-            if self.sharded.options.offload and self.sharded.device.type != "cpu":
+            options = self.sharded.options
+            if options.has_masters or (options.offload and self.sharded.device.type != "cpu"):
+                given = "offload" if options.offload else "param_dtype"
                 raise DloError(
-                    f"an optimizer under offload must update each tensor without the others, got"
-                    f" {type(optimizer).__name__}; leave offload out"
+                    f"an optimizer under {given} must update each tensor without the others, got"
+                    f" {type(optimizer).__name__}; leave {given} out"
                 )
             if self._rounding is not None:
                 raise DloError(
@@ -82,12 +86,25 @@ class OptimizerShards:
         prefer_fused(optimizer, on_cpu=self.sharded.options.offload and self.sharded.device.type != "cpu")
         if self._rounding is not None:
             self._rounding.attach(optimizer, share.local_params, functools.partial(_place, share, layout.slices))
-        optimizer.register_step_post_hook(lambda *_: share.all_gather_params())
+        optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
+
+    def _after_step(self, share: OptimizerShard[RowGroup]) -> None:
+        for part in self._stepped_late(share):
+            part.all_gather_params()
+
+    def _stepped_late(self, share: OptimizerShard[RowGroup]) -> list[OptimizerShard[RowGroup]]:
+        """Returns the parts of an optimizer's shard that are stepped after backward."""
+        return [share] if self._late is None else self._late
 
     def _groups(self, optimizer: Optimizer, selects: Callable[[str], bool], sharers: Communicator) -> list[RowGroup]:
         """Returns the groups of an optimizer's parameters that a function of the name selects."""
         names = {key: name for key, name in self._local_names().items() if selects(name)}
+        masters = self.sharded.masters
+        if masters is not None:
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            named = {names[id(parameter)]: parameter for parameter in given if id(parameter) in names}
+            return list(masters.groups(named, self.sharded.device))
         return make_groups(optimizer, names, sharers, self.sharded.device)
 
     def _full_tensors_of(self, groups: list[RowGroup]) -> FullTensorShard[RowGroup]:
@@ -174,26 +191,33 @@ class OptimizerShards:
                 for parameter in _parameters(share):  # The user has toggled another optimizer.
                     parameter.grad = None
                 continue
-            share.set_grads(used)
-            for tensor in share.stepped_tensors:
+            for part in self._stepped_late(share):
+                part.set_grads(used)
+            for tensor in share.stepped_tensors if self._late is None else ():
                 if tensor.numel() == 0 and tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None]) -> list[RemovableHandle] | None:
-        """Calls a function in backward with this rank's rows of each parameter whose gradient is complete.
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> list[RemovableHandle]:
+        """Calls a function in backward with this rank's tensors of the parameters whose gradients are complete.
 
         FSDP2 (torch 2.11 to 2.15) calls the hooks of ``register_post_accumulate_grad_hook`` on its sharded parameters
         once it has reduced a gradient, over `cp` and the ranks of experts too; where nothing is sharded, autograd calls
         them. Scalars, which FSDP2 does not shard, keep their gradients for the ordinary step.
 
+        Rows are stepped parameter by parameter. Full tensors are stepped unit by unit, so that the ranks step those of
+        a unit at the same time: they exchange the unit's gradients and values, and then its new values.
+
         Returns:
-            Handles of the hooks; None where an optimizer steps other tensors than rows.
+            Handles of the hooks.
         """
-        if len(self._shares) != 1 or not all(isinstance(share, RowShard) for share in self._shares.values()):
-            return None
+        self._late = None
+        if ready is None:
+            return []
         (share,) = self._shares.values()
-        assert share is not None
+        assert share is not None, "the callback refuses an optimizer that needs all tensors"
         ready = ready if self._rounding is None else self._rounding.around(ready)
+        if not isinstance(share, RowShard):
+            return self._watch_units(share, ready)
         handles = []
         for group in share.groups:
             for number, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
@@ -201,6 +225,58 @@ class OptimizerShards:
                     local = share.local_params[name] if number in group.owned else None
                     handles.append(parameter.register_post_accumulate_grad_hook(self._step_rows(name, local, ready)))
         return handles
+
+    def _watch_units(
+        self, share: OptimizerShard[RowGroup], ready: Callable[[list[Tensor]], None]
+    ) -> list[RemovableHandle]:
+        """Steps the full tensors of each unit in backward; returns the handles of the hooks."""
+        parts = share.parts if isinstance(share, SeparateShards) else [share]
+        handles: list[RemovableHandle] = []
+        late: list[OptimizerShard[RowGroup]] = []
+        for part in parts:
+            assert isinstance(part, FullTensorShard)
+            by_unit: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+            scalars: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+            for group in part.groups:
+                for name, parameter in zip(group.names, group.parameters, strict=True):
+                    if parameter.ndim == 0:
+                        scalars.setdefault(parameter.dtype, {})[name] = parameter
+                    elif parameter.requires_grad:
+                        by_unit.setdefault((self._unit_of(name), parameter.dtype), {})[name] = parameter
+            ranks = part.communicator
+            late.append(part.in_groups([RowGroup(named, ranks, self.sharded.device) for named in scalars.values()]))
+            for named in by_unit.values():
+                group = RowGroup(named, ranks, self.sharded.device)
+                step = self._step_unit(part.in_groups([group]), group, ready)
+                handles += [parameter.register_post_accumulate_grad_hook(step) for parameter in named.values()]
+        self._late = [part for part in late if part.groups]
+        return handles
+
+    def _unit_of(self, name: str) -> str:
+        """Returns the smallest unit with a parameter; outside units its module."""
+        units = (unit for unit in self.sharded.units if name.startswith(f"{unit}."))
+        return max(units, key=len, default=name.rpartition(".")[0])
+
+    def _step_unit(
+        self, share: FullTensorShard[RowGroup], group: RowGroup, ready: Callable[[list[Tensor]], None]
+    ) -> Callable[[Tensor], None]:
+        """Returns a hook that steps a unit's full tensors at the last of its gradients."""
+
+        @torch.no_grad()
+        def arrived(_: Tensor) -> None:
+            gradients = {name: p.grad for name, p in zip(group.names, group.parameters, strict=True)}
+            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            if len(found) < len(gradients):
+                return
+            if group.step_device != self.sharded.device:
+                torch.get_device_module(self.sharded.device).current_stream().synchronize()
+            self.sharded.reduce_partial(found)
+            share.step_group(group, ready)
+            group.all_gather_params()
+            for parameter in group.parameters:
+                parameter.grad = None
+
+        return arrived
 
     def _step_rows(
         self, name: str, local: Tensor | None, ready: Callable[[list[Tensor]], None]

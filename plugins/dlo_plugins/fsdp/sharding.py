@@ -22,13 +22,14 @@ from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
+from dlo_framework.shards import attach_slice, held_boxes, slice_view
 from dlo_framework.shards import full_box as whole_box
-from dlo_framework.shards import held_boxes, slice_view
 from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_gradients
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
-from dlo_plugins.fsdp.precision_policy import unit_policy
+from dlo_plugins.fsdp.master_rows import MasterRows, like_gradient
+from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
 from dlo_plugins.fsdp.step_state import drop_step_state, resume_forward
 
@@ -51,6 +52,7 @@ class ShardOptions:
         whole_steps: Whether the parameters outside units are gathered for a full step. Otherwise the model's outermost
             modules gather them, each when it is called.
         full_parameters: Whether data-parallel ranks each have full parameters, and shard the optimizer state alone.
+            Offload, and another dtype, then need master weights, which the ranks shard too.
     """
 
     policy: MixedPrecisionPolicy
@@ -66,7 +68,12 @@ class ShardOptions:
     def needs_fsdp(self) -> bool:
         """Whether an option requires FSDP2 even where one rank holds all parameters."""
         dtypes = {self.policy.param_dtype, self.policy.output_dtype}
-        return self.offload or not dtypes <= {None, torch.float32}
+        return not self.full_parameters and (self.offload or not dtypes <= {None, torch.float32})
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether full parameters have master weights, of which each rank has its rows."""
+        return self.full_parameters and (self.offload or self.policy.param_dtype not in (None, torch.float32))
 
 
 class StepRoot(nn.Module):
@@ -106,6 +113,7 @@ class ShardedModule:
         expert_sharers: Communicator of those among which its experts are sharded, where `ep` divides them.
         copy: Communicator of the ranks that together hold one copy of the full module.
         tensor_parallel: Communicator of the tp axis.
+        masters: Master weights of full parameters; None where there are none.
         parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
         roots: Outermost sharded modules.
         units: Names of the units.
@@ -144,6 +152,8 @@ class ShardedModule:
         if options.recompute:
             recompute(outer)
         self._scalars = [parameter for parameter in self._params_here(module) if parameter.ndim == 0]
+        step_device = torch.device("cpu") if options.offload else device
+        self.masters = MasterRows(step_device, options.policy.param_dtype) if options.has_masters else None
         initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, StepRoot) else part
@@ -180,6 +190,9 @@ class ShardedModule:
         options = self.options
         self._broadcast_params(part)
         if self._mesh is None:
+            if options.full_parameters:
+                self._keep_masters(part)
+                cast_tensors(part, options.policy)
             return
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
         ignored |= {parameter for parameter in part.parameters() if id(parameter) in self._elsewhere}
@@ -218,6 +231,13 @@ class ShardedModule:
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(sharers))
         elif any(parameter.is_complex() for parameter in trained.values()):
             sharded.set_custom_reduce_scatter(ComplexReduceScatter())
+
+    def _keep_masters(self, part: nn.Module) -> None:
+        """Copies this rank's rows of a unit's parameters, where these have master weights."""
+        if self.masters is not None:
+            own = {id(parameter) for parameter in self._params_here(part)}
+            named = {plain_name(name): p for name, p in self.module.named_parameters() if id(p) in own}
+            self.masters.add(named, self.expert_sharers if self._has_experts(part) else self.sharers)
 
     def _trained(self, part: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Returns the trainable parameters of FSDP2's group for a module; those of its units are sharded already."""
@@ -296,6 +316,22 @@ class ShardedModule:
                 if isinstance(submodule, FSDPModule):
                     submodule.reshard()
 
+    def refresh(self) -> None:
+        """Frees the gathered parameters, or gathers master weights, after the shards were written from outside.
+
+        With master weights it is a collective call.
+        """
+        self.reshard()
+        if self.masters is not None:
+            self.masters.all_gather(self.device)
+
+    def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns this rank's shards of a ``state_dict`` with plain names, without tensors of other stages."""
+        masters = {} if self.masters is None else dict(self.masters.of_state(self.module))
+        slices, elsewhere = self.layout.slices, self.layout.other_stages
+        held = {name: masters.get(name, value) for name, value in state.items() if name not in elsewhere}
+        return {name: attach_slice(value, slices.get(name)) for name, value in held.items()}
+
     def _sharded_roots(self) -> list[Any]:
         return [root for root in self.roots if isinstance(root, FSDPModule)]
 
@@ -371,7 +407,7 @@ class ShardedModule:
         has = self.any_rank([parameter.grad is not None for parameter in trained])
         for parameter, wanted in zip(trained, has, strict=True):
             if wanted and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = like_gradient(parameter)
         self.average({name: p.grad for name, p in self.parameters.items() if p.requires_grad and p.grad is not None})
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ norms, are stepped by each tp rank.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,8 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         tensors = super()._gather_owned(shards)
         device, home = self.groups[0].device, self.groups[0].step_device
         ranks = range(self.tensor_parallel.size)
-        loaded = {group.dtype for group in self.groups if id(group) in shards}
-        for dtype, names in self._sliced.items():
-            if dtype not in loaded:
-                continue
+        loaded = {name for group in self.groups if id(group) in shards for name in group.names}
+        for dtype, names in self._sliced_of(loaded).items():
             # A slice without elements is in no shard.
             values = {name: tensors.pop(name, torch.empty(0, dtype=dtype)).to(device).flatten() for name in names}
             sent = [concat([values[name] for name in self._owned_by(names, rank)], dtype, device) for rank in ranks]
@@ -93,18 +92,25 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
                 tensors[name] = full.to(home)
         return tensors
 
-    def _stepped_values(self) -> dict[str, Tensor]:
+    def _sliced_of(self, names: Set[str]) -> dict[torch.dtype, list[str]]:
+        """Returns those of the named tensors that are sliced and that this rank's part of the model owns, by dtype."""
+        found = {dtype: [name for name in same if name in names] for dtype, same in self._sliced.items()}
+        return {dtype: same for dtype, same in found.items() if same}
+
+    def _stepped_values(self, names: Set[str]) -> dict[str, Tensor]:
         """Returns this rank's slices of the stepped values, including those of other tp ranks' tensors."""
-        found = {name: tensor.data for name, tensor in self.local_params.items() if name not in self.slices}
+        found = {
+            name: tensor.data for name, tensor in self.local_params.items() if name in names and name not in self.slices
+        }
         device, ranks = self.groups[0].device, range(self.tensor_parallel.size)
-        for dtype, names in self._sliced.items():
-            own = {name: self.local_params[name].data for name in self._owned_by(names, self.tensor_parallel.rank)}
+        for dtype, same in self._sliced_of(names).items():
+            own = {name: self.local_params[name].data for name in self._owned_by(same, self.tensor_parallel.rank)}
             sent = []
             for rank in ranks:
                 pieces = [self._slices_of[rank][name].slice_tensor(tensor).flatten() for name, tensor in own.items()]
                 sent.append(concat(pieces, dtype, device))
             mine = self.tensor_parallel.rank
-            theirs = [self._owned_by(names, rank) for rank in ranks]
+            theirs = [self._owned_by(same, rank) for rank in ranks]
             lengths = [sum(self._slice_shape(name, mine).numel() for name in owned) for owned in theirs]
             received = self.tensor_parallel.exchange(sent, lengths)
             for owned, values in zip(theirs, received, strict=True):

@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.placed_model import Context, PlacedModel
-from dlo_framework.shards import attach_slice
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.mesh.parallelize import MeshOptions, ParallelState
+from dlo_plugins.pipeline.pipeline_schedules import flushes
 
 
 def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, offload: bool = False) -> MeshOptions:
     """Returns the options by which a mesh places a frozen model.
 
     They are those of the run's model, without what belongs to that model alone: the names of its units, the split of
-    its blocks, recomputation, and the user's own appliers. Experts are sharded as other parameters are, without `ep`.
+    its blocks, recomputation, a delay of gradients, and the user's own appliers. Experts are sharded as other
+    parameters are, without `ep`.
 
     Args:
         options: Options of the run.
@@ -34,13 +35,17 @@ def frozen_options(options: MeshOptions, *, dtype: torch.dtype | None = None, of
     shard.units, shard.recompute, shard.offload = None, False, shard.offload or offload
     if dtype is not None:
         shard.dtypes = (None, None, None)
+    # A schedule that flushes has one version of the weights, which ranks may shard; the stages are the same.
+    pipelining = options.pipelining
+    if options.spec.pp > 1 and not flushes(pipelining.schedule):
+        pipelining = replace(pipelining, schedule="1F1B")
     tensor, context = options.appliers.tensor, options.appliers.context
     appliers = MeshAppliers.from_options([shard], context.method, tensor.sequence_parallel, tensor.async_tp)
     return replace(
         options,
         spec=replace(options.spec, ep=1),
         appliers=appliers,
-        pipelining=replace(options.pipelining, split=None),
+        pipelining=replace(pipelining, split=None),
         precision=options.precision if dtype is None else "32-true",
     )
 
@@ -114,17 +119,11 @@ class FrozenMesh(PlacedModel):
 
     def shards(self) -> dict[str, Any]:
         """Returns this rank's shards of the task's state by name, without tensors of other stages."""
-        layout = self.sharded.layout
-        state = {plain_name(name): value for name, value in self.task.state_dict().items()}
-        return {
-            name: attach_slice(value, layout.slices.get(name))
-            for name, value in state.items()
-            if name not in layout.other_stages
-        }
+        return self.sharded.shards({plain_name(name): value for name, value in self.task.state_dict().items()})
 
     def refresh(self) -> None:
-        """Frees gathered parameters, after the shards have been written to."""
-        self.sharded.reshard()
+        """Makes the next forward see the shards' values, after they have been written to."""
+        self.sharded.refresh()
 
     def held_bytes(self) -> int:
         """Returns the bytes of this rank's shards and of its buffers."""

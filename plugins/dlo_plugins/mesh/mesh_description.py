@@ -308,6 +308,7 @@ def describe_mesh(
     nodes: int = 1,
     element_size: int | None = None,
     rounded: bool = False,
+    computed: int | None = None,
     inferred: Sequence[str] = (),
     context: str = "",
 ) -> MeshDescription:
@@ -326,6 +327,7 @@ def describe_mesh(
         nodes: Number of nodes.
         element_size: Bytes of a floating-point element; None for each parameter's own.
         rounded: Whether weights and gradients are bf16 without master weights.
+        computed: Bytes of a floating-point element of full parameters beside master weights; None without these.
         inferred: Lines about inferred tensor rules.
         context: Line about modules that get full sequences under context parallelism.
 
@@ -345,7 +347,9 @@ def describe_mesh(
     placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
     found_mixtures = [] if plan is None else find_mixtures(model, plan)
     experts = {f"{prefix}.{name}" for mixture in found_mixtures for name in mixture.stacked}
-    holdings = StateBytesPerRank(module, spec, divisions, by_name, placement, element_size, delays, experts, rounded)
+    holdings = StateBytesPerRank(
+        module, spec, divisions, by_name, placement, element_size, delays, experts, rounded, computed
+    )
     blocks = [] if plan is None else plan.block_names(model)
     described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
     if stages is not None:

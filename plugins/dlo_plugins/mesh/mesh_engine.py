@@ -29,12 +29,12 @@ from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.fsdp.master_rows import like_gradient
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
-from dlo_plugins.sharding.optimizer_probe import ONE_ELEMENTWISE
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
@@ -122,8 +122,11 @@ class MeshEngine:
         self._open_window()
         self.sharded.set_sync(False)
         self.sharded.set_keep_gathered(True)
-        arguments = batch, loss_scale(), accumulates, self._ends_window
-        found = self.sharded.call_with_backwards(self.pipelined.train, *arguments)
+        # Bound, because a gathering in half precision casts the arguments of the call.
+        train = functools.partial(
+            self.pipelined.train, seed=loss_scale(), accumulates=accumulates, ends_window=self._ends_window
+        )
+        found = self.sharded.call_with_backwards(train, batch)
         self._fit.usage.record_accumulated()
         return found
 
@@ -164,23 +167,15 @@ class MeshEngine:
         if self.pipelined is not None:
             self.pipelined.pipeline.reset()
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's rows of each parameter whose gradient is reduced.
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with this rank's tensors of the parameters whose gradients are reduced.
 
         A gradient that is a partial sum over tensor parallelism is summed over its ranks first, in each backward: its
         order is the same on all of them.
-
-        Returns:
-            Reason why the engine does not; empty where it does.
         """
         for handle in self._gradient_hooks:
             handle.remove()
-        self._gradient_hooks = []
-        if ready is None:
-            return ""
-        handles = self._fit.shares.watch_gradients(ready)
-        self._gradient_hooks = handles or []
-        return ONE_ELEMENTWISE if handles is None else ""
+        self._gradient_hooks = self._fit.shares.watch_gradients(ready)
 
     def before_backward(self) -> None:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""
@@ -280,12 +275,15 @@ class MeshEngine:
         """Frees the gathered parameters; the next use gathers the shards' values of then."""
         self.sharded.reshard()
 
+    def refresh(self) -> None:
+        """Makes the next use see the shards' values, after these were written from outside."""
+        self.sharded.refresh()
+
     # --- state of module and optimizers --------------------------------------------------------------------
 
     def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's shards of a module's ``state_dict``, without tensors of other stages."""
-        cuts, elsewhere = self.sharded.layout.slices, self.sharded.layout.other_stages
-        return {name: attach_slice(value, cuts.get(name)) for name, value in state.items() if name not in elsewhere}
+        return self.sharded.shards(state)
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
@@ -325,7 +323,7 @@ class MeshEngine:
             return found
         tied = self._tied_on_any_rank(found)
         for name in tied - found.keys():  # Only another stage has used it.
-            zeros = torch.zeros_like(self.sharded.parameters[name])
+            zeros = like_gradient(self.sharded.parameters[name])
             found[name] = attach_slice(zeros, self.sharded.layout.slices.get(name))
         self.sharded.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
         if self.pipelined is not None:
@@ -366,7 +364,7 @@ class MeshEngine:
         gradients, found = as_lazy_state_dict(saved), dict[str, Tensor]()
         for name, parameter in self.sharded.parameters.items():
             if name in gradients:
-                gradient = torch.zeros_like(parameter, requires_grad=False)
+                gradient = like_gradient(parameter)
                 if self._restores_sum(name):
                     gradients.read_into(name, attach_slice(gradient, self.sharded.layout.slices.get(name)))
                 found[name.removeprefix(_MODEL)] = gradient
@@ -383,7 +381,7 @@ class MeshEngine:
         for (name, parameter), adds, has in zip(parameters.items(), unreduced, reduced, strict=True):
             if not adds and not has:
                 continue
-            part = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+            part = like_gradient(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             if adds:
                 whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.sharded.device)
                 gradient = wholes.get(name)
@@ -406,7 +404,7 @@ class MeshEngine:
         fit, gradients = self._fit, as_lazy_state_dict(saved)
         for name, parameter in self.sharded.parameters.items():
             if name in gradients:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = like_gradient(parameter)
                 if self._restores_sum(name):
                     gradients.read_into(name, attach_slice(parameter.grad, self.sharded.layout.slices.get(name)))
                 fit.usage.used.add(name)

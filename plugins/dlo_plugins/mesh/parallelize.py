@@ -28,7 +28,7 @@ from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import flushes, overlaps
 from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.turns import Turns
@@ -259,9 +259,10 @@ class CutIntoStages(Applier):
         """Cuts a run's model, and pipelines its task."""
         super().apply_to_run(run)
         spec, context = self._options.spec, self._options.appliers.context
-        select = context.select_rows if spec.cp > 1 else None
         micro_batches = self._options.pipelining.count_micro_batches(spec.pp)
-        run.pipelined = PipelinedTask(run.module, self.pipeline, micro_batches, select)
+        state = MicroBatchState(context.selected_rows, context.restore_rows) if spec.cp > 1 else None
+        select = context.select_rows if spec.cp > 1 else None
+        run.pipelined = PipelinedTask(run.module, self.pipeline, micro_batches, select, state)
 
 
 def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:

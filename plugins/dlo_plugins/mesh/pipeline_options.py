@@ -56,36 +56,19 @@ class PipelineOptions:
         # Raises where ranks wait for one another.
         simulate(schedule, StageCosts.equal(schedule.placement.stages), overlaps=has_exchanges)
 
-    def check_delay(self, spec: MeshSpec, precision: str, needs_fsdp: bool) -> None:
-        """Checks that a schedule whose gradients have a delay of one step can run on a mesh.
+    def check_delay(self, precision: str) -> None:
+        """Checks that a schedule whose gradients have a delay of one step can run with a precision.
 
         Args:
-            spec: Mesh, without -1.
             precision: Precision of the Trainer.
-            needs_fsdp: Whether an option gathers parameters in another dtype or from CPU memory.
 
         Raises:
-            DloError: It cannot: sequences are sharded over ranks, of which the model knows those of one batch;
-                parameters would be gathered, of which there is one version; or the loss has a scale, which may change
-                between a gradient and its step.
+            DloError: The loss has a scale, which may change between a gradient and its step.
         """
-        if flushes(self.schedule):
-            return
-        fix = "or schedule to 1F1B"
-        if spec.cp > 1:
-            raise DloError(
-                f"cp must be 1 for {self.schedule}, whose backwards of a batch run while the next one's sequences are"
-                f" sharded, got {spec.cp}; set cp to 1 and dp_shard to {spec.dp_shard * spec.cp}, {fix}"
-            )
-        if needs_fsdp:
-            raise DloError(
-                f"FullyShard must have no offload and no param_dtype for {self.schedule}, which keeps two versions of"
-                f" the parameters themselves, got one of them; leave it out, {fix}"
-            )
-        if precision == "16-mixed":
+        if precision == "16-mixed" and not flushes(self.schedule):
             raise DloError(
                 f"precision must be without a loss scale for {self.schedule}, whose gradients are applied one step"
-                f" later, got 16-mixed; set bf16-mixed, {fix}"
+                " later, got 16-mixed; set bf16-mixed, or schedule to 1F1B"
             )
 
     def check(self, task: Task, plan: ParallelPlan, spec: MeshSpec, datamodule: Any) -> None:

@@ -26,7 +26,7 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.mesh.batches import concat_batches
 from dlo_plugins.pipeline.exchange import batch_signatures
-from dlo_plugins.pipeline.pipeline_engine import Pipeline
+from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
 
 #: Shape of the tensors, without rows, and dtype of each list state of a metric.
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -63,13 +63,19 @@ class PipelinedTask:
         pipeline: Pipeline of the model.
         micro_batches: Number of micro-batches of a training batch.
         select: Callback before each forward, which gets the micro-batch's first row and number of rows.
+        state: What `select` changes, which a backward that recomputes needs again.
 
     Raises:
         DloError: The task has its own training step, or parameters outside of its model.
     """
 
     def __init__(
-        self, task: Task, pipeline: Pipeline, micro_batches: int, select: Callable[[int, int], None] | None = None
+        self,
+        task: Task,
+        pipeline: Pipeline,
+        micro_batches: int,
+        select: Callable[[int, int], None] | None = None,
+        state: MicroBatchState | None = None,
     ) -> None:
         check_steps(task)
         check_outside(task)
@@ -79,11 +85,9 @@ class PipelinedTask:
         self.gathering: dist.ProcessGroup | None = None
         self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
-        self._spans: list[tuple[int, int]] = []
         #: Shape and dtype of the output of :meth:`run_on_all_ranks`, by the shapes of its input.
         self._output_layouts: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
-        if select is not None:  # Recomputation in backward needs the rows too.
-            pipeline.before_backward = lambda stage, number, complete: select(*self._spans[number])
+        pipeline.micro_batch_state = state
 
     def train(self, batch: Any, seed: Tensor, accumulates: bool = False, ends_window: bool = True) -> dict[str, Tensor]:
         """Runs forward and backward of a batch; returns `{"loss": loss}`, the same on all ranks.
@@ -296,7 +300,6 @@ class PipelinedTask:
         spans = [(first, last - first) for first, last in itertools.pairwise(edges)]
         parts = [slice_batch(batch, first, size) for first, size in spans]
         self._rows = {id(part): span for part, span in zip(parts, spans, strict=True)}
-        self._spans = spans
         return parts
 
     def _encode_measure(self, value: Metric | Tensor) -> Any:

@@ -65,6 +65,8 @@ class StateBytesPerRank:
         delays: Whether gradients have a delay of one step: two versions of parameters and gradients, which `dp_shard`
             does not shard.
         experts: Names of the parameters that `ep` divides along their first dim.
+        computed: Bytes of a floating-point element of both versions of the parameters, where `delays`, beside master
+            weights that `dp_shard` shards; None without master weights.
         rounded: Whether weights and gradients are bf16 and the optimizer's state is in single precision, as under
             `bf16_weights: stochastic`.
     """
@@ -80,8 +82,9 @@ class StateBytesPerRank:
         delays: bool = False,
         experts: Collection[str] = (),
         rounded: bool = False,
+        computed: int | None = None,
     ) -> None:
-        self.spec, self._placement, self._delays = spec, placement, delays
+        self.spec, self._placement, self._delays, self._computed = spec, placement, delays, computed
         divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
         exact = find_exact_parameters(module) if rounded else set()
         self._kinds: Counter[_Kind] = Counter()
@@ -107,7 +110,7 @@ class StateBytesPerRank:
     def at(self, place: Coordinates) -> RankStateBytes:
         """Returns the bytes on the rank at these coordinates."""
         own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
-        parameters = trained = state = full = full_trained = 0
+        parameters = trained = state = full = full_trained = version = 0
         for kind, count in self._kinds.items():
             if own.isdisjoint(kind.stages):
                 continue
@@ -116,12 +119,15 @@ class StateBytesPerRank:
             trained += elements * kind.element_size * kind.is_trained
             state += elements * kind.state_size * kind.is_trained
             size = count * kind.element_size * math.prod(self._cut_shape(kind, place))
-            full += size
             full_trained += size * kind.is_trained
+            computed = self._computed or kind.element_size
+            full += size // kind.element_size * computed
+            version += size // kind.element_size * computed * kind.is_trained
         if self._delays:
             assert self._placement is not None
-            copies = full_trained * (self._placement.stages - 1 not in own)  # It has no micro-batch in flight.
-            return RankStateBytes(full + copies, 2 * full_trained, 2 * state)
+            copies = version * (self._placement.stages - 1 not in own)  # It has no micro-batch in flight.
+            masters = parameters if self._computed else 0
+            return RankStateBytes(full + copies + masters, 2 * full_trained, 2 * state)
         return RankStateBytes(parameters, trained, 2 * state)
 
     def largest(self) -> tuple[Coordinates, RankStateBytes]:

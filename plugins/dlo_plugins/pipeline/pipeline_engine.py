@@ -72,6 +72,8 @@ class _Step:
     version: WeightVersion | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     total: Tensor | float = 0.0
+    #: By stage and micro-batch: what :attr:`Pipeline.micro_batch_state` had in the forward.
+    states: dict[tuple[int, int], Any] = field(default_factory=dict)
     #: Stages that keep only their inputs, and by stage and micro-batch what they recompute from.
     recomputed: frozenset[int] = frozenset()
     inputs: dict[tuple[int, int], _StageInput] = field(default_factory=dict)
@@ -94,6 +96,19 @@ class _StageInput:
     random: RandomState
     again: contextlib.AbstractContextManager[None]
     is_counted: bool
+
+
+@dataclass(frozen=True)
+class MicroBatchState:
+    """State outside of the model that a forward of a micro-batch uses, and its backward, which may recompute.
+
+    Attributes:
+        save: Function that returns the state after a forward.
+        load: Function that sets it again before the backward, also after other batches.
+    """
+
+    save: Callable[[], Any]
+    load: Callable[[Any], None]
 
 
 @dataclass
@@ -139,6 +154,7 @@ class Pipeline:
         before_backward: Callback before each backward, called with the stage, the micro-batch, and whether the stage's
             gradients are complete after it. That is never true where weight gradients come later; use
             `gradients_ready` there.
+        micro_batch_state: State that is kept from each forward to its backward; None for none.
         gradients_ready: Callback, called with a stage when its gradients of the step are complete.
         drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
         weight_gradients_ready: Callback after each action that has computed deferred weight gradients.
@@ -192,6 +208,7 @@ class Pipeline:
         #: By stage and signature: whether the stage's output has a gradient, known from the first forward.
         self._has_gradient: dict[tuple[int, Any], bool] = {}
         self.before_backward: Callable[[int, int, bool], None] | None = None
+        self.micro_batch_state: MicroBatchState | None = None
         self.gradients_ready: Callable[[int], None] | None = None
         self.weight_gradients_ready: Callable[[], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
@@ -459,6 +476,8 @@ class Pipeline:
             step.exchange.send_hidden(
                 stage + 1, step.first + number, result, self._shapes[stage + 1, step.signatures[number]]
             )
+        if step.loss is not None and self.micro_batch_state is not None:
+            step.states[stage, number] = self.micro_batch_state.save()
         if step.loss is not None and not keeps_input:
             step.saved[stage, number] = received, result
 
@@ -527,6 +546,8 @@ class Pipeline:
             gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
         if kind is ActionKind.BACKWARD:
             step.left[stage] -= 1
+        if self.micro_batch_state is not None:
+            self.micro_batch_state.load(step.states.pop((stage, number)))
         if self.before_backward is not None:
             self.before_backward(stage, number, self._is_complete(step, action))
         named = in_micro_batch((step.key, stage, number))

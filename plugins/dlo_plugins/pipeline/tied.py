@@ -70,7 +70,7 @@ class TiedWeights:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             self._sum(tied, parameter.grad)
 
     @torch.no_grad()

@@ -50,6 +50,7 @@ class WeightVersion:
         for name, module, key, parameter in places:
             if name not in self._copies:
                 self._copies[name] = nn.Parameter(parameter.detach().clone())
+                self._copies[name].grad_dtype = parameter.grad_dtype
             self._places.append((module, key, self._copies[name]))
 
     @contextlib.contextmanager

@@ -296,7 +296,7 @@ class PlanSearch:
         if schedule in {name for name, _ in _DELAYED}:
             if mesh.ep > 1:
                 return  # Two versions of full weights: a plan has all experts in each.
-            zero = int(mesh.dp_shard > 1)
+            zero = int(mesh.dp_shard * mesh.cp > 1)
             if self.request.allows("zero", zero):
                 yield zero, False
             return
@@ -336,7 +336,7 @@ class PlanSearch:
             if fix.get("schedule", "").lower() not in (name.lower() for name, _ in _DELAYED):
                 yield "1F1B", 1
             return
-        if "schedule" in fix and mesh.dp_replicate * mesh.cp == 1 and count >= pp:
+        if "schedule" in fix and mesh.dp_replicate == 1 and count >= pp:
             yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
         for name, chunks in _SCHEDULES:
             recomputes = fix.get("recompute", "none").lower() != "none" or fix.get("offload", "false").lower() == "true"

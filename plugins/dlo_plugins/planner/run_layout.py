@@ -123,7 +123,7 @@ def _mesh_layout(options: dict[str, Any], ranks: int, batch: int, accumulated: i
         int((recomputation or {}).get("every") or 1),
     )  # fmt: skip
     # Two versions of full weights, and shards of the optimizer's state.
-    return replace(found, zero=int(spec.dp_shard > 1)) if found.delays else found
+    return replace(found, zero=int(spec.dp_shard * spec.cp > 1)) if found.delays else found
 
 
 def _recomputes(config: dict[str, Any]) -> bool:

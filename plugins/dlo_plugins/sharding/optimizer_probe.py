@@ -30,12 +30,6 @@ from torch.utils._pytree import tree_leaves
 from dlo_framework.distributed.local_memory import local_tensor
 
 Kind = Literal["elementwise", "tensor", "all"]
-#: Why shards cannot be stepped in backward, and a fix.
-ONE_ELEMENTWISE = (
-    "ranks step shards of the parameters, and the optimizer needs full tensors, which one exchange after backward"
-    " assembles; use an elementwise one, such as adamw, or ddp"
-)
-
 _STEPS = 3
 _SHAPES = ((6, 4), (4, 8))
 #: Largest number of elements of a tensor whose step's operators are looked at; larger dims are halved.
@@ -92,18 +86,33 @@ def _probe_group(optimizer: Optimizer, group: dict[str, Any]) -> Kind:
     return "elementwise"
 
 
-def changed_settings(optimizer: Optimizer) -> list[str]:
-    """Returns the settings of parameter groups that a step changes, such as a count of steps."""
-    generator, changed = torch.Generator().manual_seed(0), set()
+def changed_settings(optimizer: Optimizer) -> tuple[list[str], list[str]]:
+    """Returns the settings of parameter groups that a step changes.
+
+    Returns:
+        Names of those that count steps, whatever the tensors and gradients are, and names of the others.
+    """
+    generator, changed, by_values = torch.Generator().manual_seed(0), set[str](), set[str]()
     for group in optimizer.param_groups:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
-        weight, *gradients = (torch.randn(_SHAPES[0], generator=generator).to(device) for _ in range(_STEPS + 1))
-        once, twice = (
-            step_trial(optimizer, group, [weight], [[one] for one in gradients[:count]])[0].param_groups[0]
-            for count in (1, 2)
-        )
-        changed |= {name for name, value in twice.items() if name != "params" and once.get(name) != value}
-    return sorted(changed)
+        runs = []
+        for scale, count in ((1.0, 1), (1.0, 2), (30.0, 2)):
+            weight, *gradients = (
+                scale * torch.randn(_SHAPES[0], generator=generator).to(device) for _ in range(count + 1)
+            )
+            stepped = step_trial(optimizer, group, [weight], [[gradient] for gradient in gradients])[0]
+            runs.append({name: value for name, value in stepped.param_groups[0].items() if name != "params"})
+        once, twice, otherwise = runs
+        different = {name for name, value in twice.items() if not _equal(value, once.get(name))}
+        by_values |= {name for name, value in twice.items() if not _equal(value, otherwise.get(name))}
+        changed |= different
+    return sorted(changed - by_values), sorted(by_values)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _combines_elements(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
@@ -180,13 +189,29 @@ def step_trial(
     optimizer: Optimizer, group: dict[str, Any], weights: list[Tensor], gradients: list[list[Tensor]]
 ) -> tuple[Optimizer, list[Tensor]]:
     """Returns a copy of the optimizer and the parameters that it has stepped, with one gradient per weight and step."""
-    parameters: list[Tensor] = [torch.nn.Parameter(weight.clone()) for weight in weights]
     settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     # A warm-up starts at lr 0, where no update can be seen.
     settings["lr"] = max(float(settings["lr"]), 1e-2) if "lr" in settings else 1e-2
     if not isinstance(settings.get("weight_decay", True), bool):
         settings["weight_decay"] = max(float(settings["weight_decay"]), 1e-2)  # Without decay, LARS ignores norms.
-    trial = _trial(optimizer, [{**settings, "params": parameters}])
+    try:
+        return _run_trial(optimizer, settings, weights, gradients, has_state=False)
+    except KeyError:
+        if not optimizer.state:
+            raise
+        return _run_trial(optimizer, settings, weights, gradients, has_state=True)
+
+
+def _run_trial(
+    optimizer: Optimizer,
+    settings: dict[str, Any],
+    weights: list[Tensor],
+    gradients: list[list[Tensor]],
+    *,
+    has_state: bool,
+) -> tuple[Optimizer, list[Tensor]]:
+    parameters: list[Tensor] = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    trial = _trial(optimizer, [{**copy.deepcopy(settings), "params": parameters}], has_state)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
@@ -209,8 +234,10 @@ def _step(trial: Optimizer) -> None:
         step(trial)
 
 
-def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns a copy, without state, of an optimizer and of the optimizers that it wraps; it steps other groups.
+def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], has_state: bool) -> Optimizer:
+    """Returns a copy of an optimizer and of the optimizers that it wraps; it steps other groups.
+
+    The copy has no state, which the run may have loaded, or the state that the constructor makes.
 
     ``copy.copy`` does not do: the ``__getstate__`` of torch's optimizers leaves a subclass's own attributes out.
     """
@@ -219,7 +246,7 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         if name == "step":
             continue  # A scheduler has wrapped the original's, to count its calls.
         if isinstance(value, Optimizer):
-            value = _trial(value, groups)
+            value = _trial(value, groups, has_state)
         elif isinstance(value, dict | list | set):
             value = type(value)() if name in _HOOKS else copy.copy(value)
         elif isinstance(value, Tensor):
@@ -227,7 +254,8 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         setattr(trial, name, value)
     trial.param_groups = groups
     trial.state = defaultdict(dict)
-    for parameter in (parameter for group in groups for parameter in group["params"]) if optimizer.state else ():
+    has_state = has_state and bool(optimizer.state)
+    for parameter in (parameter for group in groups for parameter in group["params"]) if has_state else ():
         trial.state[parameter] = _first_state(optimizer, parameter)
     return trial
 

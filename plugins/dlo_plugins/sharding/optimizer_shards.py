@@ -8,10 +8,11 @@ all-to-all before and one after it exchange 1/N of the elements each.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -259,6 +260,7 @@ class FullTensorShard(OptimizerShard[Group]):
     def __init__(self, groups: list[Group], communicator: Communicator) -> None:
         super().__init__(groups, communicator)
         self._loaded = False  # whether the local parameters have values
+        self._stepped_early = False  # whether groups have been stepped in backward
         self._places = [(group, number) for group in groups for number in range(len(group.names))]
         numels = [self.full_shape(group.names[number]).numel() for group, number in self._places]
         self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
@@ -272,18 +274,30 @@ class FullTensorShard(OptimizerShard[Group]):
     def _keys(self) -> list[tuple[int, int]]:
         return [(id(group), number) for group, number in self._places]
 
+    def in_groups(self, groups: list[Group]) -> Self:
+        """Returns this shard with its parameters in other groups; owners and local parameters stay."""
+        owner = {group.names[number]: self._owner[id(group), number] for group, number in self._places}
+        found = copy.copy(self)
+        found.groups, found._loaded, found._stepped_early = groups, False, False
+        found._places = [(group, number) for group in groups for number in range(len(group.names))]
+        found._owner = {(id(group), number): owner[group.names[number]] for group, number in found._places}
+        return found
+
     @torch.no_grad()
-    def load_full_params(self) -> None:
-        """Loads the parameters' full values into the tensors that this rank owns."""
-        self._loaded = True
+    def load_full_params(self, groups: list[Group] | None = None) -> None:
+        """Loads the parameters' full values into the tensors that this rank owns.
+
+        Args:
+            groups: Groups to load; None for all.
+        """
+        groups = self.groups if groups is None else groups
         if all(group.keep_full and not group.has_master_weights for group in self.groups):
-            for group, number in self._places:
-                if group.names[number] in self.local_params:
-                    self.local_params[group.names[number]].data = (
-                        group.parameters[number].detach().to(group.step_device, copy=True)
-                    )
+            for group in groups:
+                for name, parameter in zip(group.names, group.parameters, strict=True):
+                    if name in self.local_params:
+                        self.local_params[name].data = parameter.detach().to(group.step_device, copy=True)
             return
-        wholes = self._gather_owned({id(group): group.shard for group in self.groups})
+        wholes = self._gather_owned({id(group): group.shard for group in groups})
         for name, whole in wholes.items():
             self.local_params[name].data = whole
 
@@ -293,10 +307,34 @@ class FullTensorShard(OptimizerShard[Group]):
         used = set(used)
         self.load_params()
         shards = {id(group): group.gradient for group in self.groups if group.gradient is not None}
+        self._loaded = True
         self.load_full_params()
         for name, whole in self._gather_owned(shards).items():
             if name in used:
                 self.local_params[name].grad = whole
+
+    @torch.no_grad()
+    def step_group(self, group: Group, ready: Callable[[list[Tensor]], None]) -> None:
+        """Steps the full tensors of a group in backward; all ranks call it for the same groups in the same order.
+
+        The owners get the group's gradients and values, and send the new values back, before backward continues. So no
+        rank has full tensors of more than one group.
+
+        Args:
+            group: Group whose gradients are complete.
+            ready: Function that steps tensors with gradients.
+        """
+        group.load_params()
+        gradient = group.gradient
+        assert gradient is not None
+        self.load_full_params([group])
+        wholes = self._gather_owned({id(group): gradient})
+        for name, whole in wholes.items():
+            self.local_params[name].grad = whole
+        ready([self.local_params[name] for name in wholes])
+        self._return_values([group])
+        self._free(wholes)
+        self._stepped_early = True
 
     @torch.no_grad()
     def all_gather_params(self) -> None:
@@ -304,17 +342,26 @@ class FullTensorShard(OptimizerShard[Group]):
 
         A step without a backward before it has changed nothing, on any rank, and sends nothing.
         """
-        if not self._loaded:
+        if self._loaded:
+            self._return_values(self.groups)
+            self._free(self.local_params)
+        elif not self._stepped_early:
             return
-        self._loaded = False
+        self._loaded = self._stepped_early = False
+        for group in self._in_order_of_use():
+            group.all_gather_params()
+
+    def _return_values(self, all_groups: list[Group]) -> None:
+        """Sends the stepped values of groups from their owners to the ranks' shards."""
         by_dtype: dict[torch.dtype, list[Group]] = defaultdict(list)
-        for group in self.groups:
+        for group in all_groups:
             by_dtype[group.dtype].append(group)
-        found = self._stepped_values()
+        found = self._stepped_values({name for group in all_groups for name in group.names})
         stepped = {
-            group.names[number]: group.in_partition_order(number, found[group.names[number]])
-            for group, number in self._places
-            if group.names[number] in found
+            name: group.in_partition_order(number, found[name])
+            for group in all_groups
+            for number, name in enumerate(group.names)
+            if name in found
         }
         for dtype, groups in by_dtype.items():
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
@@ -329,15 +376,16 @@ class FullTensorShard(OptimizerShard[Group]):
                     values = received[owner][at[owner] : at[owner] + piece.length]
                     group.shard[piece.offset : piece.offset + piece.length].copy_(values)
                     at[owner] += piece.length
-        for group in self._in_order_of_use():
-            group.all_gather_params()
-        for tensor in self.local_params.values():
+
+    def _free(self, names: Iterable[str]) -> None:
+        """Frees the full tensors of local parameters, and their gradients."""
+        for tensor in [self.local_params[name] for name in names]:
             tensor.grad = None
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-    def _stepped_values(self) -> dict[str, Tensor]:
-        """Returns the stepped values of the tensors that this rank owns."""
-        return {name: tensor.data for name, tensor in self.local_params.items()}
+    def _stepped_values(self, names: Set[str]) -> dict[str, Tensor]:
+        """Returns the stepped values of those of the named tensors that this rank owns."""
+        return {name: tensor.data for name, tensor in self.local_params.items() if name in names}
 
     def _owned_runs(self, groups: list[Group]) -> Iterable[tuple[int, str, int, int]]:
         """Yields the runs of this rank's tensors in each rank's segment, as rank, name, start and length."""

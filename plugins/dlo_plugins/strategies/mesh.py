@@ -171,7 +171,7 @@ class MeshStrategy(ShardedStrategy):
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp, spec.ep > 1)
-            self.pipelining.check_delay(spec, str(self.precision_plugin.precision), options.needs_fsdp)
+            self.pipelining.check_delay(str(self.precision_plugin.precision))
             if options.full_parameters:
                 self.zero_stage = 1
         if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
@@ -232,9 +232,16 @@ class MeshStrategy(ShardedStrategy):
             nodes=self.num_nodes,
             element_size=size,
             rounded=self.bf16_weights == "stochastic" and dtype is None,
+            computed=self._computed_size(size) if dtype is None else None,
             inferred=() if model is None else tensor.describe_inferred(model),
             context="" if plan is None or model is None else self.appliers.context.describe(model, plan, spec.cp),
         )
+
+    def _computed_size(self, size: int | None) -> int | None:
+        """Returns the bytes of an element of full parameters with master weights; None without these."""
+        options = self.mesh_options().shard_options(None)
+        param_dtype = options.policy.param_dtype
+        return (size or 4 if param_dtype is None else param_dtype.itemsize) if options.has_masters else None
 
     # --- a second model ------------------------------------------------------------------------------------
 
@@ -408,7 +415,7 @@ class MeshStrategy(ShardedStrategy):
 
     def on_validation_end(self) -> None:
         """Frees the parameters that the evaluation gathered, since the next may have other weights."""
-        self.refresh()
+        self._free_gathered()
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -416,7 +423,7 @@ class MeshStrategy(ShardedStrategy):
         """Ends the micro-batches in flight, so that a later run finds none."""
         if self.pipelined is not None:
             self.pipelined.pipeline.drain()
-        self.refresh()
+        self._free_gathered()
 
     def _loss_scale(self) -> Tensor:
         """Returns Lightning's factor of the loss for backward, from accumulation and the loss scale.
@@ -445,18 +452,24 @@ class MeshStrategy(ShardedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of the parameters."""
-        self.refresh()
+        self._free_gathered()
         state = super().lightning_module_state_dict()
         return state if self.engine is None else self.engine.shards(state)
 
     def local_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""
-        self.refresh()
+        self._free_gathered()
         held = [*self._module().parameters(), *self._module().buffers()]
+        masters = None if self.engine is None else self.engine.sharded.masters
+        held += [] if masters is None else [shard.data for shard in masters.shards.values()]
         return [local_tensor(tensor) for tensor in held if not tensor.is_meta]
 
     def refresh(self) -> None:
-        """Frees the gathered parameters, after the shards were written from outside."""
+        """Makes the next use of parameters see the shards' values, after these were written from outside."""
+        if self.engine is not None:
+            self.engine.refresh()
+
+    def _free_gathered(self) -> None:
         if self.engine is not None:
             self.engine.free_gathered()
 
@@ -565,10 +578,10 @@ class MeshStrategy(ShardedStrategy):
         return USED_AT_THE_END if self.fully_shard.find_unused else ""
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's rows whose gradients are reduced, without a pipeline."""
+        """Calls a function in backward with this rank's tensors whose gradients are reduced, without a pipeline."""
         reason = self.gradients_wait if ready is not None else ""
         if self.engine is not None and not reason:
-            reason = self.engine.watch_gradients(ready)
+            self.engine.watch_gradients(ready)
         self.drops_gradients = not reason and ready is not None
         return reason
 
@@ -610,6 +623,8 @@ class MeshStrategy(ShardedStrategy):
     @contextlib.contextmanager
     def full_sequences(self) -> Iterator[None]:
         """Makes each rank run the model on full sequences inside the block; cp ranks then write the same text."""
+        if self.pipelined is not None:
+            self.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
         with self._context.use_full_sequences():
             yield
 

@@ -379,7 +379,7 @@ class ZeroStrategy(ShardedStrategy):
         """Calls a function in backward with this rank's shards whose gradients are reduced."""
         reason = self.gradients_wait if ready is not None else ""
         if self.engine is not None and not reason:
-            reason = self.engine.watch_gradients(ready)
+            self.engine.watch_gradients(ready)
         self.drops_gradients = not reason and ready is not None
         return reason
 

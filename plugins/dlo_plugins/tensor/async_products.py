@@ -137,7 +137,12 @@ class AsyncProducts:
         yield from (slice(at, min(at + size, count)) for at in range(0, max(count, 1), size))
 
     def _fuses(self, x: Tensor, length: int, factors: Sequence[Factor], split: int = 1) -> bool:
-        """Returns whether the fused operators can do it; ``split`` is the number of ranks that divide ``x``."""
+        """Returns whether the fused operators can do it; ``split`` is the number of ranks that divide ``x``.
+
+        Compiled code has the chunks: the operators' group is set up by Python.
+        """
+        if torch.compiler.is_compiling():
+            return False
         even = x.shape[1] % split == 0 and (split > 1 or x.shape[1] * self.communicator.size == length)
         return (
             self.symmetric and even and length > 0 and bool(factors) and all(x.dtype == f.weight.dtype for f in factors)

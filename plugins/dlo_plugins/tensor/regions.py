@@ -224,12 +224,6 @@ def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Mo
     module.register_forward_hook(functools.partial(_end, region), always_call=True)
 
 
-def is_asynchronous(module: nn.Module) -> bool:
-    """Returns whether a model has regions with asynchronous tensor parallelism."""
-    regions = (part.__dict__.get(REGION) for part in module.modules())
-    return any(isinstance(region, Region) and region.products is not None for region in regions)
-
-
 def _is_plain(layer: nn.Module) -> bool:
     """Returns whether a projection is a linear layer that nobody else computes, with a weight of ordinary values."""
     if not isinstance(layer, nn.Linear) or layer.__dict__.keys() & {"forward", "product"}:

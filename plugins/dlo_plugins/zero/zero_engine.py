@@ -38,7 +38,7 @@ from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
-from dlo_plugins.sharding.optimizer_probe import ONE_ELEMENTWISE, probe_optimizer
+from dlo_plugins.sharding.optimizer_probe import probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import (
     ElementwiseShard,
     FullTensorShard,
@@ -343,42 +343,54 @@ class ZeroEngine:
                     group.finish_gather()
         share.stepped = True
 
-    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
-        """Calls a function in backward with this rank's pieces of each group whose gradients are reduced.
+    def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> None:
+        """Calls a function in backward with this rank's tensors of each group whose gradients are reduced.
 
         In stages 1 and 2 the pieces are memory of the parameters. A group is reduced once all of its gradients are
         complete; the operations that compute these are the ones that read the parameters, so that the rest of backward
         reads none of the group. One that does raises autograd's error about saved tensors that were changed in place,
         as in one process. The other ranks' pieces are all-gathered after backward, as for the ordinary step.
 
-        Where gradients are copied to the CPU, their pieces are stepped as they arrive, while the device computes the
-        gradients that follow.
-
-        Returns:
-            Reason why the engine does not; empty where it does.
+        Where gradients are copied to the CPU, they are stepped as they arrive, while the device computes the gradients
+        that follow. Full tensors are stepped by their owners, in exchanges between all ranks: with such copies at the
+        next group's reduction, which comes at the same place on all ranks.
         """
         self._ready = self.reducer.on_gradient = None
         if ready is None:
-            return ""
-        if len(self.shares) != 1 or not isinstance(self.shares[0], ElementwiseShard):
-            return ONE_ELEMENTWISE
+            return
+        assert len(self.shares) == 1, "the callback refuses several optimizers"
         self._ready = ready if self.options.rounding is None else self.options.rounding.around(ready)
         self.reducer.on_gradient = self._step_arrived
-        return ""
 
     def _step_arrived(self, group: FlatGroup) -> None:
         """Steps the groups whose gradients have arrived, in the order of their reduction."""
         self._arriving.append(group)
-        while self._arriving and self._arriving[0].gradient_arrived:
+        if not isinstance(self.shares[0], FullTensorShard):
+            while self._arriving and self._arriving[0].gradient_arrived:
+                self._step_group(self._arriving.popleft())
+            return
+        copied = group.step_device != self.device
+        while len(self._arriving) > int(copied):
             self._step_group(self._arriving.popleft())
 
     def _step_group(self, group: FlatGroup) -> None:
-        """Steps this rank's pieces of a group, and drops its gradients."""
+        """Steps this rank's tensors of a group, and drops its gradients."""
         assert self._ready is not None
         (share,) = self.shares
         group.finish_gradient()
         if group.gradient is None:
             return
+        if isinstance(share, FullTensorShard):
+            share.step_group(group, self._ready)
+        else:
+            self._step_pieces(share, group)
+        group.drop_gradient()
+        if group.shares_memory:
+            torch.autograd.graph.increment_version(group.parameters)
+
+    def _step_pieces(self, share: OptimizerShard[FlatGroup], group: FlatGroup) -> None:
+        """Steps this rank's pieces of a group's parameters."""
+        assert self._ready is not None
         group.load_params()
         pieces = []
         for number, gradient in zip(group.owned, group.piece_gradients(), strict=True):
@@ -386,10 +398,7 @@ class ZeroEngine:
             piece.grad = gradient.view_as(piece)
             pieces.append(piece)
         self._ready(pieces)
-        group.drop_gradient()
         group.store_step()
-        if group.shares_memory:
-            torch.autograd.graph.increment_version(group.parameters)
 
     def finish_step(self) -> None:
         """Waits for the last step's collectives and copies; then parameters and shards can be read and written."""

@@ -469,7 +469,7 @@ class CausalLM(Task):
         Lightning divides the loss by the number of micro-batches, and strategies average over ranks. Both divisions are
         undone here, because the sum is divided by the tokens of the step. The load-balancing loss is added per token.
         """
-        labels = sparse_attention.targets(self.attention, batch["labels"])
+        labels = sparse_attention.targets(self.attention, batch)
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
         count = batch_counts.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
@@ -502,7 +502,7 @@ class CausalLM(Task):
 
         A value of a sample, `[B]`, counts for each of its tokens.
         """
-        is_target = sparse_attention.targets(self.attention, batch["labels"]) != vocabulary_loss.IGNORE_INDEX
+        is_target = sparse_attention.targets(self.attention, batch) != vocabulary_loss.IGNORE_INDEX
         values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
         return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
 
@@ -513,7 +513,7 @@ class CausalLM(Task):
 
         Neither model's logits are in memory for all tokens; see :mod:`dlo_tasks.llm.vocabulary_distillation`.
         """
-        labels = sparse_attention.targets(self.attention, batch["labels"])
+        labels = sparse_attention.targets(self.attention, batch)
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
         count = batch_counts.read_target_count(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
@@ -559,7 +559,7 @@ class CausalLM(Task):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
-        labels = sparse_attention.targets(self.attention, batch["labels"]).flatten()
+        labels = sparse_attention.targets(self.attention, batch).flatten()
         losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)
         is_target = labels != vocabulary_loss.IGNORE_INDEX
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()

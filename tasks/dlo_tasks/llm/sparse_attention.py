@@ -18,6 +18,8 @@ from dlo_framework.attention import Attention, AttentionMask, DenseSparsity, Ker
 from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.attention.masked_attention import cached_attention, masked_attention
+from dlo_framework.attention.scored_attention import Scores
+from dlo_framework.batches import ROW_PLACES
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import packed_attention
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
@@ -92,7 +94,8 @@ def install(model: PreTrainedModel, option: Attention | str | None, device: torc
     if device is not None:
         dtype = packed_attention.dtype_of(model, device)
         dropout = packed_attention.has_dropout(config)
-        kernel = choose_kernel(option.kernel, mask, device, dtype, dropout=dropout)
+        plain = not getattr(config, "attn_logit_softcapping", None) and not _has_sinks(model)
+        kernel = choose_kernel(option.kernel, mask, device, dtype, dropout=dropout, plain_scores=plain)
     names = plan_for(model).attention_names(model)
     _register()
     model.set_attn_implementation(NAME)
@@ -160,17 +163,22 @@ def mask_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"attention_mask": numbers[:, None, None]}
 
 
-def targets(option: Attention | str | None, labels: Tensor) -> Tensor:
-    """Returns labels without those that the model sees: the tokens of a prefix, of which each sees all.
+def targets(option: Attention | str | None, batch: Mapping[str, Any]) -> Tensor:
+    """Returns a batch's labels without those that the model sees: the tokens of a prefix, of which each sees all.
 
     Args:
         option: Option of the task.
-        labels: Labels, `[B, L]`: the id of the next token.
+        batch: Batch with `labels`, `[B, L]`, the id of the next token; where ranks share the sequence, with the places
+            of their tokens too.
     """
+    labels: Tensor = batch["labels"]
     prefix = option.mask.prefix if isinstance(option, Attention) and option.mask is not None else 0
     if prefix < 2:
         return labels
-    return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) < prefix - 1, IGNORE_INDEX)
+    places = batch.get(ROW_PLACES)
+    if places is None:
+        places = torch.arange(labels.shape[1], device=labels.device)
+    return labels.masked_fill(places < prefix - 1, IGNORE_INDEX)
 
 
 def attention_forward(
@@ -181,6 +189,8 @@ def attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention, with the signature of transformers' attention functions.
@@ -193,6 +203,8 @@ def attention_forward(
         attention_mask: Documents, int64 `[B, 1, 1, L]`, empty for one per row; or a causal mask, bool `[B, 1, q, k]`.
         dropout: Dropout rate of attention weights.
         scaling: Factor of scores; the width's inverse square root by default.
+        softcap: Soft bound of scores (Gemma 2).
+        s_aux: Score of each head's sink, `[H]` (gpt_oss).
         **others: Further arguments of some families.
 
     Returns:
@@ -207,9 +219,11 @@ def attention_forward(
             f"attention.mask must be bound to each attention module, got none in {type(module).__name__}, which the"
             " model's plan does not name; choose a family with one kind of attention"
         )
-    for name, what in (("softcap", "soft-capped scores"), ("s_aux", "sinks"), ("position_bias", "a bias of positions")):
-        if others.get(name) is not None:
-            raise DloError(f"attention.mask must be without {what}, got {type(module).__name__}; remove the mask")
+    if others.get("position_bias") is not None:
+        raise DloError(
+            f"attention.mask must be without a bias of positions, got {type(module).__name__}; remove the mask"
+        )
+    scores = Scores(softcap, s_aux)
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -224,9 +238,10 @@ def attention_forward(
             heads=heads,
             scale=scaling,
             dropout=dropout,
+            scores=scores,
         )
     else:
-        out = cached_attention(query, key, value, mask, attention_mask, heads=heads, scale=scaling)
+        out = cached_attention(query, key, value, mask, attention_mask, heads=heads, scale=scaling, scores=scores)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -247,8 +262,6 @@ def _check_config(model: PreTrainedModel, config: Any) -> None:
     layers = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if getattr(config, "is_encoder_decoder", False):
         raise DloError(f"attention.mask must be for a causal model, got the encoder-decoder {kind}; remove the mask")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise DloError(f"attention.mask must be without soft-capped scores, got {kind}; remove the mask")
     if layers:
         raise DloError(
             f"attention.mask must be for layers of full attention, got {', '.join(layers)} in {kind}; set"
@@ -270,5 +283,7 @@ def _check_module(model: PreTrainedModel, name: str) -> None:
             f" attention.mask,"
             f" got {type(part).__name__}, which does not; choose a family that does: llama, qwen3, gpt_neox..."
         )
-    if getattr(part, "sinks", None) is not None:
-        raise DloError(f"attention.mask must be without sinks, got {type(part).__name__}; remove the mask")
+
+
+def _has_sinks(model: nn.Module) -> bool:
+    return any(getattr(part, "sinks", None) is not None for part in model.modules())

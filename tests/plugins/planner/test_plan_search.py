@@ -297,7 +297,8 @@ def test_delayed_gradients_are_planned_only_if_they_are_asked_for() -> None:
     found = _search(gpus=4, batch=16, memory=2e10, schedule="PipeDream2BW").run().candidates
     assert {candidate.layout.schedule for candidate in found} == {"PipeDream2BW"}
     assert {candidate.layout.mesh.dp_shard for candidate in found} >= {1, 2}
-    assert all(c.layout.mesh.dp_replicate * c.layout.mesh.cp == 1 for c in found)
+    assert {candidate.layout.mesh.dp_replicate for candidate in found} == {1}
+    assert {candidate.layout.state_sharers for candidate in found if candidate.layout.mesh.cp == 2} == {2}
     search = _search()
     shared, alone = (
         search.memory.ranks(Layout(MeshSpec(pp=2, dp_shard=n), 1, 8, "PipeDream2BW", zero=int(n > 1))) for n in (2, 1)

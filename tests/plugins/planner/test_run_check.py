@@ -168,6 +168,7 @@ def test_a_layout_has_the_stages_of_its_schedule(schedule: str, chunks: int) -> 
 
 
 def test_delayed_gradients_have_full_weights() -> None:
-    options = {"pp": 2, "dp_shard": 2, "schedule": "PipeDream2BW", "micro_batches": 4}
-    layout = read_layout(_config({"class_path": "MeshStrategy", "init_args": options}), 4)
-    assert (layout.zero, layout.delays, layout.uses_zero_strategy) == (1, True, False)
+    for axis in ("dp_shard", "cp"):  # Both shard the optimizer's state.
+        options = {"pp": 2, axis: 2, "schedule": "PipeDream2BW", "micro_batches": 4}
+        layout = read_layout(_config({"class_path": "MeshStrategy", "init_args": options}), 4)
+        assert (layout.zero, layout.delays, layout.uses_zero_strategy) == (1, True, False)

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -19,15 +21,18 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
-from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor import async_products
-from dlo_plugins.tensor.regions import is_asynchronous
+from dlo_plugins.tensor.adapted_projections import REGION
 from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
 
 CHUNKS = 4
+
+
+def _is_asynchronous(model: nn.Module) -> bool:
+    regions = [part.__dict__[REGION] for part in model.modules() if REGION in part.__dict__]
+    return any(getattr(region, "products", None) is not None for region in regions)
 
 
 def _gradients(model: nn.Module, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
@@ -49,8 +54,8 @@ def _check(
     plain, overlapped = make(), make()
     cut(plain, sequence)
     cut(overlapped, sequence, CHUNKS)
-    assert is_asynchronous(overlapped)
-    assert not is_asynchronous(plain)
+    assert _is_asynchronous(overlapped)
+    assert not _is_asynchronous(plain)
     for model in (plain, overlapped):
         if change is not None:
             change(model)
@@ -232,8 +237,56 @@ def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetr
         assert called.count("scatter") == 2 * 2 * layers
 
 
+def _compiled(rank: int, world_size: int, forms: tuple[bool, ...]) -> dict[bool, dict[str, tuple[int, int]]]:
+    """Returns how many collectives the graph of a compiled block's forward has, and how many are exposed."""
+    graphs: list[torch.fx.Graph] = []
+
+    def look(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def compile_layers(model: nn.Module) -> None:
+        backend = aot_autograd(fw_compiler=look, bw_compiler=lambda module, _: make_boxed_func(module.forward))
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.compile(backend=backend, fullgraph=True, dynamic=False)
+
+    found = {}
+    for sequence in forms:
+        torch._dynamo.reset()
+        graphs.clear()
+        plain, compiled = (_double("llama", num_hidden_layers=1) for _ in range(2))
+        cut(plain, sequence)
+        cut(compiled, sequence, CHUNKS)
+        compile_layers(compiled)
+        loss = functools.partial(text_loss, length=16)
+        expected, gradients = _gradients(plain, loss), _gradients(compiled, loss)
+        for name, tensor in expected.items():
+            assert float((gradients[name] - tensor).abs().max()) < 1e-12, name
+        found[sequence] = _exposures(max(graphs, key=lambda graph: len(graph.nodes)))
+    return found
+
+
+def _exposures(graph: torch.fx.Graph) -> dict[str, tuple[int, int]]:
+    """Returns the number of collectives of a graph by kind, and of those without a product before their wait."""
+    nodes, found = list(graph.nodes), {}
+    products = [at for at, node in enumerate(nodes) if str(node.target) in ("aten.mm.default", "aten.bmm.default")]
+    for at, node in enumerate(nodes):
+        kind = str(node.target)
+        if kind.startswith("_c10d_functional.") and "wait" not in kind:
+            end = min(nodes.index(user) for user in node.users)
+            count, exposed = found.get(kind, (0, 0))
+            found[kind] = count + 1, exposed + (not any(at < product < end for product in products))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_blocks_have_the_chunks_in_the_order_in_which_they_overlap(sequence: bool) -> None:
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor") if sequence else ("all_reduce",)
+    for found in run_distributed(_compiled, 2, (sequence,), timeout=200):
+        # Two regions a layer; in each, the first chunk of a gather or the last of a sum is exposed.
+        assert found[sequence] == {f"_c10d_functional.{kind}.default": (2 * CHUNKS, 2) for kind in kinds}
+
+
 def test_what_it_does_not_go_with_is_refused() -> None:
     with pytest.raises(DloError, match="async_tp must be true, false or at least 2 chunks, got 1"):
         TensorParallel(async_tp=1)
-    with pytest.raises(DloError, match="async_tp must be left out with CompileBlocks"):
-        MeshStrategy(tp=2, async_tp=True, appliers=[CompileBlocks()])

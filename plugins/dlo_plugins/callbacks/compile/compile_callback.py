@@ -34,7 +34,6 @@ from dlo_plugins.appliers.module_compilation import (
 )
 from dlo_plugins.callbacks.compile.compile_log import CompileLog
 from dlo_plugins.callbacks.compile.compiled_step import CompiledLoss, CompiledOptimizer
-from dlo_plugins.tensor.regions import is_asynchronous
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
@@ -235,11 +234,6 @@ class Compile(Callback):
             raise DloError(
                 f"Compile: modules must not be compiled already, got torch.compile in {type(pl_module).__name__};"
                 " remove it, or this callback"
-            )
-        if is_asynchronous(pl_module):
-            raise DloError(
-                "Compile: MeshStrategy must have no async_tp, got it: a compiler schedules collectives itself; leave"
-                " one out"
             )
         self._parts = modules_to_compile(pl_module, self.scope)
         self._refuse_moving(pl_module)
