@@ -54,7 +54,7 @@ class _Direct(nn.Module):
 
     Args:
         module: Module with the weights.
-        forward: Its forward.
+        forward: Forward of that module, without hooks.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
