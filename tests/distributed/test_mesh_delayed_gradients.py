@@ -42,11 +42,11 @@ class Layer(nn.Module):
 
 
 class Regression(Task):
-    """Regression whose loss is NaN in one batch."""
+    """Regression whose loss is NaN in one batch, and whose optimizer may need full tensors."""
 
-    def __init__(self, nan_at: int = -1, dropout: float = 0.0) -> None:
+    def __init__(self, nan_at: int = -1, dropout: float = 0.0, needs_full: bool = False) -> None:
         super().__init__()
-        self.nan_at, self.dropout = nan_at, dropout
+        self.nan_at, self.dropout, self.needs_full = nan_at, dropout, needs_full
 
     def configure_model(self) -> None:
         if not self.has_model:
@@ -63,10 +63,12 @@ class Regression(Task):
         return nn.functional.mse_loss(outputs, batch[1]) * (float("nan") if bad else 1.0)
 
     def configure_optimizers(self) -> Any:
-        return optimizer_of(self)
+        return optimizer_of(self, self.needs_full)
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(module: nn.Module, needs_full: bool = False) -> torch.optim.Optimizer:
+    if needs_full:
+        return torch.optim.Adafactor(module.parameters(), lr=LR)
     return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=DECAY)
 
 
@@ -94,7 +96,11 @@ class Loader:
 
 
 def simulate(
-    skipped: int = -1, accumulated: int = 1, clip: float = 1e9, dtype: torch.dtype = torch.float32
+    skipped: int = -1,
+    accumulated: int = 1,
+    clip: float = 1e9,
+    dtype: torch.dtype = torch.float32,
+    needs_full: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Returns losses and weights of W(t+1) = W(t) - lr * gradient of step t-1 at W(t-1), in one process.
 
@@ -103,6 +109,7 @@ def simulate(
         accumulated: Number of batches of an optimizer step.
         clip: Largest norm of the gradients.
         dtype: Dtype of the computation.
+        needs_full: Whether the optimizer needs full tensors.
     """
     seed_everything(4, verbose=False)
     task, default = Regression(), torch.get_default_dtype()
@@ -111,7 +118,7 @@ def simulate(
         task.configure_model()
     finally:
         torch.set_default_dtype(default)
-    optimizer, losses, late = optimizer_of(task), [], None
+    optimizer, losses, late = optimizer_of(task, needs_full), [], None
     for number, batch in enumerate(Loader()):
         if number % accumulated == 0:
             optimizer.zero_grad()
@@ -328,6 +335,7 @@ HALF: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": CLIP}
 COPIES: dict[str, dict[str, Any]] = {
     "offload": DOUBLE | {"sharding": {"offload": True}, "gradient_clip_val": CLIP},
     "offload, accumulated": DOUBLE | {"sharding": {"offload": True}, "accumulate_grad_batches": 2},
+    "offload, full tensors": DOUBLE | {"sharding": {"offload": True}, "needs_full": True},
     "param_dtype": HALF | {"sharding": {"param_dtype": "bfloat16"}},
     "param_dtype, offload": HALF | {"sharding": {"param_dtype": "bfloat16", "offload": True}},
     "masters": HALF | {"strategy": {"bf16_weights": "masters"}},
@@ -335,7 +343,8 @@ COPIES: dict[str, dict[str, Any]] = {
 
 
 def _copies(folder: Path, name: str, dp_shard: int, **more: Any) -> Any:
-    options = {key: value for key, value in COPIES[name].items() if key != "sharding"}
+    options = {key: value for key, value in COPIES[name].items() if key not in ("sharding", "needs_full")}
+    options["task"] = Regression(needs_full=COPIES[name].get("needs_full", False))
     if "sharding" in COPIES[name]:
         options["strategy"] = {"appliers": [FullyShard(**COPIES[name]["sharding"])]}
     return fit(2, folder, axes={"dp_shard": dp_shard}, **options | more)
@@ -381,6 +390,7 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(tmp_pa
                 accumulated=options.get("accumulate_grad_batches", 1),
                 clip=options.get("gradient_clip_val", 1e9),
                 dtype=torch.float64,
+                needs_full=options.get("needs_full", False),
             )
             if in_double
             else simulate_masters()

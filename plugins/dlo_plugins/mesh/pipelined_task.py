@@ -63,7 +63,7 @@ class PipelinedTask:
         pipeline: Pipeline of the model.
         micro_batches: Number of micro-batches of a training batch.
         select: Callback before each forward, which gets the micro-batch's first row and number of rows.
-        state: What `select` changes, which a backward that recomputes needs again.
+        state: State that `select` changes, and that a backward which recomputes needs again.
 
     Raises:
         DloError: The task has its own training step, or parameters outside of its model.
