@@ -279,6 +279,22 @@ class _PeakOfStep(Callback):
             self.peak = self._held + self._mode.peak - self._began
 
 
+class _BalancedRouters(Callback):
+    """Gives each expert as many tokens as the others, as predictions assume; random weights do not."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Replaces the experts that routers choose."""
+        for module in pl_module.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(functools.partial(self._balance, module.num_experts))
+
+    @staticmethod
+    def _balance(experts: int, module: Any, args: Any, output: Any) -> Any:
+        *others, index = output
+        numbers = torch.arange(index.numel(), device=index.device, dtype=index.dtype)
+        return *others, (numbers % experts).view(index.shape)
+
+
 def measure_peaks(rank: int, world_size: int, candidates: list[tuple[str, Candidate]]) -> list[int]:
     """Returns the peak of each run's third step on this rank, in bytes: all tensors, and what the heap has beyond them.
 
@@ -294,7 +310,7 @@ def _measure_peak(kind: str, candidate: Candidate) -> int:
     rows = candidate.layout.micro_batch * (candidate.layout.micro_batches if candidate.layout.mesh.pp > 1 else 1)
     batch = make_batch(kind, rows)
     found = _PeakOfStep(steps - 1, live_tensors())
-    trainer, _ = make_trainer(kind, candidate, steps, [found])
+    trainer, _ = make_trainer(kind, candidate, steps, [_BalancedRouters(), found])
     trainer.fit(make_task(kind), _OneBatch(batch, rows, steps * trainer.accumulate_grad_batches))
     del trainer
     gc.collect()

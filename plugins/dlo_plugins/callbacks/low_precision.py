@@ -26,12 +26,14 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.quantisation.low_precision_schemes import check_device, check_emulation, check_torchao, find_scheme
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dlo_framework.distributed.collectives import Communicator
     from dlo_plugins.quantisation.float8_gather import Float8Gather
+    from dlo_plugins.quantisation.float8_zero_gather import Float8ZeroGather
     from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
 
@@ -51,8 +53,8 @@ class LowPrecision(Callback):
         min_features: Least number of input and of output features of a layer, in this rank's slice of it.
         emulate: Whether float8 is emulated on any device: the factors are rounded, and multiplied in single precision.
             It is slower than training without the callback, and shows the numerics.
-        float8_all_gather: Whether FSDP gathers the weights of these layers in float8, with the scheme `fp8`: half the
-            bytes of bf16, and the same products.
+        float8_all_gather: Whether FSDP or stage 3 of ZeRO gathers the weights of these layers in float8, with the
+            scheme `fp8`: half the bytes of bf16, and the same products.
 
     Raises:
         DloError: An option is invalid, or the device has no kernels for the scheme.
@@ -80,7 +82,7 @@ class LowPrecision(Callback):
             raise DloError(f"LowPrecision: min_features must be at least 1, got {min_features}; 64 is usual")
         self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
         self._installed: LowPrecisionForward | None = None
-        self._gather: Float8Gather | None = None
+        self._gather: Float8Gather | Float8ZeroGather | None = None
         self._reshard: Callable[[], None] = _nothing
 
     # --- the layers ----------------------------------------------------------------------------------------
@@ -133,7 +135,9 @@ class LowPrecision(Callback):
         sizes = layer.in_features, layer.out_features
         return min(sizes) >= self.min_features and not any(size % self.scheme.multiple for size in sizes)
 
-    def _install(self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str) -> None:
+    def _install(
+        self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str, strategy: Any
+    ) -> None:
         from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
         names = self.choose_layers(module, plan)
@@ -150,20 +154,30 @@ class LowPrecision(Callback):
                 sliced: Any = None if cut is None else cut.dim  # 0 or 1: a weight has two dims.
                 self._installed.install(module.get_submodule(name), sliced, tp.group.group_name)
         if self.float8_all_gather:
-            assert state is not None
-            self._install_gather(module, names, state, prefix)
+            self._install_gather(module, names, state, prefix, strategy)
         count = len(self._linear_layers(module, plan))
         rank_zero_info(f"LowPrecision: {len(names)} of the blocks' {count} linear layers compute in {self.scheme.text}")
 
-    def _install_gather(self, module: nn.Module, names: list[str], state: ParallelState, prefix: str) -> None:
+    def _install_gather(
+        self, module: nn.Module, names: list[str], state: ParallelState | None, prefix: str, strategy: Any
+    ) -> None:
         from dlo_plugins.quantisation.float8_gather import Float8Gather
+        from dlo_plugins.quantisation.float8_zero_gather import Float8ZeroGather
 
-        sharded, slices = state.sharded, state.sharded.layout.slices
-        self._reshard = sharded.reshard
-        self._reshard()
-        layers = [(module.get_submodule(name), f"{prefix}{name}.weight" in slices) for name in names]
-        self._gather = Float8Gather(sharded.module, layers, sharded.sharers.maximum, sharded.tensor_parallel.maximum)
-        rank_zero_info(f"LowPrecision: FSDP gathers {len(self._gather)} weights in float8")
+        if isinstance(strategy, ZeroStrategy):
+            assert strategy.engine is not None
+            assert strategy.engine.gathering is not None
+            self._reshard = strategy.engine.gathering.release_all
+            self._gather = Float8ZeroGather(strategy.engine, {f"{prefix}{name}.weight" for name in names})
+        else:
+            assert state is not None
+            sharded, slices = state.sharded, state.sharded.layout.slices
+            self._reshard = sharded.reshard
+            layers = [(module.get_submodule(name), f"{prefix}{name}.weight" in slices) for name in names]
+            self._reshard()
+            over = sharded.sharers.maximum, sharded.tensor_parallel.maximum
+            self._gather = Float8Gather(sharded.module, layers, *over)
+        rank_zero_info(f"LowPrecision: {len(self._gather)} weights are gathered in float8")
 
     def _refresh(self) -> None:
         if self._gather is not None:
@@ -173,10 +187,19 @@ class LowPrecision(Callback):
         if not self.float8_all_gather:
             return
         strategy, must = trainer.strategy, "LowPrecision: float8_all_gather must have"
+        if isinstance(strategy, ZeroStrategy):
+            if strategy.stage < 3:
+                raise DloError(
+                    f"{must} parameters that ranks shard, got stage {strategy.stage} of ZeRO, whose ranks step and save"
+                    " the full weights that they gather; set stage 3, or leave it out"
+                )
+            if strategy.offload in ("parameters", "both"):
+                raise DloError(f"{must} shards on the device, got offload={strategy.offload}; leave one of the two out")
+            return
         if not isinstance(strategy, MeshStrategy):
             raise DloError(
-                f"{must} FSDP, whose all-gathers it changes, got {type(strategy).__name__}; set strategy fsdp, or leave"
-                " it out"
+                f"{must} FSDP or stage 3 of ZeRO, whose all-gathers it changes, got {type(strategy).__name__}; set"
+                " strategy fsdp or zero3, or leave it out"
             )
         spec, shard = strategy.mesh_spec(), strategy.fully_shard
         if spec.dp_shard * spec.cp == 1:
@@ -231,11 +254,11 @@ class LowPrecision(Callback):
     def _begin(self, module: LightningModule) -> None:
         if self._installed is not None:
             return
-        state = ParallelState.of(module)
+        state, strategy = ParallelState.of(module), module.trainer.strategy
         if isinstance(module, Task):
-            self._install(module.model, module.parallel_plan(), state, "model.")
+            self._install(module.model, module.parallel_plan(), state, "model.", strategy)
         else:
-            self._install(module, ParallelPlan.infer(module), state, "")
+            self._install(module, ParallelPlan.infer(module), state, "", strategy)
 
     def _remove(self) -> None:
         if self._gather is not None:

@@ -421,7 +421,9 @@ class Quantise(Callback):
         write_report(found, saved.parent)
         for logger in trainer.loggers:
             logger.log_metrics(found.scalars(), step=trainer.global_step)
-        print(f"\n{found.table()}", flush=True)
+        files = ", ".join(str(saved.parent / name) for name in found.exported)
+        exported = f"\nexported: {files}" if files else ""
+        print(f"\n{found.table()}{exported}", flush=True)
 
 
 def evaluation_data(trainer: Trainer) -> EvaluationData:

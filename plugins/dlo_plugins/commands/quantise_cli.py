@@ -66,7 +66,10 @@ class QuantiseCLI(DloCLI):
             conversion = PostTraining(options, EvaluationData(self.datamodule), device)
             report = conversion.run(self.model, checkpoint, self._callback.when, folder)
         write_report(report, folder)
-        print(json.dumps(report.as_json()) if self._options.json else f"\n{report.table()}\n\nreport: {folder}")
+        files = ", ".join(str(folder / name) for name in report.exported)
+        exported = f"\nexported: {files}" if files else ""
+        text = f"\n{report.table()}\n\nreport: {folder / 'report.json'}{exported}"
+        print(json.dumps(report.as_json()) if self._options.json else text)
 
     def _folder(self, checkpoint: Path | None) -> Path:
         """Returns the folder of the report: in the run's folder of the checkpoint, unless an option names another."""

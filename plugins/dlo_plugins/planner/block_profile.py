@@ -131,6 +131,7 @@ def profile_block(
         _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
         inputs / rows, entered=passed.entered / rows, left=passed.left / rows, gathered_again=passed.again / rows,
         key_value=passed.key_value / rows, repeats_last=saved.goes_on,
+        gradients_at_peak=recorder.gradients_at_peak(turn),
     )  # fmt: skip
     return part, tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, outputs

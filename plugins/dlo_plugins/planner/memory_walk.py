@@ -14,7 +14,7 @@ from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
+from dlo_plugins.planner.step_time import Stage, TimeModel, expert_count, local_bytes, local_count
 from dlo_plugins.planner.work import Part, Share
 
 
@@ -55,6 +55,11 @@ class _Item(NamedTuple):
         kept: Bytes that one of them keeps for backward, with its output.
         forward: Bytes that its forward uses beyond what is kept of it.
         backward: Bytes that its backward uses beyond that, with what it recomputes.
+        again: Bytes at the end of a forward that backward repeats, before it has gradients; 0 for none.
+        alone: Bytes of those of `unit` that no other rank shares: a rank's own experts. They are copied for computation
+            without a buffer, and their gradients are their shards.
+        alone_trained: Number of those of `own_trained`.
+        at_peak: Share of the gradients that exist at the peak of a backward that repeats forward.
         unit: Bytes of its parameters as computation uses them, which are gathered together.
         casts: Bytes of their casts, which autograd keeps. Lightning turns autocast's own cache off.
         trained: Number of trained parameters.
@@ -76,6 +81,10 @@ class _Item(NamedTuple):
     is_block: bool
     is_head: bool
     repeats: bool = False
+    again: float = 0.0
+    alone: float = 0.0
+    alone_trained: float = 0.0
+    at_peak: float = 1.0
 
 
 class MemoryWalk:
@@ -193,12 +202,18 @@ class MemoryWalk:
             is_kept = way is part.modes["none"]
             forward = (part.peaks.forward if is_kept else part.peaks.unsaved).on(share)
             kept, again = saved + part.output.on(share), everything - saved
-            if again > 0:  # Forward runs again before backward.
-                backward = again + max(backward, part.peaks.forward.on(share))
+            # Tokens on their way to experts and back are alive when the experts' own tensors are not.
             buffers = exchanged_bytes(part, layout)
-            forward, backward = forward + buffers, backward + buffers
+            forward, backward = max(forward, buffers), max(backward, buffers)
+            repeated = again + max(part.peaks.forward.on(share), buffers) if again > 0 else 0.0
             is_block = part is not profile.stem
-            found.append(_Item(kept, forward, backward, *counts, times, is_block, False, again > 0))
+            item = _Item(kept, forward, again + backward, *counts, times, is_block, False, again > 0, repeated)
+            item = item._replace(at_peak=part.gradients_at_peak if again > 0 else 1.0)
+            if mesh.ep > 1 and layout.expert_sharers == 1:
+                own = expert_count(one, mesh.tp) / mesh.ep
+                own_trained = expert_count(one, mesh.tp, trained=True) / mesh.ep
+                item = item._replace(alone=own * self.state.gathered, alone_trained=own_trained)
+            found.append(item)
         return found
 
     def _head(self, part: Part, share: Share, everything: float) -> tuple[float, float, float]:
@@ -314,6 +329,8 @@ class _Walk:
                     yield moment._replace(activations=kept, loss=item.kept + item.backward)
                 else:
                     left = kept - (item.times - count) * item.kept
+                    if item.repeats:
+                        yield moment._replace(gradients=moment.gradients - own, activations=left, working=item.again)
                     yield moment._replace(activations=left, working=item.backward)
             kept -= item.times * item.kept * (not item.is_head)
             done += item.times * item.trained
@@ -328,10 +345,12 @@ class _Walk:
         state = self.state
         if not self.gathers or self.layout.mesh.pp > 1:
             # One tensor's at a time, if they are added: of a block about a quarter.
-            return item.own_trained * state.gathered * ((0.25 if item.is_block else 1.0) if accumulates else 1.0)
+            one = 0.25 if item.is_block else 1.0
+            return item.own_trained * state.gathered * (min(one, item.at_peak) if accumulates else item.at_peak)
         # Its gradients, a buffer of them all that is reduced, and their shard.
-        once = state.gathered * (not accumulates or self.layout.reduce_each)
-        return item.own_trained * (once + state.reduced) + item.trained * state.reduced / self.stored
+        once = state.gathered * (not accumulates or self.layout.reduce_each) * item.at_peak
+        shared = item.own_trained - item.alone_trained
+        return shared * (once + state.reduced) + item.trained * state.reduced / self.stored
 
     def _gathered(self, items: Sequence[_Item], item: _Item, so_far: float, casts: float) -> float:
         """Returns the bytes of gathered parameters and of their casts, and the buffer that the next arrive in.
@@ -345,9 +364,11 @@ class _Walk:
         outer = [other for other in items if not other.is_block]
         before = sum(other.unit for other in outer)
         found, unit = 0.0, item.unit if item.is_block else 0.0
+        buffer = unit - item.alone
         if self.gathers and self.layout.mesh.pp > 1:  # Gathered once a step, before the micro-batches.
             found = self.full
         elif self.gathers:
-            found = min(before + so_far, self.full) + unit if self.keeps_gathered else before + 2 * unit
+            found = min(before + so_far, self.full) if self.keeps_gathered else before + unit
+            found += buffer
         every = sum(other.times * other.casts for other in items)
         return found + min(sum(other.casts for other in outer) + casts, every)

@@ -170,8 +170,22 @@ class Recorder(TorchDispatchMode):
             start: Position in the log.
             with_gradients: Whether the gradients of parameters count, other than of experts.
         """
-        left_out = self._always_left_out if with_gradients else self._left_out
-        live, best = [0, 0], Amount()
+        return self._find_peak(start, self._always_left_out if with_gradients else self._left_out)[0]
+
+    def gradients_at_peak(self, start: int) -> float:
+        """Returns the share of the gradients of parameters that exist at the peak without them.
+
+        Args:
+            start: Position in the log.
+        """
+        _, at = self._find_peak(start, self._left_out)
+        sizes = [(n, size) for n, (number, size) in enumerate(self._events) if number in self._left_out and size > 0]
+        every = sum(size for n, size in sizes if n >= start)
+        return sum(size for n, size in sizes if start <= n <= at) / every if every else 1.0
+
+    def _find_peak(self, start: int, left_out: set[int]) -> tuple[Amount, int]:
+        """Returns the most bytes alive at once since a position in the log, and the position where they are."""
+        live, best, found = [0, 0], Amount(), start
         born: set[int] = set()
         for at, (number, size) in enumerate(self._events):
             if number in left_out or (size < 0 and number not in born):
@@ -179,8 +193,8 @@ class Recorder(TorchDispatchMode):
             born.add(number)
             live[not self.classes[number]] += size
             if at >= start and sum(live) > best.total:
-                best = Amount(*map(float, live))
-        return best
+                best, found = Amount(*map(float, live)), at
+        return best, found
 
 
 class FusedKernels(TorchFunctionMode):

@@ -299,6 +299,7 @@ class Part:
             backward scatters the sum of their gradients.
         repeats_last: Whether a repeated forward needs the last region's output. torch ends it at the last tensor that
             backward needs.
+        gradients_at_peak: Share of the gradients of its parameters that exist at the peak of backward.
     """
 
     name: str
@@ -322,3 +323,4 @@ class Part:
     gathered_again: float = 0.0
     key_value: float = 0.0
     repeats_last: bool = True
+    gradients_at_peak: float = 1.0

@@ -59,6 +59,9 @@ def draw_tickets(points: Sequence[Mapping[str, Any]]) -> Figure:
             left.plot([100 * point["kept"] for point in own], [point["value"] for point in own], "o-", label=label)
     left.set_xscale("log")
     left.invert_xaxis()
+    kept = sorted({100 * point["kept"] for point in points})
+    left.set_xticks(kept, [f"{value:.3g}" for value in kept])
+    left.minorticks_off()
     left.set_xlabel("kept weights, percent")
     left.set_ylabel(points[-1]["metric"] if points else "")
     left.set_title("how much?")
@@ -69,6 +72,7 @@ def draw_tickets(points: Sequence[Mapping[str, Any]]) -> Figure:
     for point in tickets:
         right.bar(point["round"], point["seconds"], bottom=total, color="tab:blue")
         total += point["seconds"]
+    right.set_xticks([point["round"] for point in tickets])
     right.set_xlabel("round")
     right.set_ylabel("seconds of training so far")
     right.set_title("what time does it cost?")

@@ -93,13 +93,22 @@ def _covered(name: str, patterns: Sequence[str]) -> bool:
     return bool(patterns) and bool(ParallelPlan(head=tuple(patterns)).owners(name))
 
 
+def _patterns(some: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Returns patterns that match some of the names and no other: with `*` for numbers where that is so."""
+    found: dict[str, None] = {}
+    for name in some:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        found[pattern if {each for each in names if _covered(each, [pattern])} <= set(some) else name] = None
+    return list(found)
+
+
 def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: int) -> None:
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     shapes = {name: found[name].weight.shape for name in names}
     uneven = [name for name, (_, inputs) in shapes.items() if inputs % group_size]
     if uneven:
         fits = [size for size in GROUP_SIZES if not any(inputs % size for _, inputs in shapes.values())]
-        fix = f"set group_size: {max(fits)}" if fits else f"add to skip: {', '.join(uneven)}"
+        fix = f"set group_size: {max(fits)}" if fits else f"add to skip: {', '.join(_patterns(uneven, names))}"
         raise DloError(
             f"Quantise: group_size must divide the input features of each layer, got {group_size} for"
             f" {shapes[uneven[0]][1]} of {shown_names(uneven)}; {fix}"
@@ -108,7 +117,8 @@ def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: i
     if odd:
         raise DloError(
             f"Quantise: the output features of each layer must be a multiple of {INT4_ROWS} for int4_weights, got"
-            f" {shapes[odd[0]][0]} of {shown_names(odd)}; add to skip: {', '.join(odd)}"
+            f" {shapes[odd[0]][0]} of {shown_names(odd)}; add to skip:"
+            f" {', '.join(_patterns(odd, names))}"
         )
     cut = [name for name, (_, inputs) in shapes.items() if inputs % slices or inputs // slices % group_size]
     if slices > 1 and cut:

@@ -20,7 +20,7 @@ from dlo_plugins.callbacks.prune.ticket_start import TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
 from dlo_plugins.pruning.semi_structured import check_kernels
-from dlo_plugins.pruning.sparsity_plot import draw_training
+from dlo_plugins.pruning.sparsity_plot import draw_tickets, draw_training
 from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -331,10 +331,21 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path):
 def test_the_picture_is_over_the_steps_where_the_sparsity_does_not_change():
     curve = [{"step": 10 * number, "sparsity": 0.5, "metric": "val_acc1", "value": 0.1 * number} for number in (1, 2)]
     left, _ = draw_training(curve, {"net.weight": 0.5}).axes
-    assert (left.get_xlabel(), left.lines[0].get_xdata().tolist()) == ("step", [10, 20])
+    assert (left.get_xlabel(), list(left.lines[0].get_xdata())) == ("step", [10, 20])
     curve[0]["sparsity"] = 0.2
     left, _ = draw_training(curve, {"net.weight": 0.5}).axes
-    assert (left.get_xlabel(), left.lines[0].get_xdata().tolist()) == ("pruned weights, percent", [20, 50])
+    assert (left.get_xlabel(), list(left.lines[0].get_xdata())) == ("pruned weights, percent", [20, 50])
+
+
+def test_tickets_are_shown_by_the_kept_percentages():
+    points = [
+        {"kind": "ticket", "kept": 0.6**number, "metric": "val_acc1", "value": 0.9, "seconds": 2.0, "round": number}
+        for number in range(3)
+    ]
+    left, right = draw_tickets(points).axes
+    assert [label.get_text() for label in left.get_xticklabels()] == ["36", "60", "100"]
+    assert not left.get_xticks(minor=True).size
+    assert right.get_xticks().tolist() == [0, 1, 2]
 
 
 def test_the_report_is_in_the_run_folder(tmp_path):

@@ -56,3 +56,14 @@ def test_a_row_that_no_group_divides() -> None:
     with pytest.raises(DloError, match="got 32 for 40 of 0; add to skip: 0"):
         choose_layers(model, INT4, 32)
     assert choose_layers(model, INT4, 32, skip=["0"]) == ["1"]
+
+
+def test_layers_to_skip_are_named_by_a_pattern_where_one_matches_them_alone() -> None:
+    blocks = [nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 32)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+    with pytest.raises(DloError, match=r"of layers.0.down, layers.1.down; add to skip: layers\.\*\.down$"):
+        choose_layers(model, INT4, 32)
+    assert choose_layers(model, INT4, 32, skip=["layers.*.down"]) == ["layers.0.up", "layers.1.up"]
+    blocks[1]["down"] = nn.Linear(64, 32)
+    with pytest.raises(DloError, match=r"add to skip: layers\.0\.down$"):
+        choose_layers(model, INT4, 32)

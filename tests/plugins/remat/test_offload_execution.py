@@ -52,7 +52,7 @@ def test_steps_are_the_same_and_the_devices_memory_is_within_the_budget(budget: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["vit", "coatnet", "resnet", "llama"])
 def test_families(kind: str) -> None:
-    plain, offloads = train(kind, measures=True), 0
+    plain, offloads, free = train(kind, measures=True), [], []
     for budget in ("90%", "75%", "60%", "50%", "40%"):
         try:
             found = train(kind, budget, measures=True, link=FAST)
@@ -62,8 +62,10 @@ def test_families(kind: str) -> None:
         assert_same(plain, found)
         (plan,) = found.rotor.plans  # type: ignore[union-attr]
         assert 0.95 * plan.peak <= found.peak <= plan.budget
-        offloads += plan.offloaded > 0
-    assert offloads >= (1 if kind == "resnet" else 2)  # This ResNet's stem is most of its memory.
+        offloads.append(plan.offloaded > 0)
+        free.append(plan.schedule.time <= keep_fastest(plan.measured.chain).time)
+    # Where measured blocks are as fast when they keep less, as a ResNet's may be, copies have nothing to save.
+    assert sum(offloads) >= (1 if kind == "resnet" else 2) or all(free), (offloads, free)
 
 
 def test_with_accumulation_and_bf16() -> None:
