@@ -16,7 +16,7 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.adapted_projections import base_of
 from dlo_plugins.tensor.inference.projection_flow import is_projection
 
-#: A projection this many times smaller than its block's largest is no reason to look for rules.
+#: A projection this many times smaller than its block's largest is too small to look for rules.
 _SMALL = 32
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
