@@ -9,7 +9,7 @@
 Per seed (of weights and of the order of the data) the plain run comes first, and then its second measurement and the
 contestants, in a random order. Each has the plain run's options, and its learning-rate schedule over its own length.
 Time is the process's CPU time in training, without validation. The time to the target is interpolated between
-validations; a run that does not reach it has no time, and the table says how many did.
+validations; a run that does not reach it counts as the slowest, and the table says how many did.
 
 `--contestants "text/lengths, truncated"` runs one comparison. `--runs FILE` writes each finished run to the file, and
 reads those of the same seeds and lengths from it: a benchmark that was stopped goes on where it was.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import random
 import tempfile
 from collections.abc import Callable
@@ -259,14 +260,14 @@ def tables(kind: str, found: dict[str, list[Curve]]) -> list[Table]:
         pairs = list(zip(curves, found[PLAIN], strict=True))
         rates = [curve.seconds[-1] / curve.samples / (base.seconds[-1] / base.samples) for curve, base in pairs]
         speed.add(name, rates, bar=one.bar_per_sample, ours=ours, control=control, mean_last=last)
-        times = [
-            at / wanted
-            for curve, base in pairs
-            if (at := curve.time_to(base.values[-1], better)) is not None
-            and (wanted := base.time_to(base.values[-1], better)) is not None
-        ]
-        if times:
-            reached = f"{len(times)} of {len(curves)}"
+        times = []
+        for curve, base in pairs:
+            at, wanted = (one.time_to(base.values[-1], better) for one in (curve, base))
+            assert wanted is not None
+            times.append(math.inf if at is None else at / wanted)
+        count = sum(map(math.isfinite, times))
+        if count:
+            reached = f"{count} of {len(curves)}"
             reach.add(name, times, bar=one.bar_to_target, ours=ours, control=control, reached=reached)
         else:
             reach.notes.append(f"{name}: none of {len(curves)} runs reached it")

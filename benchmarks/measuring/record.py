@@ -205,6 +205,8 @@ def reached(row: Mapping[str, Any], better: str) -> bool | None:
     bar = row.get("bar")
     if bar is None:
         return None
+    if row["median"] is None:  # It is not finite.
+        return False
     return bool(row["median"] <= bar if better == "lower" else row["median"] >= bar)
 
 

@@ -67,7 +67,7 @@ def made(kind: type[Task]) -> Task:
 def test_a_task_without_blocks_is_sharded_by_size() -> None:
     assert find_units(made(Without)) == ["model.left", "model.norm", "model.right", "model.out"]
     assert find_units(made(Bare)) == ["model"]
-    for name in ("densenet121", "regnetv_040"):
+    for name in ("dla34", "regnetv_040"):
         task = ImageClassifier(name, num_classes=3).on_meta()
         with pytest.raises(NoBlocksError):
             task.parallel_plan()
