@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.tensor.collectives import start_gather
+from dlo_plugins.tensor.collectives import owned, start_gather
 
 #: Default number of chunks.
 CHUNKS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # torch.compile of torch 2.11 asks for a hash.
 class Factor:
     """Right factor of a product.
 
@@ -200,14 +200,20 @@ def _split(x: Tensor, ranks: int) -> Tensor:
 
 def _join(parts: Tensor, length: int) -> Tensor:
     """Returns `[B, L, D]` of `[B, T, l, D]`."""
-    return parts.flatten(1, 2).narrow(1, 0, length).contiguous()
+    return owned(parts.flatten(1, 2).narrow(1, 0, length).contiguous())
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which a projection multiplies: autocast's, where it is on."""
     device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on and x.dtype != torch.float64 else x.dtype
+    is_on = _has_autocast(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on and x.dtype != torch.float64 else x.dtype  # It leaves float64.
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    """Returns whether a kind of device has autocast; torch.compile of torch 2.11 does not trace the question."""
+    return torch.amp.is_autocast_available(device)
 
 
 def gather_columns(

@@ -29,6 +29,7 @@ __all__ = [
     "gather_sequence",
     "gather_to_region",
     "local_shard",
+    "owned",
     "reduce_from_region",
     "reduce_scatter_from_region",
     "scatter_sequence",
@@ -108,6 +109,17 @@ def start_scatter(partial: Tensor, communicator: Communicator) -> Callable[[], T
     return communicator.start_reduce_scatter_parts(_parts(partial, communicator.size))
 
 
+_DROPS_VIEWS = torch.__version__ < "2.12"
+
+
+def owned(result: Tensor) -> Tensor:
+    """Returns the result of a function with a backward of its own, as no view of another tensor.
+
+    The code that torch.compile of torch 2.11 makes drops the gradients of a function whose result is a view.
+    """
+    return result.clone() if _DROPS_VIEWS and torch.compiler.is_compiling() else result
+
+
 def _gathered(part: Tensor, length: int, communicator: Communicator) -> Tensor:
     return start_gather(part, length, communicator)()
 
@@ -154,7 +166,7 @@ class _GatherOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
-        return _gathered(part, length, communicator)
+        return owned(_gathered(part, length, communicator))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -165,7 +177,7 @@ class _GatherIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
-        return _gathered(part, length, communicator)
+        return owned(_gathered(part, length, communicator))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

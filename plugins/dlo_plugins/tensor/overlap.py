@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.tensor.collectives import start_gather, start_scatter
+from dlo_plugins.tensor.async_products import product_dtype
+from dlo_plugins.tensor.collectives import owned, start_gather, start_scatter
 
 
 @dataclass
@@ -140,10 +141,7 @@ def enter_gathered(
 
 def project(x: Tensor, weight: EnteredWeight, bias: Tensor | None) -> Tensor:
     """Returns `x @ weight.T + bias`, in autocast's dtype where it is on."""
-    device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if is_on and x.dtype != torch.float64:  # Autocast does not cast float64.
-        x = x.to(torch.get_autocast_dtype(device))
+    x = x.to(product_dtype(x))
     if weight.gathering is None:
         found: Tensor = _Project.apply(x, weight.view, bias, weight.number, weight.deferred)
         return found
@@ -174,7 +172,8 @@ class _EnterGathered(torch.autograd.Function):
     ) -> Any:
         ctx.communicator, ctx.deferred = communicator, deferred
         ctx.set_materialize_grads(False)
-        return start_gather(part, length, communicator)(), *(weight.view_as(weight) for weight in weights)
+        whole = owned(start_gather(part, length, communicator)())
+        return whole, *(weight.view_as(weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -226,7 +226,7 @@ def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Mo
 
 def _is_plain(layer: nn.Module) -> bool:
     """Returns whether a projection is a linear layer that nobody else computes, with a weight of ordinary values."""
-    if not isinstance(layer, nn.Linear) or layer.__dict__.keys() & {"forward", "product"}:
+    if not isinstance(layer, nn.Linear) or "forward" in layer.__dict__ or "product" in layer.__dict__:
         return False
     return type(layer.weight) in (Tensor, nn.Parameter)
 

@@ -402,6 +402,7 @@ def _compiled(rank: int, world_size: int) -> None:
     for make, loss, sequence_parallel in (
         (functools.partial(language_model, "llama"), text_loss, False),
         (functools.partial(language_model, "llama"), text_loss, True),
+        (functools.partial(language_model, "llama"), functools.partial(text_loss, length=8), True),
         (functools.partial(image_model, "vit_tiny_patch16_224", **VIT), image_loss, False),
     ):
         found = []
