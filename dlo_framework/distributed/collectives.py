@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -312,3 +313,31 @@ def exchange_limit(group: dist.ProcessGroup | None) -> timedelta:
     """
     of_cpu = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return of_cpu.options._timeout
+
+
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the sum of a tensor over ranks; backward sums the gradients, because each rank's loss depends on the sum.
+
+    Args:
+        values: Tensor of the same shape on all ranks.
+        group: Process group of the ranks; None for one rank.
+    """
+    if group is None:
+        return values
+    found: Tensor = _SumOverRanks.apply(values, group)
+    return found
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.distillation import agreements, logit_losses
 from dlo_framework.distributed.collectives import Communicator
@@ -15,6 +14,7 @@ from dlo_plugins.distillation.logit_losses import LogitDistance
 from dlo_tasks.llm import vocabulary_distillation
 from dlo_tasks.llm.vocabulary_distillation import summed_distillation
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+from support.largest_tensor import Largest
 
 WIDTH, WIDER, VOCABULARY, TOKENS = 16, 24, 50, 23
 KL = LogitDistance("kl", 2.0)
@@ -83,21 +83,6 @@ def test_the_kernel_of_an_accelerator_has_the_same_loss(monkeypatch: pytest.Monk
     wanted = gradients(expected, hidden, *projection.parameters())
     for one, reference in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
         torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
-
-
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor made in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 def _gathered(projection: nn.Linear, calls: list[int]) -> None:

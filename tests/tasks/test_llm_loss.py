@@ -21,6 +21,7 @@ from dlo_tasks.llm.vocabulary_loss import (
     summed_loss,
     token_losses_and_hits,
 )
+from support.largest_tensor import Largest
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 
@@ -168,21 +169,6 @@ def test_half_precision_weights_add_up_in_single_precision() -> None:
     assert exact.weight.grad is not None
     error = (projection.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
     assert error < 0.01
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements that any tensor made in it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 def test_logits_of_all_tokens_are_never_there() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlo_plugins.distillation.sequence_sums import sum_over_ranks
+from dlo_framework.distributed.collectives import sum_over_ranks
 
 #: Distance of hidden states.
 HiddenLossName = Literal["mse", "cosine"]

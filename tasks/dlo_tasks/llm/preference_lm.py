@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from dlo_framework.attention import Attention
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
+from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.errors import DloError
@@ -406,8 +407,7 @@ class PreferenceLM(CausalLM):
         group = self._sequence_group
         if group is None:
             return parts
-        total: Tensor = _SumOverRanks.apply(torch.stack(parts), group)
-        return list(total)
+        return list(sum_over_ranks(torch.stack(parts), group))
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         """Returns this micro-batch's part of the mean loss over all pairs of the optimizer step, a scalar.
@@ -590,23 +590,6 @@ class ReferenceLogProbs(BatchTransform):
         """Returns the batch with them."""
         assert isinstance(pl_module, PreferenceLM)
         return pl_module.with_reference(batch)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums a tensor over ranks; backward sums the gradients, because the ranks' losses are all functions of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 def _by_preference(rewards: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
