@@ -5,6 +5,7 @@ import os
 # Before torch is imported: tests run in a process a core, whose threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import faulthandler
 import gc
 import importlib
 import shutil
@@ -89,6 +90,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets tests with a longer timeout run longer than ``faulthandler_timeout`` of setup.cfg."""
+    if item.get_closest_marker("timeout"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 # No test asserts a time: under load an example of microseconds may take half a second.

@@ -78,13 +78,9 @@ def test_a_head_that_is_no_plain_product_is_called_for_each_chunk(scale: float, 
         torch.testing.assert_close(one, other)
 
 
-def test_a_head_whose_weight_comes_with_the_call_is_called_once_and_never_read() -> None:
-    projection, hidden, targets = make()
-    weight = projection.weight.detach().clone()
-    head, calls = VocabularyHead(projection), []
-    expected = full_logits_loss(head, hidden, targets)
-    measured = token_losses_and_hits(head, hidden, targets)
-    storage = projection.weight.untyped_storage()
+def gathered(projection: nn.Linear, calls: list[int]) -> None:
+    """Frees a weight that a forward then gathers, as FSDP and ZeRO's third stage do."""
+    weight, storage = projection.weight.detach().clone(), projection.weight.untyped_storage()
     size = storage.nbytes()
 
     def gather(*_: object) -> None:
@@ -93,14 +89,42 @@ def test_a_head_whose_weight_comes_with_the_call_is_called_once_and_never_read()
         projection.weight.data.copy_(weight)
 
     storage.resize_(0)
-    assert head.is_gathered
     projection.register_forward_pre_hook(gather)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("some", [True, False])
+def test_a_head_whose_weight_comes_with_the_call_is_called_once(some: bool, scale: float) -> None:
+    projection, hidden, targets = make()
+    if not some:
+        targets.fill_(IGNORE_INDEX)
+    head, calls = VocabularyHead(projection, scale, 2.0), []
+    expected = full_logits_loss(head, hidden, targets)
+    wanted = gradients(expected, hidden, projection.weight)
+    measured = token_losses_and_hits(head, hidden, targets)
+    gathered(projection, calls)
+    assert head.is_gathered
+    assert head.fuses == (scale == 1.0)
     found = summed_loss(head, hidden, targets, 5)
-    storage.resize_(0)
+    assert len(calls) == 1
+    for one, other in zip(gradients(found, hidden, projection.weight), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+    projection.weight.untyped_storage().resize_(0)
     again = token_losses_and_hits(head, hidden, targets)
     assert len(calls) == 2
-    torch.testing.assert_close(found, expected)
-    assert all(torch.equal(one, other) for one, other in zip(again, measured, strict=True))
+    assert "forward" not in projection.__dict__
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0)
+    assert torch.equal(again[1], measured[1])
+    torch.testing.assert_close(again[0], measured[0])
+
+
+def test_a_hook_of_the_users_gets_the_logits() -> None:
+    projection, hidden, targets = make()
+    shapes: list[torch.Size] = []
+    projection.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
+    expected = F.cross_entropy(projection(hidden), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    torch.testing.assert_close(summed_loss(VocabularyHead(projection), hidden, targets), expected)
+    assert shapes == [(TOKENS, VOCABULARY)] * 2
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
@@ -185,6 +209,12 @@ def test_logits_of_all_tokens_are_never_there() -> None:
     with Largest() as largest:
         full_logits_loss(VocabularyHead(projection), hidden, targets).backward()
     assert largest.elements == 4000 * 300
+    gathered(projection, [])
+    with Largest() as largest:
+        summed_loss(VocabularyHead(projection), hidden, targets).backward()
+        projection.weight.untyped_storage().resize_(0)
+        token_losses_and_hits(VocabularyHead(projection), hidden, targets)
+    assert largest.elements <= 256 * 300
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

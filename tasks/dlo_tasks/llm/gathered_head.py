@@ -8,19 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from dlo_framework.distributed.vocab_parallel import set_shard
-from dlo_tasks.llm.vocabulary_loss import VocabularyHead
+from dlo_framework.distributed.vocab_parallel import set_shard, shard_of
+
+if TYPE_CHECKING:
+    from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
 _Result = TypeVar("_Result")
 
 
 def can_run_inside(head: VocabularyHead) -> bool:
-    """Returns whether a head's weights are gathered by its projection's own call, and not by those of modules in it."""
-    return head.is_gathered and next(head.module.children(), None) is None
+    """Returns whether a strategy gathers a head's weights by its projection's own call, and leaves its result as it is.
+
+    Those of a LoRA adapter are gathered by calls of its own. FSDP's `output_dtype` would round a sum of losses. A hook
+    that is not a strategy's expects logits.
+    """
+    module = head.module
+    if next(module.children(), None) is not None:
+        return False
+    if isinstance(module, FSDPModule):
+        return module._get_fsdp_state()._mp_policy.output_dtype is None
+    return any(is_elsewhere(parameter) or hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Returns whether a rank holds a shard only: a DTensor, or a freed parameter that is gathered on use."""
+    return isinstance(parameter, DTensor) or (parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0)
 
 
 def run_inside(head: VocabularyHead, hidden: Tensor, function: Callable[[VocabularyHead, Tensor], _Result]) -> _Result:
@@ -62,7 +80,7 @@ class _Direct(nn.Module):
         self._parameters = module._parameters
         self._forward = forward
         self.out_features = getattr(module, "out_features", None)
-        shard: Any = VocabularyHead(module).shard
+        shard: Any = shard_of(module)
         if shard is not None:
             set_shard(self, shard)
 

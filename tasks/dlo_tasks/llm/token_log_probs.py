@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
 from dlo_tasks.llm import vocabulary_loss
+from dlo_tasks.llm.gathered_head import run_inside
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, Kernel, VocabularyHead
 
 
@@ -27,8 +28,8 @@ def token_log_probs(
 ) -> Tensor:
     """Returns the log-probability of each token's target, `[N]` in float32 or wider; 0 for tokens without one.
 
-    A head that is gathered on use is called once, with all tokens that have a target: all ranks must call it equally
-    often.
+    A head that is gathered on use is called once, with all chunks inside the call: ranks must call it equally often.
+    One with a LoRA adapter, a factor or another `output_dtype` computes all logits at once then.
 
     Args:
         head: Head of the model.
@@ -45,15 +46,22 @@ def token_log_probs(
     is_target = targets != IGNORE_INDEX
     kernel = vocabulary_loss.default_kernel(hidden.device)
     some, of_these = vocabulary_loss.select_targets(hidden, targets, count, waits=kernel == "columns")
-    if head.is_gathered:
-        losses = token_losses(head, some, of_these)
-    elif head.fuses:
+
+    def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
+        if vocabulary_loss.is_quantised(linear):  # As it is gathered.
+            return token_losses(head, hidden, of_these)
         dtype = vocabulary_loss.autocast_dtype(hidden.device) or hidden.dtype
         rows = chunk or vocabulary_loss.chunk_tokens(linear.weight.shape[0], len(of_these), kernel)
-        losses = _TokenLosses.apply(
-            *(some, linear.weight, linear.bias, of_these, head.softcap, dtype, rows, shard, kernel)
+        losses: Tensor = _TokenLosses.apply(
+            *(hidden, linear.weight, linear.bias, of_these, head.softcap, dtype, rows, shard, kernel)
         )
+        return losses
+
+    if head.fuses:
+        losses = run_inside(head, some, fused) if head.is_gathered else fused(head, some)
+    elif head.is_gathered:
+        losses = token_losses(head, some, of_these)
     else:
         rows = chunk or vocabulary_loss.chunk_tokens(vocabulary_loss.head_width(head), len(of_these), kernel)
         chunks = zip(some.split(rows), of_these.split(rows), strict=True) if len(of_these) else ()

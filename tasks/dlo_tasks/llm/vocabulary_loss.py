@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses, shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
+from dlo_tasks.llm.gathered_head import can_run_inside, is_elsewhere, run_inside
 
 #: Label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -109,12 +109,14 @@ class VocabularyHead:
         """Whether a strategy gathers the projection's weights when it is called."""
         parts = [self.module, *self.module.children()]
         hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)
-        return hooked or any(_is_elsewhere(parameter) for parameter in self.module.parameters())
+        return hooked or any(is_elsewhere(parameter) for parameter in self.module.parameters())
 
     @property
     def fuses(self) -> bool:
-        """Whether the projection is a plain matrix product with its weight available, without a LoRA adapter."""
-        return self.is_product and not self.is_gathered and not is_quantised(self.module)
+        """Whether the projection is a plain matrix product whose weight is available, or is during its call."""
+        if self.is_gathered:
+            return self.is_product and can_run_inside(self)
+        return self.is_product and not is_quantised(self.module)
 
     @property
     def is_product(self) -> bool:
@@ -126,11 +128,6 @@ class VocabularyHead:
 def is_quantised(module: nn.Module) -> bool:
     """Returns whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
     return hasattr(module.weight, "__tensor_flatten__")
-
-
-def _is_elsewhere(parameter: Tensor) -> bool:
-    """Whether a rank holds a shard of a parameter only: a DTensor, or a freed parameter that is gathered on use."""
-    return isinstance(parameter, DTensor) or (parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0)
 
 
 def default_kernel(device: torch.device) -> Kernel:
@@ -170,8 +167,9 @@ def summed_loss(
 ) -> Tensor:
     """Returns the sum of the tokens' losses, a scalar in float32; 0 without targets.
 
-    A head that is gathered on use is called once, with all tokens: ranks may have different numbers of targets, and
-    all ranks must call it equally often.
+    A head that is gathered on use is called once, with all chunks inside the call: ranks may have different numbers of
+    targets, and all ranks must call it equally often. One with a LoRA adapter, a factor or another `output_dtype`
+    computes all logits at once then.
 
     Args:
         head: Head of the model.
@@ -189,23 +187,28 @@ def summed_loss(
     _check_head(head, kernel)
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
         return head.summed(hidden, targets, terms)
-    if head.is_gathered:
+    if head.is_gathered and not head.fuses:
         return full_logits_loss(head, hidden, targets, terms)
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
     hidden, targets = select_targets(hidden, targets, count, waits=kernel == "columns")
-    if head.fuses:
+    complete = kernel == "columns" or count == len(targets)
+
+    def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
-        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        if is_quantised(linear):  # As it is gathered.
+            return head.summed(hidden, targets, terms)
         if kernel == "liger":
             return _by_liger(linear, hidden, targets, head.softcap, terms)
-        complete = kernel == "columns" or count == len(targets)
-        found: Tensor = _LinearCrossEntropy.apply(
-            *(hidden, linear.weight, linear.bias, targets, head.softcap, dtype),
-            *(chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel), head.shard, kernel, complete, terms),
-        )
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        rows = chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel)
+        options = (head.softcap, dtype, rows, head.shard, kernel, complete, terms)
+        found: Tensor = _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, *options)
         return found
+
+    if head.fuses:
+        return run_inside(head, hidden, fused) if head.is_gathered else fused(head, hidden)
     rows = chunk or (CHUNK_TOKENS if kernel == "columns" else chunk_tokens(head_width(head), len(targets), kernel))
     losses = [
         checkpoint(_chunk_loss, head, h, t, terms, use_reentrant=False) for h, t in _chunks(hidden, targets, rows)
@@ -214,7 +217,9 @@ def summed_loss(
 
 
 def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
-    if kernel in (None, "columns", "rows") or (head.fuses and head.shard is None):
+    if kernel in (None, "columns", "rows"):
+        return
+    if head.fuses and head.shard is None and not (kernel == "liger" and head.is_gathered):
         return
     what = "adapted or scaled"
     if head.is_gathered:
@@ -237,6 +242,20 @@ def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor)
     """
     losses = torch.zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
+    if can_run_inside(head):
+
+        def inside(head: VocabularyHead, hidden: Tensor) -> Tensor:
+            _write_losses_and_hits(head, hidden, targets, losses, hits)
+            return hidden
+
+        run_inside(head, hidden, inside)
+    else:
+        _write_losses_and_hits(head, hidden, targets, losses, hits)
+    return losses, hits
+
+
+def _write_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor, losses: Tensor, hits: Tensor) -> None:
+    """Writes the results of :func:`token_losses_and_hits` into zeros; a head that is gathered is called once."""
     if head.is_gathered:
         chunks: Any = [slice(None)]
     elif _on_host(hidden.device):
@@ -255,7 +274,6 @@ def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor)
             losses[some] = head.shard.cross_entropy(logits, of_these).masked_fill(of_these == IGNORE_INDEX, 0)
             best = head.shard.argmax(logits)
         hits[some] = (best == of_these) & (of_these != IGNORE_INDEX)
-    return losses, hits
 
 
 def _on_host(device: torch.device) -> bool:
