@@ -189,7 +189,7 @@ class GracefulStop(Checkpoint):
             self._restore_handlers()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restores the handlers."""
+        """Restores the handlers, unless Lightning has by then: those before its own are the process's."""
         self._restore_handlers()
 
     def _restore_handlers(self) -> None:
@@ -197,7 +197,8 @@ class GracefulStop(Checkpoint):
         self._end_alone()
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
-                signal.signal(signum, handler)
+                if signal.getsignal(signum) == self._request:
+                    signal.signal(signum, handler)
         self._previous = {}
 
     def _end_alone(self) -> None:

@@ -341,6 +341,13 @@ def test_what_is_kept_elsewhere_than_in_parameters_and_their_state_goes_on(tmp_p
     assert before + after == whole
 
 
+def test_after_a_run_signals_are_the_processs_own(tmp_path):
+    """Lightning restores them before callbacks' teardown."""
+    taken = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    run(tmp_path / "run", max_epochs=1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == taken
+
+
 def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_not_stopped(tmp_path):
     class Failing(Signal):
         def on_train_batch_start(self, trainer, *_):
