@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlo_framework.distributed.vocab_parallel import set_shard
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm import vocabulary_loss
@@ -377,11 +379,26 @@ def test_a_kernel_that_does_not_serve_a_head_is_refused() -> None:
     with pytest.raises(DloError, match="loss_kernel must be torch where the output projection is adapted or scaled"):
         summed_loss(VocabularyHead(projection, scale=0.5), hidden, targets, kernel="compiled")
     projection.register_forward_pre_hook(lambda module, args: None)
-    with pytest.raises(DloError, match="gathered when it is called"):
-        summed_loss(VocabularyHead(projection), hidden, targets, kernel="compiled")
     fake = FakeTensorMode().from_tensor(hidden)  # As in the check of a mesh.
-    with pytest.raises(DloError, match="gathered when it is called"):
-        summed_loss(VocabularyHead(projection), fake, targets, kernel="compiled")
+    with pytest.raises(DloError, match="adapted or scaled"):
+        summed_loss(VocabularyHead(projection, scale=0.5), fake, targets, kernel="compiled")
+    set_shard(projection, mock.Mock())
+    with pytest.raises(DloError, match=r"split over ranks \(tp\), which exchange sums within the kernel"):
+        summed_loss(VocabularyHead(projection), hidden, targets, kernel="compiled")
+
+
+def test_logits_of_all_tokens_are_never_in_memory_with_a_gathered_head() -> None:
+    projection, hidden, targets = make()
+    expected = full_logits_loss(VocabularyHead(projection), hidden, targets)
+    wanted = gradients(expected, hidden, *projection.parameters())
+    projection.register_forward_pre_hook(lambda module, args: None)
+    with Largest() as largest:
+        found = summed_loss(VocabularyHead(projection), hidden, targets, 5)
+    assert largest.elements == VOCABULARY * WIDTH  # The weight's gradient; 5 tokens of logits.
+    losses, _ = token_losses_and_hits(VocabularyHead(projection), hidden, targets)
+    torch.testing.assert_close(losses.sum(), expected)
+    for one, other in zip(gradients(found, hidden, *projection.parameters()), wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from dlo_framework.distributed.vocab_parallel import set_shard
-from dlo_tasks.llm.vocabulary_loss import VocabularyHead
+from dlo_framework.distributed.vocab_parallel import set_shard, shard_of
+
+if TYPE_CHECKING:
+    from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
 _Result = TypeVar("_Result")
 
@@ -36,7 +38,7 @@ def run_inside(head: VocabularyHead, hidden: Tensor, function: Callable[[Vocabul
     forward, own = module.forward, module.__dict__.get("forward")
 
     def inner(states: Tensor) -> _Result:
-        return function(replace(head, module=_Direct(module, forward)), states)
+        return function(replace(head, module=_Direct(module, forward, head.is_product)), states)
 
     module.__dict__["forward"] = inner
     try:
@@ -55,14 +57,16 @@ class _Direct(nn.Module):
     Args:
         module: Module with the weights.
         forward: Forward of that module, without hooks.
+        is_product: Whether it is a plain product with its weight; see :attr:`VocabularyHead.is_product`.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor], is_product: bool) -> None:
         super().__init__()
         self._parameters = module._parameters
         self._forward = forward
+        self.is_product = is_product
         self.out_features = getattr(module, "out_features", None)
-        shard: Any = VocabularyHead(module).shard
+        shard: Any = shard_of(module)
         if shard is not None:
             set_shard(self, shard)
 

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses, shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
+from dlo_tasks.llm.gathered_head import can_run_inside, run_inside
 
 #: Label of a token without a target, as in transformers and torch.
 IGNORE_INDEX = -100
@@ -119,6 +120,9 @@ class VocabularyHead:
     @property
     def is_product(self) -> bool:
         """Whether the projection is a plain matrix product, without a LoRA adapter or a factor."""
+        known: bool | None = getattr(self.module, "is_product", None)
+        if known is not None:  # The projection of a head that runs inside the call that gathers its weights.
+            return known
         plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
         return plain and self.scale == 1.0
 
@@ -170,8 +174,8 @@ def summed_loss(
 ) -> Tensor:
     """Returns the sum of the tokens' losses, a scalar in float32; 0 without targets.
 
-    A head that is gathered on use is called once, with all tokens: ranks may have different numbers of targets, and
-    all ranks must call it equally often.
+    A head that is gathered on use is called once, and its chunks run inside this call: ranks may have different numbers
+    of targets, and all ranks must call it equally often.
 
     Args:
         head: Head of the model.
@@ -189,8 +193,25 @@ def summed_loss(
     _check_head(head, kernel)
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
         return head.summed(hidden, targets, terms)
-    if head.is_gathered:
+    if head.is_gathered and not can_run_inside(head):
         return full_logits_loss(head, hidden, targets, terms)
+
+    def chunked(inner: VocabularyHead, states: Tensor) -> Tensor:
+        return _chunked_loss(inner, states, targets, chunk, count, kernel, terms)
+
+    return run_inside(head, hidden, chunked) if head.is_gathered else chunked(head, hidden)
+
+
+def _chunked_loss(
+    head: VocabularyHead,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int | None,
+    count: int | None,
+    kernel: Kernel | None,
+    terms: TokenLoss,
+) -> Tensor:
+    """Returns the result of :func:`summed_loss` of a head whose weights are there."""
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
@@ -214,13 +235,10 @@ def summed_loss(
 
 
 def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
-    if kernel in (None, "columns", "rows") or (head.fuses and head.shard is None):
+    serves = head.is_product and head.shard is None and not is_quantised(head.module)
+    if kernel in (None, "columns", "rows") or (serves and (not head.is_gathered or can_run_inside(head))):
         return
-    what = "adapted or scaled"
-    if head.is_gathered:
-        what = "gathered when it is called (zero3, FSDP)"
-    elif head.shard is not None:
-        what = "split over ranks (tp)"
+    what = "adapted or scaled" if head.shard is None else "split over ranks (tp), which exchange sums within the kernel"
     raise DloError(f"loss_kernel must be torch where the output projection is {what}, got {kernel}; leave it out")
 
 
@@ -237,6 +255,8 @@ def token_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor)
     """
     losses = torch.zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     hits = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
+    if head.is_gathered and can_run_inside(head):
+        return run_inside(head, hidden, lambda inner, states: token_losses_and_hits(inner, states, targets))
     if head.is_gathered:
         chunks: Any = [slice(None)]
     elif _on_host(hidden.device):
