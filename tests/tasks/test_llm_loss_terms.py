@@ -34,7 +34,7 @@ TERMS = [TokenLoss(z_loss=0.03), TokenLoss(label_smoothing=0.2), TokenLoss(0.03,
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the compiled kernel's Python without torch.compile; a slow test compiles it (test_llm_loss.py)."""
-    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda: vocabulary_loss._fusible)
+    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda function: function)
 
 
 def make(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -93,11 +93,14 @@ def test_half_precision_logits_have_the_terms_in_single_precision(kernel: Any) -
 
 def _split(rank: int, world_size: int) -> None:
     communicator = Communicator()
+    vocabulary_loss._compiled = lambda function: function
     for terms in TERMS:
         for softcap, scale, hooked, kernel in (
             (None, 1.0, False, "columns"),
             (2.0, 1.0, False, "columns"),
             (2.0, 1.0, False, "rows"),
+            (2.0, 1.0, False, "compiled"),
+            (None, 1.0, True, "compiled"),
             (2.0, 0.5, False, None),
             (None, 1.0, True, None),
         ):
