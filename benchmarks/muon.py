@@ -2,7 +2,7 @@
 
 Muon: An optimizer for hidden layers in neural networks. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon.
 
-    python benchmarks/muon.py [--ranks 2] [--rounds 10] [--width 512] [--depth 4]
+    python benchmarks/muon.py [--ranks 2] [--rounds 10] [--width 512] [--depth 4] [--deepspeed]
 
 All contestants train one model of square and oblong matrices on the same batches, with the same Muon (five steps of
 Newton-Schulz in single precision). Batches have one row a rank, so that the optimizer is most of the step.
@@ -11,6 +11,8 @@ Newton-Schulz in single precision). Batches have one row a rank, so that the opt
   it, and applies its own rows: every rank orthogonalises every matrix. The unit; ``gather each again`` is the control.
 * ``dlo fsdp``, ``dlo zero1`` to ``zero3``: one rank orthogonalises each matrix, and sends the result.
 * ``FSDP2, SGD``: plain FSDP2 with an elementwise optimizer: the step without Muon.
+* ``DeepSpeed 1`` to ``3``: DeepSpeed's own Muon, with the standard iteration in single precision as for the others.
+  Its updates have another scale, so that its weights are not compared.
 
 With N ranks the orthogonalisation takes 1 / N of the time of ``gather each`` where it is divided evenly. Elapsed time,
 for the ranks wait for each other. After the rounds all Muons must have the same weights.
@@ -19,6 +21,7 @@ for the ranks wait for each other. After the rounds all Muons must have the same
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 from collections.abc import Callable
@@ -181,6 +184,29 @@ def zero(options: argparse.Namespace, stage: int) -> Contestant:
     return step, weights
 
 
+def deepspeed(options: argparse.Namespace, stage: int) -> Contestant:
+    """Returns DeepSpeed's Muon (0.19), which computes in half precision unless its function says otherwise."""
+    import deepspeed as ds
+    from deepspeed.runtime.zero.muon import original_muon
+
+    original_muon.ns_compute_dtype = lambda method="gram": torch.float32
+    model = Blocks(options.width, options.depth)
+    for parameter in model.parameters():
+        parameter.use_muon = True  # type: ignore[attr-defined]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.95, "ns_method": "standard"}},
+        "zero_optimization": {"stage": stage, "reduce_scatter": False},
+    }
+    engine, *_ = ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(batch: Tensor) -> None:
+        engine.backward(engine(batch))
+        engine.step()
+
+    return step, list
+
+
 def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     found: dict[str, Callable[[], Contestant]] = {
         BASE: lambda: plain(options, Muon),
@@ -188,12 +214,17 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Contestan
         "FSDP2, SGD": lambda: plain(options, lambda given: torch.optim.SGD(given, lr=1e-3)),
         "dlo fsdp": lambda: fsdp(options),
     }
-    return found | {f"dlo zero{stage}": lambda stage=stage: zero(options, stage) for stage in (1, 2, 3)}
+    found |= {f"dlo zero{stage}": lambda stage=stage: zero(options, stage) for stage in (1, 2, 3)}
+    if options.deepspeed:
+        found |= {f"DeepSpeed {stage}": lambda stage=stage: deepspeed(options, stage) for stage in (1, 2, 3)}
+    return found
 
 
 def measure(rank: int, world_size: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Returns the seconds of each round, and how far each contestant's weights are from the base's."""
     torch.set_num_threads(1)
+    if options.deepspeed:
+        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     built = {name: make() for name, make in contestants(options).items()}
     clock, now = RanksClock(CPU), {}
 
@@ -218,8 +249,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--deepspeed", action="store_true")
     options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options, "cpu")
+    record.without("torchtitan's DistMuon", "it takes CUDA devices alone (torchtitan of August 2026)")
     seconds, apart = run_distributed(measure, options.ranks, options, timeout=1800, group_timeout=600)[0]
     for name, difference in apart.items():
         assert difference < TOLERANCE, f"{name} ends with other weights: {difference}"

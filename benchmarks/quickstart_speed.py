@@ -8,6 +8,7 @@ forward, loss, backward, clipping and the optimizer's step.
 * ``varlen``: ``attention: dlo_varlen``, which computes no dense mask.
 * ``blocks``: the callback Compile with ``scope: blocks``. ``step``: with ``optimizer: true`` too.
 * ``bf16``: ``precision: bf16-mixed``; ``int8``: the callback LowPrecision.
+* ``sparse``: the mask of ``configs/llm/sparse_attention.yaml``.
 * ``fastest``: those that help, together.
 
 Packing is in all of them: without it, padding takes more. Time is the CPU time of the process with one thread.
@@ -35,6 +36,7 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 
+from dlo_framework.attention import Attention, BSLongformer
 from dlo_plugins.appliers.module_compilation import compile_in_place
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.compile.compiled_step import CompiledOptimizer
@@ -79,6 +81,7 @@ CONTESTANTS = {
     "step": Contestant(blocks=True, step=True),
     "bf16": Contestant(half=True),
     "int8": Contestant(int8=True),
+    "sparse": Contestant({"attention": Attention(mask=BSLongformer(32, 3, [0]))}),
     "fastest": Contestant({"attention": "dlo_varlen"}, FUSED, half=True, blocks=True),
 }
 

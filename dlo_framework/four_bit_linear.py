@@ -61,6 +61,7 @@ class FourBitLinear(nn.Module):
         codes: Two codes a byte, the first in the high bits, `[out_features, in_features / 2]`.
         scales: Largest absolute weight of each block, `[out_features, in_features / block]`; its 8-bit code by double
             quantisation.
+        transposed: Whether :attr:`weight` is `[in_features, out_features]`, as in transformers' Conv1D.
         scale_ranges: Least and largest scale of each row, `[out_features, 2]`; None without double quantisation.
     """
 
@@ -80,6 +81,7 @@ class FourBitLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.kind, self.block, self.source_dtype, self.quantises_scales = kind, block, dtype, double
+        self.transposed = False
         codes = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
         of_scales = torch.uint8 if double else torch.bfloat16
         scales = torch.zeros(out_features, in_features // block, dtype=of_scales, device=device)
@@ -121,15 +123,17 @@ class FourBitLinear(nn.Module):
         """Returns a linear layer with the dequantised weight, in the dtype before quantisation."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = nn.Parameter(self.weight.to(self.source_dtype), requires_grad=False)
+        weight = self.weight.t() if self.transposed else self.weight
+        linear.weight = nn.Parameter(weight.to(self.source_dtype), requires_grad=False)
         linear.bias = self.bias  # type: ignore[assignment]
         return linear
 
     @property
     def weight(self) -> Tensor:
-        """Dequantised weight, `[out_features, in_features]`, computed at each access."""
+        """Dequantised weight, `[out_features, in_features]` unless `transposed`, computed at each access."""
         held = self.scales if self.scale_ranges is None else self.scale_ranges
-        return self.dequantise(torch.promote_types(held.dtype, torch.float32))
+        found = self.dequantise(torch.promote_types(held.dtype, torch.float32))
+        return found.t() if self.transposed else found
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight in a dtype."""

@@ -66,7 +66,7 @@ ENTRIES = (
     _entry("preference", 1),
     _entry("quickstart_speed", 4, "", "--random --rounds 1 --only plain fused bf16"),
     _entry("cpu_adam", 2, "", "--rounds 1 --elements 4096"),
-    _entry("muon", 3, "", "--rounds 1 --width 32 --depth 1"),
+    _entry("muon", 5, "--deepspeed", "--rounds 1 --width 32 --depth 1"),
     _entry("backward_step", 2, "", "--blocks 2 --width 16"),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),
     _entry("sharding", 5, "--deepspeed", "--deepspeed --rounds 1 --width 64 --depth 2"),

@@ -88,6 +88,7 @@ def choose_kernel(
     *,
     dropout: bool,
     plain_scores: bool = True,
+    biased: bool = False,
 ) -> Kernel:
     """Returns the kernel that computes a mask.
 
@@ -98,10 +99,18 @@ def choose_kernel(
         dtype: Precision of queries, keys and values.
         dropout: Whether attention weights have dropout.
         plain_scores: Whether scores are products of queries and keys, without a soft cap and sinks.
+        biased: Whether a bias of positions, a dense matrix, is added to the scores.
 
     Raises:
-        DloError: If the wanted kernel does not run on the device, or not with dropout, a soft cap or sinks.
+        DloError: If the wanted kernel does not run on the device, or not with dropout, a soft cap, sinks or a bias.
     """
+    if biased:
+        if wanted not in ("auto", "sdpa"):
+            raise DloError(
+                f"attention.kernel must be auto or sdpa for scores with a bias of positions, got {wanted}; set kernel:"
+                " auto"
+            )
+        return Kernel("sdpa", "its bias of positions is a dense matrix, which a mask does not shorten")
     if not plain_scores and wanted not in ("auto", "blocks", "sdpa"):
         raise DloError(
             f"attention.kernel must be auto, blocks or sdpa for soft-capped scores and sinks, got {wanted}; set kernel:"

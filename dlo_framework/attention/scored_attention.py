@@ -1,10 +1,11 @@
-"""Attention whose scores are more than products of queries and keys: soft caps and sinks, in torch's plain operations.
+"""Attention whose scores are more than products of queries and keys: soft caps, sinks and biases of positions.
 
 Gemma 2: Improving Open Language Models at a Practical Size. Gemma Team, 2024, arXiv 2408.00118 (soft caps). Efficient
 Streaming Language Models with Attention Sinks. Xiao et al., 2023, arXiv 2309.17453; as in gpt_oss, a sink is one more
 learned score of each head, to which no value belongs.
 
-Fused kernels compute neither, so that the scores are in memory: for the gathered blocks O(L w) of them.
+Fused kernels compute neither soft caps nor sinks, so that the scores are in memory: for the gathered blocks O(L w) of
+them. A bias of positions is a dense matrix itself, to which the mask is added.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """Soft cap and sinks of scores.
+    """Soft cap, sinks and biases of scores.
 
     Attributes:
         softcap: Soft bound: a score s becomes `softcap * tanh(s / softcap)`; None for none.
         sinks: Score of each head's sink, `[H]`; None without sinks.
+        bias: Summand of scores without soft cap and sinks, which broadcasts to `[B, H, q, k]`; None for none.
     """
 
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither."""
-        return self.softcap is None and self.sinks is None
+        """Whether there is none of them."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
     def repeated(self, times: int) -> Scores:
         """Returns the same for several rows of heads in one dim."""
@@ -59,10 +62,14 @@ def scored_attention(
         key: Keys, `[B, H, k, D]`.
         value: Values, `[B, H, k, E]`.
         seen: Mask, bool, that broadcasts to `[B, H, q, k]`; each query sees a key. None for all.
-        scores: Soft cap and sinks of the scores.
+        scores: Soft cap and sinks of the scores, or their bias.
         scale: Factor of scores; the width's inverse square root by default.
         dropout: Dropout rate of attention weights.
     """
+    if scores.bias is not None:
+        bias = scores.bias.to(query.dtype)
+        seen = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+        return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, scale=scale)
     if scores.is_plain:
         return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, scale=scale)
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -28,10 +28,21 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
     bytes_at: dict[int, int] = {}
     for tensor in tensors:
         # Of the tensor itself, without detach: during a step ZeRO 3 takes a detach for a use of the values.
-        storage = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage.nbytes():
-            bytes_at[storage.data_ptr()] = storage.nbytes()
+        for held in _stored_tensors(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor):
+            storage = held.untyped_storage()
+            if storage.nbytes():
+                bytes_at[storage.data_ptr()] = storage.nbytes()
     return sum(bytes_at.values())
+
+
+def _stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors with memory in a tensor of several others, such as torchao's codes and scales; else itself."""
+    flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _stored_tensors(getattr(tensor, name))
 
 
 def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:

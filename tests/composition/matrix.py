@@ -194,7 +194,13 @@ BESIDE: dict[str, With] = {
     "lamb, of full tensors": With(task_args=LAMB, tasks=TEXTS),
     # It iterates in bf16.
     "muon, of full tensors": With(task_args=(("optimizer", "muon"), ("optimizer_args", {})), tasks=TEXTS, rtol=2**-7),
+    # A last bit of a moment may move its code of 8 bits.
+    "adamw8bit, a quantised state": With(task_args=(("optimizer", "adamw8bit"),), tasks=TEXTS, rtol=2**-7),
     "attention, a sparse mask": With(task_args=(("attention", Attention("blocks", SlidingWindow(8, block=4))),)),
+    "z-loss, smoothing, soft cap": With(
+        task_args=(("z_loss", 1e-3), ("label_smoothing", 0.1), ("logit_softcap", 30.0)), tasks=TEXTS
+    ),
+    "loss_kernel, compiled": With(task_args=(("loss_kernel", "compiled"),), tasks=TEXTS),
     "async_tp": With(
         tasks=TEXTS,
         options=(("async_tp", 2),),
@@ -227,6 +233,7 @@ BESIDE: dict[str, With] = {
     "LayerDrop": With(lambda: [LayerDrop(theta=0.4, rate=10)]),
     # Scales of slices and of a rank's tokens round differently.
     "LowPrecision": With(lambda: [LowPrecision(min_features=8)], rtol=2**-5),
+    "LowPrecision, mxfp8": With(lambda: [LowPrecision("mxfp8", min_features=8, emulate=True)], tasks=TEXTS, rtol=2**-4),
     # One process has nothing to gather.
     "LowPrecision, float8 gathers": With(
         lambda: [LowPrecision("fp8", min_features=8, emulate=True, float8_all_gather=True)],

@@ -63,6 +63,7 @@ def test_adapters_of_every_family_are_one_process_under_every_strategy() -> None
     found += cases(("tp", "pp"), family="gpt2", dora=True)
     found += cases(STRATEGIES, targets=["q_proj", "down_proj", "lm_head"])
     found += cases([*STRATEGIES, *OTHERS], **NF4, dora=True)
+    found += cases(STRATEGIES, family="gpt2", **NF4)
     found += cases(STRATEGIES, family="gpt_neox", base="int4", base_block=8, targets=["query_key_value"])
     assert_parity(build, found, steps=4, rtol=1e-6)
 

@@ -87,6 +87,19 @@ def test_the_state_of_parameters_that_are_no_longer_in_a_group_is_counted():
     assert optimizer_bytes([optimizer]) == 2 * 4 * 24 + 4
 
 
+def test_a_state_of_codes_and_scales_has_their_bytes() -> None:
+    """torchao's tensors have no storage of their own, and asking for it is an error."""
+    pytest.importorskip("torchao")
+    from dlo_plugins.optimizers.quantised_adam import AdamW8bit
+
+    weight = torch.nn.Parameter(torch.ones(4096))
+    weight.grad = torch.ones(4096)
+    optimizer = AdamW8bit([weight])
+    optimizer.step()
+    tables = 2 * 4 * 256  # Values of the codes of each moment.
+    assert 2 * 4096 < optimizer_bytes([optimizer]) <= 2.1 * 4096 + tables
+
+
 def test_state_in_lists_and_dicts_is_counted_once():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     factor = torch.ones(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.low_precision import LowPrecision
+from dlo_plugins.quantisation.float8_gather import Float8Gather
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 from dlo_plugins.quantisation.shared_scales import shares_maximum
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -24,6 +26,15 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
+
+
+class OnDevice(ZeroStrategy):
+    """ZeRO whose ranks' device is not the memory that it offloads to."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
 
 CONFIG = {"model_type": "llama", **FAMILIES["llama"]}
 STEPS = 4
@@ -33,7 +44,9 @@ GATHERS: dict[str, Any] = {
     "fsdp": (FSDPStrategy, "32-true", {}),
     "fsdp, bf16": (lambda: FSDPStrategy(param_dtype="bfloat16"), "bf16-mixed", {"skip": ["*.*.*.*.down_proj"]}),
     "fsdp, kept": (lambda: FSDPStrategy(reshard_after_forward=False), "32-true", {}),
+    "fsdp, offload": (lambda: FSDPStrategy(offload=True), "32-true", {}),
     "zero3": (lambda: ZeroStrategy(3), "32-true", {}),
+    "zero3, offload": (lambda: OnDevice(3, offload="both"), "32-true", {}),
     # On a CPU it gathers single precision under bf16-mixed too.
     "zero3, autocast": (lambda: ZeroStrategy(3, offload="optimizer"), "bf16-mixed", {"skip": ["*.*.*.*.down_proj"]}),
 }
@@ -163,14 +176,28 @@ def test_slices_round_as_one_process_and_bytes_are_gathered_for_the_same_product
         assert (times == STEPS) if name == "fsdp, kept" else (STEPS < times <= 2 * STEPS), (name, times)
 
 
+def test_the_copy_of_an_offloaded_shard_has_the_extension() -> None:
+    """As FSDP2 copies it to the device: here to another dtype, because there is no other device."""
+    local = torch.randn(4, 6)
+    policy = SimpleNamespace(param_dtype=torch.float32)
+    param: Any = SimpleNamespace(
+        sharded_param=SimpleNamespace(_local_tensor=local), mp_policy=policy, offload_to_cpu=True
+    )
+    param.padded_sharded_param_size = local.shape
+    Float8Gather._attach(mock.Mock(), param, torch.tensor(3.0), torch.float8_e4m3fn)
+    copied: Any = local.to(torch.float64)
+    assert copied.dtype == torch.float64
+    (rounded,), _ = copied.fsdp_pre_all_gather(None, None, None, None, None)
+    assert torch.equal(rounded.view(torch.float8_e4m3fn).float(), (local * 3).to(torch.float8_e4m3fn).float())
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
         ("auto", {}, "must have FSDP or stage 3 of ZeRO, whose all-gathers it changes, got Single"),
         (ZeroStrategy(2), {}, "must have parameters that ranks shard, got stage 2 of ZeRO.*; set stage 3"),
-        (ZeroStrategy(3, offload="both"), {}, "must have shards on the device, got offload=both"),
-        (FSDPStrategy(replicate=2, shard=1), {}, "must have parameters that ranks shard, got"),
-        (FSDPStrategy(offload=True), {}, "gathers from the device and over all ranks, got offload"),
+        (FSDPStrategy(replicate=4, shard=1), {}, "must have parameters that ranks shard, got"),
+        (FSDPStrategy(reshard_after_forward=2), {}, "gathers over all ranks, got reshard_after_forward: 2"),
         (FSDPStrategy(), {"scheme": "fp8_rowwise"}, "scheme must be fp8 for float8_all_gather.*got fp8_rowwise"),
     ],
 )
@@ -183,7 +210,7 @@ def test_gathers_that_cannot_be_are_refused(strategy: Any, options: dict[str, An
 def _check(strategy: Any, options: dict[str, Any]) -> None:
     from lightning.pytorch import Trainer
 
-    callback, devices = LowPrecision(**options), 1 if strategy == "auto" else 2
+    callback, devices = LowPrecision(**options), 1 if strategy == "auto" else 4
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
     callback.check_run(trainer, CausalLM(config=dict(CONFIG)))
 

@@ -68,10 +68,36 @@ def test_the_weights_take_a_little_more_than_half_a_byte() -> None:
     )
 
 
-def test_models_with_transposed_weights_are_refused() -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=4))
-    with pytest.raises(DloError, match=r"lora.base must be unset for models with transposed weights"):
-        adapters.add_adapters(model, model.lm_head, Lora(base="nf4"), torch.float32)
+@pytest.mark.parametrize("lora", [{"base": "nf4"}, {"base": "int4", "dora": True, "double_quantisation": True}])
+def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any]) -> None:
+    """GPT-2's Conv1D: the same gradients as with the dequantised Conv1D, and blocks of scales along the inputs."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    weight = model.transformer.h[0].attn.c_attn.weight.detach().clone()  # [in, out]
+    adapters.add_adapters(model, model.lm_head, Lora(rank=3, base_block=16, **lora), torch.float32)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+    assert len(layers) == 8
+    layer = layers[0]
+    assert layer.codes.shape == (96, 16)
+    assert layer.weight.shape == weight.shape
+    assert float((layer.weight - weight).norm() / weight.norm()) < 0.2
+    plain = copy.deepcopy(model)
+    four_bit_base.dequantise_base(plain)
+    assert type(plain.transformer.h[0].attn.c_attn.base_layer).__name__ == "Conv1D"
+    for each in (model, plain):
+        each(input_ids=IDS, labels=IDS).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    logits = plain(input_ids=IDS).logits
+    adapters.merge_adapters(model)
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("values", [{"base": "nf5"}, {"base_block": 7}, {"double_quantisation": True}])

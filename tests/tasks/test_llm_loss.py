@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlo_framework.distributed.vocab_parallel import set_shard
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm import vocabulary_loss
@@ -250,7 +252,7 @@ KERNELS: list[Kernel] = ["rows", "compiled"]
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for an accelerator runs as it is written."""
-    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda: vocabulary_loss._fusible)
+    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda function: function)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -407,11 +409,15 @@ def test_a_kernel_that_does_not_serve_a_head_is_refused() -> None:
     with pytest.raises(DloError, match="loss_kernel must be torch where the output projection is adapted or scaled"):
         summed_loss(VocabularyHead(projection, scale=0.5), hidden, targets, kernel="compiled")
     projection.register_forward_pre_hook(lambda module, args: None)
-    with pytest.raises(DloError, match="gathered when it is called"):
+    with pytest.raises(DloError, match="called for logits, by hooks"):
         summed_loss(VocabularyHead(projection), hidden, targets, kernel="compiled")
     fake = FakeTensorMode().from_tensor(hidden)  # As in the check of a mesh.
-    with pytest.raises(DloError, match="gathered when it is called"):
+    with pytest.raises(DloError, match="called for logits, by hooks"):
         summed_loss(VocabularyHead(projection), fake, targets, kernel="compiled")
+    split = make()[0]
+    set_shard(split, mock.Mock())
+    with pytest.raises(DloError, match=r"split over ranks \(tp\), whose sums Liger's kernel lacks"):
+        summed_loss(VocabularyHead(split), hidden, targets, kernel="liger")
 
 
 def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ TERMS = [TokenLoss(z_loss=0.03), TokenLoss(label_smoothing=0.2), TokenLoss(0.03,
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the compiled kernel's Python without torch.compile; a slow test compiles it (test_llm_loss.py)."""
-    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda: vocabulary_loss._fusible)
+    monkeypatch.setattr(vocabulary_loss, "_compiled", lambda function: function)
 
 
 def make(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -44,6 +44,13 @@ def make(bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[nn.Line
     targets = torch.randint(VOCABULARY, (TOKENS,))
     targets[::4] = IGNORE_INDEX
     return projection, hidden, targets
+
+
+def gathered(projection: nn.Linear) -> None:
+    """Makes a projection look like one of DeepSpeed's stage 3, which gathers in hooks."""
+    projection.register_forward_pre_hook(lambda module, args: None)
+    for number, parameter in enumerate(projection.parameters()):
+        parameter.ds_id = number  # type: ignore[attr-defined]
 
 
 def by_definition(
@@ -61,15 +68,15 @@ def by_definition(
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("kernel", ["columns", "rows", "compiled", "gathered", "scaled"])
+@pytest.mark.parametrize("kernel", ["columns", "rows", "compiled", "gathered", "gathered, compiled", "scaled"])
 def test_a_kernel_is_the_formula_in_float64(kernel: Any, terms: TokenLoss, softcap: float | None) -> None:
     projection, hidden, targets = make()
     head = VocabularyHead(projection, 0.5 if kernel == "scaled" else 1.0, softcap)
     expected = by_definition(projection, hidden, targets, terms, softcap, head.scale)
     wanted = torch.autograd.grad(3 * expected, [hidden, *projection.parameters()])
-    chosen = kernel if kernel in ("columns", "rows", "compiled") else None
-    if kernel == "gathered":
-        projection.register_forward_pre_hook(lambda module, args: None)
+    chosen = kernel.split(", ")[-1] if kernel not in ("gathered", "scaled") else None
+    if kernel.startswith("gathered"):
+        gathered(projection)
     for chunk in (5, None):
         found = summed_loss(head, hidden, targets, chunk, kernel=chosen, terms=terms)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -93,11 +100,14 @@ def test_half_precision_logits_have_the_terms_in_single_precision(kernel: Any) -
 
 def _split(rank: int, world_size: int) -> None:
     communicator = Communicator()
+    vocabulary_loss._compiled = lambda function: function
     for terms in TERMS:
         for softcap, scale, hooked, kernel in (
             (None, 1.0, False, "columns"),
             (2.0, 1.0, False, "columns"),
             (2.0, 1.0, False, "rows"),
+            (2.0, 1.0, False, "compiled"),
+            (None, 1.0, True, "compiled"),
             (2.0, 0.5, False, None),
             (None, 1.0, True, None),
         ):
@@ -107,7 +117,7 @@ def _split(rank: int, world_size: int) -> None:
             part.load_state_dict({name: value[first : first + count] for name, value in whole.state_dict().items()})
             install_vocabulary(part, VOCABULARY, communicator)
             if hooked:
-                part.register_forward_pre_hook(lambda module, args: None)
+                gathered(part)
             expected = by_definition(whole, hidden, targets, terms, softcap, scale)
             wanted = torch.autograd.grad(3 * expected, [hidden, *whole.parameters()])
             given = hidden.detach().clone().requires_grad_()

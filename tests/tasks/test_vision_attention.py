@@ -1,12 +1,12 @@
 """ImageClassifier under a mask: equal to timm's own attention with the same dense mask; other models are refused."""
 
 import copy
-from functools import partial
 
 import pytest
 import timm
 import torch
-from timm.layers import Attention as TimmAttention
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from dlo_framework.attention import (
     Attention,
@@ -24,6 +24,16 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.vision_attention import MaskedAttention, masked_vision_model
 
 SIZES = {"img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+#: Other attention: rotations, biases of positions of each block and of all, parallel blocks, differences of two maps.
+OTHERS = {
+    "eva02_tiny_patch14_224": {},
+    "vit_base_patch16_rope_224": {},
+    "beit_base_patch16_224": {},
+    "vit_relpos_small_patch16_224": {},
+    "vit_srelpos_small_patch16_224": {},
+    "vit_dpwee_patch16_reg1_gap_256": {"patch_size": 4},
+    "vit_dlittle_patch16_reg1_gap_256": {"patch_size": 4},
+}
 MODELS = {
     "vit_tiny_patch16_224": {},
     "vit_small_patch14_reg4_dinov2": {"qk_norm": True, "norm_layer": torch.nn.LayerNorm},
@@ -43,30 +53,43 @@ PATTERNS = [
 
 def build(name, **more):
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5, **{**SIZES, **MODELS.get(name, {}), **more})
+    model = timm.create_model(name, num_classes=5, **{**SIZES, **MODELS.get(name, {}), **OTHERS.get(name, {}), **more})
     return model.double().eval()
 
 
-def with_dense_mask(mask, part, args, kwargs):
-    tokens = args[0].shape[1]
-    places = torch.arange(tokens)
-    return args[:1], {"attn_mask": mask.visible(places, places, length=tokens)[None]}
+class DenseMask(TorchFunctionMode):
+    """Adds a dense mask to each call of attention, as a reference."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask, self.calls = mask, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            places = torch.arange(args[0].shape[2])
+            seen = self.mask.visible(places, places, length=len(places))[None]
+            bias = kwargs.get("attn_mask")
+            kwargs["attn_mask"] = seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+        return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_models_equal_timms_attention_with_the_dense_mask(name):
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    for pattern in PATTERNS:
+    for pattern in PATTERNS if name in MODELS else PATTERNS[-2:]:
         model = build(name)
         masked = copy.deepcopy(model)
         masked_vision_model(masked, Attention(mask=pattern), torch.device("cpu"))
         assert [name for name, _ in masked.named_parameters()] == [name for name, _ in model.named_parameters()]
         assert masked.state_dict().keys() == model.state_dict().keys()
-        for part in model.modules():
-            if type(part) is TimmAttention:
-                mask = AttentionMask(pattern, causal=False, num_heads=4)
-                part.register_forward_pre_hook(partial(with_dense_mask, mask), with_kwargs=True)
-        found, expected = masked(images), model(images)
+        reference = DenseMask(AttentionMask(pattern, causal=False, num_heads=4))
+        found = masked(images)
+        with reference:
+            expected = model(images)
+        assert reference.calls >= 2
+        assert torch.equal(model(images), expected) == pattern.is_dense
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
         ours = torch.autograd.grad(found.square().sum(), list(masked.parameters()))
         theirs = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
@@ -94,11 +117,34 @@ def test_a_classifier_trains_at_other_sizes_and_survives_a_checkpoint():
     assert not torch.allclose(plain.eval()(images), task(images))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "xcit_tiny_12_p16_224", "levit_128s"])
 def test_models_with_other_attention_are_refused_before_the_run(name):
     task = ImageClassifier(name, num_classes=5, image_size=224, attention=Attention(mask=BSLongformer()))
-    with pytest.raises(DloError, match=r"must be for models whose attention is timm.layers.Attention"):
+    with pytest.raises(DloError, match="must be for models that attend from all tokens of an image to all"):
         task.check(None)
+
+
+def test_a_bias_of_positions_is_computed_by_sdpa():
+    model = build("beit_base_patch16_224")
+    assert masked_vision_model(model, Attention(mask=BSLongformer(8)), torch.device("cpu")).name == "sdpa"
+    with pytest.raises(DloError, match="auto or sdpa for scores with a bias of positions, got blocks"):
+        masked_vision_model(build("beit_base_patch16_224"), Attention("blocks"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
+def test_compiled_blocks_have_the_same_values(name):
+    torch.compiler.reset()
+    model = build(name).float()
+    masked_vision_model(model, Attention(mask=BigBird(8)), torch.device("cpu"))
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(images)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    found = model(images)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert all(part.weight.grad.abs().sum() > 0 for name, part in model.named_modules() if name.endswith("proj"))
+    torch.compiler.reset()
 
 
 def test_options_of_language_models_are_refused():

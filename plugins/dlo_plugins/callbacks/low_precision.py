@@ -193,8 +193,6 @@ class LowPrecision(Callback):
                     f"{must} parameters that ranks shard, got stage {strategy.stage} of ZeRO, whose ranks step and save"
                     " the full weights that they gather; set stage 3, or leave it out"
                 )
-            if strategy.offload in ("parameters", "both"):
-                raise DloError(f"{must} shards on the device, got offload={strategy.offload}; leave one of the two out")
             return
         if not isinstance(strategy, MeshStrategy):
             raise DloError(
@@ -204,11 +202,10 @@ class LowPrecision(Callback):
         spec, shard = strategy.mesh_spec(), strategy.fully_shard
         if spec.dp_shard * spec.cp == 1:
             raise DloError(f"{must} parameters that ranks shard, got {spec}; set dp_shard, or leave it out")
-        if shard.offload or type(shard.reshard_after_forward) is int:
-            option = "offload" if shard.offload else f"reshard_after_forward: {shard.reshard_after_forward}"
+        if type(shard.reshard_after_forward) is int:
             raise DloError(
-                f"{must} shards that FSDP2 gathers from the device and over all ranks, got {option}; leave one of the"
-                " two out"
+                f"{must} shards that FSDP2 gathers over all ranks, got reshard_after_forward:"
+                f" {shard.reshard_after_forward}, for which it has no extension; leave one of the two out"
             )
 
     # --- hooks ---------------------------------------------------------------------------------------------

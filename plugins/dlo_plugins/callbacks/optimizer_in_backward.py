@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.distributed.step_override import overriding_update
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.strategy_contract import contract_of
@@ -48,8 +49,12 @@ def step_only(optimizer: Optimizer, tensors: list[Tensor], homes: dict[int, int]
             group["params"] = []
         for tensor in tensors:
             optimizer.param_groups[homes[id(tensor)]]["params"].append(tensor)
-        step: Any = type(optimizer).step  # The instance's counts its calls for a scheduler.
-        step(optimizer)
+        update = overriding_update(optimizer)
+        if update is not None:
+            update()
+        else:
+            step: Any = type(optimizer).step  # The instance's counts its calls for a scheduler.
+            step(optimizer)
     finally:
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"] = parameters

@@ -8,6 +8,7 @@ arithmetic in a subclass of the weight, whose products take the gathered bytes; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,7 +58,8 @@ class Float8Gather:
         found = []
         for param in self._params:
             local = _local(param)
-            found.append(local.abs().amax().float() if local.numel() else local.new_zeros(()).float())
+            largest = local.abs().amax().float() if local.numel() else local.new_zeros(()).float()
+            found.append(largest.to(param.device, non_blocking=True))
         largest = self._over_shards(torch.stack(found))
         if self._sliced.any():
             largest = torch.where(self._sliced.to(largest.device), self._over_slices(largest.clone()), largest)
@@ -69,7 +71,7 @@ class Float8Gather:
         """Makes FSDP2 gather the weights as before."""
         for param in self._params:
             local = _local(param)
-            for name in (_BEFORE, _AFTER):
+            for name in (_BEFORE, _AFTER, "to"):
                 local.__dict__.pop(name, None)
         forget_gathered(self._params)
         self._params = []
@@ -79,8 +81,15 @@ class Float8Gather:
 
         local = _local(param)
 
-        def before(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-            rounded = to_fp8_saturated(local.detach().to(_dtype(param)).float() * scale, float8).view(torch.uint8)
+        def attach(shard: Tensor) -> Tensor:
+            """Attaches FSDP2's extension to a shard, or to its copy on the device."""
+            setattr(shard, _BEFORE, functools.partial(before, shard))
+            setattr(shard, _AFTER, after)
+            return shard
+
+        def before(shard: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+            values = torch.Tensor.to(shard.detach(), _dtype(param))
+            rounded = to_fp8_saturated(values.float() * scale, float8).view(torch.uint8)
             missing = param.padded_sharded_param_size[0] - len(rounded)
             if missing:
                 rounded = torch.cat([rounded, rounded.new_zeros(missing, *rounded.shape[1:])])
@@ -97,8 +106,10 @@ class Float8Gather:
                 out.copy_(full)
             return None
 
-        setattr(local, _BEFORE, before)
-        setattr(local, _AFTER, after)
+        attach(local)
+        if param.offload_to_cpu:
+            # FSDP2 (torch 2.11 to 2.15) copies an offloaded shard by this method, and asks the copy for its extension.
+            local.to = lambda *args, **kwargs: attach(torch.Tensor.to(local, *args, **kwargs))  # type: ignore[method-assign]
 
 
 def sharded_params(module: nn.Module) -> Iterator[Any]:

@@ -69,9 +69,12 @@ class Float8Segments:
     def largest(self) -> list[Tensor]:
         """Returns the largest value of this rank's elements of each of these parameters."""
         group = self.group
+        if group.shard_device != group.device:
+            group.finish_copies()  # The host reads the shard.
         own = {number: piece.data for number, piece in zip(group.owned, group.pieces, strict=True)}
         none = torch.zeros((), device=group.shard_device)
-        return [own[number].abs().amax().float() if number in own else none for number in self.numbers]
+        found = [own[number].abs().amax().float() if number in own else none for number in self.numbers]
+        return [value.to(group.device, non_blocking=True) for value in found]
 
     @torch.no_grad()
     def all_gather(self, full: Tensor) -> Pending:
@@ -86,6 +89,8 @@ class Float8Segments:
         @torch.no_grad()
         def unpack() -> Tensor:
             pending.wait()
+            if sent.device.type != "cpu":  # An offloaded shard is gathered in the stream of its copy.
+                sent.record_stream(torch.get_device_module(sent.device).current_stream(sent.device))
             for rank, pieces in enumerate(self._pieces):
                 for piece in pieces:
                     values, scale = self._view(sent[rank], piece), self.scales.get(piece.parameter)
@@ -114,7 +119,7 @@ class Float8ZeroGather:
     """Gathers of some weights in float8 by a ZeRO engine; begins by :meth:`refresh`.
 
     Args:
-        engine: Engine of stage 3, without offload.
+        engine: Engine of stage 3.
         names: Names of the weights.
     """
 

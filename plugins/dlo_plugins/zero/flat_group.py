@@ -60,7 +60,7 @@ class FlatGroup:
         pieces: Views of the shard, one for each parameter of which this rank owns elements.
         gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
         partition: Partition of the buffer over the ranks.
-        encoding: Form in which segments are gathered, in stage 3 without offload; None for their own.
+        encoding: Form in which segments are gathered, in stage 3; None for their own.
     """
 
     encoding: GatherEncoding | None = None
@@ -257,7 +257,7 @@ class FlatGroup:
         # Overlapped: the next unit's parameters are copied from the CPU while this unit computes.
         self._from_shard = self._copies.up.copy(own, sent)
         with self._from_shard.stream_context():
-            self._gathering = self.communicator.all_gather(self.full)
+            self._gathering = (self.encoding or self.communicator).all_gather(self.full)
 
     def _staged_shard(self) -> Tensor:
         """Returns the shard in the gathered dtype: a copy to a device that casts would block the host."""

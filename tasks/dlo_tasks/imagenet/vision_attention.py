@@ -1,8 +1,9 @@
 """Attention of timm's Vision Transformers under a mask of :mod:`dlo_framework.attention`.
 
-Written for timm 1.0: modules of the class ``timm.layers.Attention`` are replaced by :class:`MaskedAttention` with the
-same submodules, so that parameters keep their names. Tokens are numbered as timm orders them: class and register tokens
-first, then patches row by row; a pattern's first block holds the former.
+Written for timm 1.0. Its attention classes call torch's ``scaled_dot_product_attention`` on all tokens of an image,
+each with projections, rotations, gates and norms of its own. :class:`MaskedAttention` is put before such a class, and
+computes those calls under the mask; parameters keep their names. Tokens are numbered as timm orders them: class and
+register tokens first, then patches row by row; a pattern's first block holds the former.
 """
 
 from __future__ import annotations
@@ -11,63 +12,91 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention as TimmAttention
+from timm.layers import AttentionPoolLatent, AttentionRope
+from timm.layers.diff_attention import DiffAttention
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock
+from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dlo_framework.attention import Attention, AttentionMask, DenseSparsity
 from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.attention.masked_attention import masked_attention
+from dlo_framework.attention.scored_attention import Scores
 from dlo_framework.errors import DloError
+from dlo_tasks.imagenet.size_substitution import derive
 
 _KERNEL = "_dlo_attention_kernel"
+#: Modules of timm that attend from all tokens of an image to all: a pattern of their sequence is one of the image.
+_SEQUENCE = (
+    *(TimmAttention, AttentionRope, DiffAttention, BeitAttention, EvaAttention, RelPosAttention),
+    *(ParallelScalingBlock, DiffParallelScalingBlock),
+)
+#: Those that add a bias of positions to the scores, a dense matrix of tokens x tokens.
+_BIASED = (BeitAttention, RelPosAttention)
 
 
-class MaskedAttention(TimmAttention):
-    """timm's attention under a mask; built from an existing module by :meth:`of`."""
+class _MaskedCalls(TorchFunctionMode):
+    """Computes ``scaled_dot_product_attention`` under the mask of a module."""
 
-    @classmethod
-    def of(cls, module: TimmAttention, mask: AttentionMask, kernel: str) -> MaskedAttention:
-        """Returns a module with the submodules of another.
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.count = module, 0
 
-        Args:
-            module: Module of timm.
-            mask: Mask.
-            kernel: Name of the kernel.
-        """
-        found = cls.__new__(cls)
-        found.__dict__.update(module.__dict__)
-        bind_mask(found, mask)
-        found.__dict__[_KERNEL] = kernel
-        return found
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return self._attend(*args, **(kwargs or {}))
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Returns the output, `[B, N, C]`, as timm's (1.0) `Attention.forward` with another core.
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if is_causal or (attn_mask is not None and not attn_mask.is_floating_point()):
+            raise DloError("attention.mask must be the only mask of the model, got another one from it; remove it")
+        mask = find_mask(self.module)
+        assert mask is not None
+        with torch._C.DisableTorchFunction():
+            return masked_attention(
+                self.module.__dict__[_KERNEL],
+                *(query.to(value.dtype), key.to(value.dtype), value, mask),
+                heads=find_heads(self.module),
+                scale=scale,
+                dropout=dropout_p,
+                scores=Scores(bias=attn_mask),
+            )
+
+
+class MaskedAttention:
+    """Mixin for the class of an attention module of timm."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs timm's forward, in which attention is computed under the mask.
 
         Raises:
-            DloError: If the caller passes a mask of its own.
+            DloError: If the model passes a mask of its own, or computes attention by other operations.
         """
-        if attn_mask is not None or is_causal:
-            raise DloError("attention.mask must be the only mask of the model, got another one from it; remove it")
-        mask = find_mask(self)
-        assert mask is not None
-        rows, tokens, _ = x.shape
-        gate = getattr(self, "gate", None)
-        gated = None if gate is None else gate(x).sigmoid()
-        qkv = self.qkv(x).reshape(rows, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # [B, heads, N, head_dim]
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        out = masked_attention(
-            self.__dict__[_KERNEL],
-            *(q, k, v, mask),
-            heads=find_heads(self),
-            scale=self.scale,
-            dropout=self.attn_drop.p if self.training else 0.0,
-        )
-        x = self.norm(out.transpose(1, 2).reshape(rows, tokens, self.attn_dim))
-        x = self.proj(x if gated is None else x * gated)
-        dropped: Tensor = self.proj_drop(x)
-        return dropped
+        with _MaskedCalls(self) as calls:  # type: ignore[arg-type]
+            found = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not calls.count:
+            raise DloError(
+                f"attention.mask must have attention by scaled_dot_product_attention, got {type(self).__name__} without"
+                " it; remove the mask"
+            )
+        return found
 
 
 def read_option(option: Attention | Mapping[str, Any] | None) -> Attention | None:
@@ -91,37 +120,44 @@ def masked_vision_model(model: nn.Module, option: Attention | None, device: torc
         device: Device of the run; None if the model will not run, so that no kernel is chosen.
 
     Raises:
-        DloError: If the model's attention is not timm's common class, or the kernel does not run on the device.
+        DloError: If the model has attention of another kind, or the kernel does not run on the device.
     """
     if option is None or (option.mask is None and option.kernel == "auto"):
         return None
-    places = [(name, part) for name, part in model.named_modules() if type(part) is TimmAttention]
-    others = sorted(
-        {type(part).__name__ for part in model.modules() if "Attention" in type(part).__name__}
-        - {"Attention", "AttentionPoolLatent"}
-    )
+    places: list[Any] = [part for part in model.modules() if isinstance(part, _SEQUENCE)]
+    others = sorted({type(part).__name__ for part in model.modules() if _attends_otherwise(part)})
     if not places or others:
+        kinds = f"with {', '.join(others)}, within windows, a grid or channels" if others else "without attention"
         raise DloError(
-            "attention must be for models whose attention is timm.layers.Attention, such as vit_* and deit_*, got"
-            f" {type(model).__name__} with {', '.join(others) or 'none'}; remove attention"
+            "attention must be for models that attend from all tokens of an image to all, such as vit_*, deit_*,"
+            f" eva02_* and beit_*, got {type(model).__name__} {kinds}; remove attention"
         )
+    for part in places:
+        part.fused_attn = option.kernel != "eager"
     if option.kernel in ("sdpa", "eager") and option.mask is None:
-        for _, part in places:
-            part.fused_attn = option.kernel == "sdpa"  # type: ignore[misc]
         return Kernel(option.kernel, "the config sets it")
-    heads = {part.num_heads for _, part in places}
-    masks = {number: AttentionMask(option.mask or DenseSparsity(), causal=False, num_heads=number) for number in heads}
+    heads: list[int] = [part.num_heads for part in places]
+    pattern = option.mask or DenseSparsity()
+    masks = {number: AttentionMask(pattern, causal=False, num_heads=number) for number in heads}
     kernel = Kernel("blocks", "any kernel has its shapes")
     if device is not None:
         parameter = next(model.parameters())
         is_mixed = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if is_mixed else parameter.dtype
-        dropout = any(part.attn_drop.p for _, part in places)
-        kernel = choose_kernel(option.kernel, masks[places[0][1].num_heads], device, dtype, dropout=dropout)
-    for name, part in places:
-        parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, MaskedAttention.of(part, masks[part.num_heads], kernel.name))
+        dropout = any(part.attn_drop.p for part in places)
+        biased = any(isinstance(part, _BIASED) for part in places)
+        kernel = choose_kernel(option.kernel, masks[heads[0]], device, dtype, dropout=dropout, biased=biased)
+    for part, number in zip(places, heads, strict=True):
+        derive(part, MaskedAttention)
+        bind_mask(part, masks[number])
+        part.__dict__[_KERNEL] = kernel.name
     return kernel
+
+
+def _attends_otherwise(part: nn.Module) -> bool:
+    """Returns whether a module computes attention of another kind than over an image's tokens."""
+    attends = hasattr(part, "fused_attn") or "Attention" in type(part).__name__
+    return attends and not isinstance(part, (*_SEQUENCE, AttentionPoolLatent))
 
 
 def log_kernel(model: nn.Module, kernel: Kernel | None, tokens: int | None = None) -> None:

@@ -14,6 +14,7 @@ from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import adapters, language_models
 from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.four_bit_base import is_transposed
 
 
 def describe(task: Any) -> dict[str, Any]:
@@ -153,11 +154,10 @@ def _below(folder: Path, name: str) -> Path:
 
 def _write_adapter(model: Any, lora: Lora, base: str | None, folder: Path) -> str:
     from safetensors.torch import save_file
-    from transformers.pytorch_utils import Conv1D
 
     layers = adapters.adapter_layers(model)
     targets = sorted({name.rpartition(".")[2] for name in layers})
-    transposed = any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values())
+    transposed = any(is_transposed(layer.get_base_layer()) for layer in layers.values())
     config = lora.peft_config(targets, transposed=transposed, base=base)
     config.inference_mode = True
     config.save_pretrained(folder)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.checkpoint import LazyStateDict
-from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import FourBitLinear, Kind
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_tasks.llm.language_models import find_blocks
@@ -29,26 +28,55 @@ def quantise_base(model: Any, kind: Kind, block: int, double: bool = False) -> N
         double: Whether the scales are quantised too.
 
     Raises:
-        DloError: A layer's input features are not a multiple of the block, or the model has transposed projections.
+        DloError: A layer's input features are not a multiple of the block.
     """
     from transformers.pytorch_utils import Conv1D
 
     blocks_name, blocks = find_blocks(model)
-    if any(isinstance(module, Conv1D) for module in blocks.modules()):
-        raise DloError(
-            "lora.base must be unset for models with transposed weights (Conv1D), whose blocks of scales would cross"
-            f" outputs, got {kind} for {type(model).__name__}; leave it out"
-        )
     for name, module in list(blocks.named_modules(prefix=blocks_name)):
-        if isinstance(module, nn.Linear) and ".lora_" not in name:
+        if ".lora_" in name:
+            continue
+        if isinstance(module, nn.Linear):
             model.set_submodule(name, FourBitLinear.from_linear(name, module, kind, block, double))
+        elif isinstance(module, Conv1D):
+            layer = FourBitLinear.from_linear(name, _linear_of(module), kind, block, double)
+            layer.transposed = True
+            model.set_submodule(name, layer)
 
 
 def dequantise_base(model: nn.Module) -> None:
-    """Replaces a model's 4-bit layers by linear ones with the same weights, in place."""
+    """Replaces a model's 4-bit layers by those that they were, with the same weights, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, FourBitLinear):
-            model.set_submodule(name, module.to_linear())
+            linear = module.to_linear()
+            model.set_submodule(name, _conv1d_of(linear) if module.transposed else linear)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Returns whether a projection's weight is `[in, out]`, as GPT-2's, also in 4 bits."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D) or (isinstance(module, FourBitLinear) and module.transposed)
+
+
+def _linear_of(conv: Any) -> nn.Linear:
+    """Returns a linear layer with the weight of transformers' Conv1D."""
+    with torch.device("meta"):
+        linear = nn.Linear(conv.nx, conv.nf, bias=False)
+    linear.weight = nn.Parameter(conv.weight.detach().t().contiguous(), requires_grad=False)
+    linear.bias = conv.bias
+    return linear
+
+
+def _conv1d_of(linear: nn.Linear) -> Any:
+    """Returns transformers' Conv1D with the weight of a linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        conv = Conv1D(linear.out_features, linear.in_features)
+    conv.weight = nn.Parameter(linear.weight.detach().t().contiguous(), requires_grad=False)
+    conv.bias = linear.bias
+    return conv
 
 
 def initialise(model: Any, layer: FourBitLinear) -> None:
@@ -74,7 +102,7 @@ def read_codes(saved: LazyStateDict, stored: str, layer: FourBitLinear, key: str
         key: Parameter of the layer, `codes`, `scales` or `scale_ranges`.
         shard: Shard of the parameter.
     """
-    inputs = saved.shape(stored)[1]
+    inputs = saved.shape(stored)[0 if layer.transposed else 1]
     per_entry, full_rows = 2 if key == "codes" else layer.block, layer.quantises_scales and key != "codes"
     for box, view in held_boxes(shard):
         if box.numel == 0:
@@ -83,7 +111,10 @@ def read_codes(saved: LazyStateDict, stored: str, layer: FourBitLinear, key: str
         first = 0 if full_rows else column * per_entry // layer.block * layer.block
         last = math.ceil((column + columns) * per_entry / layer.block) * layer.block
         last = inputs if full_rows else min(inputs, last)
-        weight: Tensor = torch.empty(rows, last - first, dtype=layer.source_dtype, device=view.device)
-        saved.read_part(stored, Box((row, first), (rows, last - first)), weight)
-        found = layer.quantise(weight)[key]
+        box_of_weight = Box((row, first), (rows, last - first))
+        if layer.transposed:
+            box_of_weight = Box(box_of_weight.offsets[::-1], box_of_weight.sizes[::-1])
+        weight: Tensor = torch.empty(box_of_weight.sizes, dtype=layer.source_dtype, device=view.device)
+        saved.read_part(stored, box_of_weight, weight)
+        found = layer.quantise(weight.t().contiguous() if layer.transposed else weight)[key]
         view.copy_(found.narrow(1, column - first // per_entry, columns))

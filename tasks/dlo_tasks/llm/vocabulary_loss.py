@@ -217,15 +217,13 @@ def summed_loss(
 
 
 def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
-    if kernel in (None, "columns", "rows"):
-        return
-    if head.fuses and head.shard is None and not (kernel == "liger" and head.is_gathered):
+    if kernel in (None, "columns", "rows") or (head.fuses and (kernel == "compiled" or head.shard is None)):
         return
     what = "adapted or scaled"
-    if head.is_gathered:
-        what = "gathered when it is called (zero3, FSDP)"
-    elif head.shard is not None:
-        what = "split over ranks (tp)"
+    if head.fuses:
+        what = "split over ranks (tp), whose sums Liger's kernel lacks"
+    elif head.is_product and head.is_gathered:
+        what = "called for logits, by hooks or output_dtype"
     raise DloError(f"loss_kernel must be torch where the output projection is {what}, got {kernel}; leave it out")
 
 
@@ -379,7 +377,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits = project_rows(h, parts.weight, bias, buffer[: len(h)])
                     t = t if ignored is None else t.clamp(min=0)
                 if kernel == "compiled":
-                    losses, slope = _compiled()(logits, t, softcap, terms, need_slope=parts.wanted)
+                    losses, slope = compiled_losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
                 elif kernel == "columns" or softcap is not None or shard is not None:
                     losses, slope = losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
                 else:
@@ -549,37 +547,72 @@ def losses_and_slope_of_rows(
     return losses, logits.copy_(terms.slope(log_shares.exp_(), log_total, targets, None, logits.shape[1]))
 
 
-def _fusible(
-    logits: Tensor, targets: Tensor, softcap: float | None, terms: TokenLoss, *, need_slope: bool
+def compiled_losses_and_slope(
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    shard: VocabularyShard | None,
+    terms: TokenLoss,
+    *,
+    need_slope: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the same with operations that a compiler can fuse into one kernel; overwrites nothing."""
+    """Computes the same in two compiled passes over the logits, between which ranks that split them exchange sums."""
+    columns, own = (
+        (targets, torch.ones_like(targets, dtype=torch.bool)) if shard is None else shard.locate_targets(targets)
+    )
+    size = logits.shape[1] if shard is None else shard.size
+    log_total, at_target, mean = _compiled(_fusible_sums)(logits, columns, own, softcap, size)
+    if shard is not None:
+        highest = shard.communicator.maximum(log_total.clone())
+        parts = torch.cat([(log_total - highest).exp(), at_target, mean], dim=1)
+        total, at_target, mean = shard.communicator.sum(parts).split(1, dim=1)
+        log_total = total.log() + highest
+    losses = log_total - at_target + terms.label_smoothing * (at_target - mean)
+    if terms.z_loss:
+        losses = losses + terms.z_loss * log_total.square()
+    if not need_slope:
+        return losses, None
+    return losses, _compiled(_fusible_slope)(logits, log_total, columns, own, softcap, size, terms)
+
+
+def _fusible_sums(
+    logits: Tensor, columns: Tensor, own: Tensor, softcap: float | None, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns this rank's logarithm of summed exponentials, logit of the target and part of the mean logit."""
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        values = softcap * torch.tanh(values / softcap)
+    at_target = torch.where(own, values.gather(1, columns), 0)
+    return torch.logsumexp(values, dim=1, keepdim=True), at_target, values.sum(dim=1, keepdim=True) / size
+
+
+def _fusible_slope(
+    logits: Tensor,
+    log_total: Tensor,
+    columns: Tensor,
+    own: Tensor,
+    softcap: float | None,
+    size: int,
+    terms: TokenLoss,
+) -> Tensor:
+    """Returns the gradient of the losses, in the logits' dtype."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     bent = None if softcap is None else torch.tanh(values / softcap)
     if softcap is not None and bent is not None:
         values = softcap * bent
-    smoothing, size = terms.label_smoothing, logits.shape[1]
-    total = torch.logsumexp(values, dim=1, keepdim=True)
-    at_target = values.gather(1, targets)
-    losses = total - at_target
-    if smoothing:
-        losses = losses + smoothing * (at_target - values.mean(dim=1, keepdim=True))
+    shares = torch.exp(values - log_total)
     if terms.z_loss:
-        losses = losses + terms.z_loss * total.square()
-    if not need_slope:
-        return losses, None
-    is_target = torch.arange(size, device=logits.device) == targets
-    shares = torch.exp(values - total)
-    if terms.z_loss:
-        shares = shares * (1 + 2 * terms.z_loss * total)
-    slope = shares - (1 - smoothing) * is_target.to(values.dtype)
-    if smoothing:
-        slope = slope - smoothing / size
-    return losses, (slope if bent is None else slope * (1 - bent.square())).to(logits.dtype)
+        shares = shares * (1 + 2 * terms.z_loss * log_total)
+    is_target = own & (torch.arange(logits.shape[1], device=logits.device) == columns)
+    slope = shares - (1 - terms.label_smoothing) * is_target.to(values.dtype)
+    if terms.label_smoothing:
+        slope = slope - terms.label_smoothing / size
+    return (slope if bent is None else slope * (1 - bent.square())).to(logits.dtype)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled() -> Any:
-    return torch.compile(_fusible)
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)
 
 
 def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | None, terms: TokenLoss = PLAIN) -> Tensor:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
+from dlo_framework.distributed.step_override import StepOverride, take_bare_step
 from dlo_framework.errors import DloError
 
 #: Values of parameter groups that a step does not read, or that are set for it.
@@ -43,57 +42,27 @@ class CompiledOptimizer:
                 " or another one of torch.optim, or leave it out"
             )
         self.optimizer, self.on = optimizer, True
-        self._original = optimizer.__dict__.get("step")
-        self._uncompiled = optimizer.step
         self._compiled = torch.compile(self._step_without_hooks, **options)
         self._rates = [torch.tensor(0.0) for _ in optimizer.param_groups]
         self._values: list[dict[str, Any]] | None = None
         self._moved = False
-
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            return self.step(closure)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # Or torch's schedulers warn.
-        optimizer.step = step  # type: ignore[method-assign]
+        self._override = StepOverride(optimizer, self._update, lambda: self.on)
 
     def restore(self) -> None:
         """Gives the optimizer its own step back."""
-        if self._original is None:
-            self.optimizer.__dict__.pop("step", None)
-        else:
-            self.optimizer.step = self._original  # type: ignore[method-assign]
+        self._override.restore()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step.
-
-        The order of hooks and closure is that of torch's ``Optimizer.profile_hook_step`` (2.11 to 2.15).
-        """
-        if not self.on:
-            return self._uncompiled() if closure is None else self._uncompiled(closure)
-        optimizer, args = self.optimizer, (closure,)
-        for hook in itertools.chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, args, {})
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether a step was taken.
-        with torch.no_grad():
-            if is_in_torch_dispatch_mode():  # Such as a count of FLOPs, under which torch.compile compiles nothing.
-                self._step_without_hooks()
-            else:
-                self._move_steps()
-                self._replace_views()
-                with self._compilable():
-                    self._compiled()
-        for hook in itertools.chain(
-            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
-        ):
-            hook(optimizer, args, {})
-        return loss
+    def _update(self) -> None:
+        if is_in_torch_dispatch_mode():  # Such as a count of FLOPs, under which torch.compile compiles nothing.
+            self._step_without_hooks()
+            return
+        self._move_steps()
+        self._replace_views()
+        with self._compilable():
+            self._compiled()
 
     def _step_without_hooks(self) -> None:
-        _bare_step(type(self.optimizer))(self.optimizer)
+        take_bare_step(self.optimizer)
 
     def _move_steps(self) -> None:
         """Moves step counts to the parameters' device, where compiled code needs them; once."""
@@ -151,15 +120,6 @@ class CompiledOptimizer:
                         f" {before[key]} and then {value}, for which each step would be compiled again; set"
                         " cycle_momentum: false of OneCycle, or leave it out"
                     )
-
-
-def _bare_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """Returns an optimizer class's step without torch's wrappers (2.11 to 2.15) for hooks and gradient mode."""
-    step: Any = cls.step
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    bare: Callable[[Optimizer], Any] = step
-    return bare
 
 
 class CompiledLoss:
