@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
+from dlo_plugins.pipeline.simulation import StageCosts, simulate, simulate_ahead
 from dlo_plugins.pipeline.transport import Arrivals, ReceiveQueue
 from support.pipeline_nets import Noisy, plain
 
@@ -117,6 +120,37 @@ def test_numbers_are_the_same_whenever_gradients_are_late() -> None:
 @pytest.mark.slow
 def test_forwards_run_ahead_on_four_ranks() -> None:
     assert run_distributed(_run_ahead, 4, False, timeout=120)[0] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("transfer", [0.0, 0.3, 0.5, 1.0, 2.0])
+def test_a_simulated_step_with_forwards_ahead_takes_no_longer(ranks: int, transfer: float) -> None:
+    generator = random.Random(ranks)
+    for number in (1, 3, 4 * ranks):
+        for forward in ([1.0] * ranks, [generator.uniform(0.7, 1.3) for _ in range(ranks)]):
+            costs = StageCosts(forward, forward, forward, transfer)
+            schedule = make_schedule("Varuna", ranks, number)
+            fixed, ahead = simulate(schedule, costs), simulate_ahead(schedule, costs)
+            assert ahead.makespan <= fixed.makespan * (1.0 if len(set(forward)) == 1 else 1.03)
+            for row, order in zip(ahead.rows, schedule.orders, strict=True):
+                done = [timed.action for timed in row]
+                assert Counter(done) == Counter(order)
+                assert forwards_ahead(done, list(order)) <= 2
+                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                    assert [a for a in done if a.kind is kind] == [a for a in order if a.kind is kind]
+            static = simulate_ahead(dataclasses.replace(schedule, ahead=0), costs)
+            assert [[timed.action for timed in row] for row in static.rows] == [
+                list(order) for order in schedule.orders
+            ]
+            assert static.makespan == pytest.approx(fixed.makespan)
+
+
+@pytest.mark.parametrize(("transfer", "share"), [(0.0, 1.0), (0.5, 0.90), (1.0, 0.86)])
+def test_late_messages_cost_less_as_the_page_says(transfer: float, share: float) -> None:
+    schedule, costs = make_schedule("Varuna", 4, 16), StageCosts([1.0] * 4, [1.0] * 4, [1.0] * 4, transfer)
+    assert simulate_ahead(schedule, costs).makespan / simulate(schedule, costs).makespan == pytest.approx(
+        share, abs=6e-3
+    )
 
 
 def test_a_failed_receive_raises_where_its_item_is_used() -> None:
