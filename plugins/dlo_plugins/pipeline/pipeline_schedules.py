@@ -128,8 +128,8 @@ class ScheduleRule:
             one step.
         overlaps: Whether a forward and the full backward after it, of two stages, may run together; see
             :attr:`Schedule.pairs`. They do where experts are on several ranks.
-        ahead: Number of forwards that a rank may run ahead of its order; see :class:`Schedule`. Each rank has one stage
-            then.
+        ahead: Number of forwards that a rank may run ahead of its order; see :class:`Schedule`. Each rank must have one
+            stage, and a step end with all its backwards.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -193,6 +193,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     known, rule = _find_rule(name)
     if micro_batches < 1:
         raise DloError(f"micro_batches must be at least 1, got {micro_batches}; set {2 * ranks}")
+    if rule.ahead and (where.stages_per_rank > 1 or not rule.flushes):
+        got = "flushes=False" if not rule.flushes else f"{where.stages_per_rank}"
+        raise DloError(
+            f"schedule {known} must have one stage a rank, and flush, to be registered with ahead={rule.ahead}, got"
+            f" {got}; remove ahead"
+        )
     if rule.check is not None:
         rule.check(ranks, micro_batches)
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
