@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from dlo_framework.distributed.collectives import HostReceive, backend_of, excha
 
 #: Number of receives that are posted in advance for each sender, but on NCCL.
 _AHEAD = 2
+#: Receives to wait for, each with its wait; None is the end.
+_Receives: TypeAlias = "SimpleQueue[tuple[Future[None], Callable[[], None]] | None]"
 
 
 class Link:
@@ -216,9 +218,10 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._receives: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=_wait_in_order, args=(self._receives,), daemon=True, name="dlo-arrivals").start()
-        weakref.finalize(self, self._receives.put, None)
+        self._receives: _Receives = SimpleQueue()
+        thread = threading.Thread(target=_wait_in_order, args=(self._receives,), daemon=True, name="dlo-arrivals")
+        thread.start()
+        weakref.finalize(self, _end_thread, thread, self._receives)
 
     def follow(self, link: Link, work: dist.Work | HostReceive) -> Future[None]:
         """Returns a future that is done once a receive is complete, or has failed.
@@ -232,7 +235,14 @@ class Arrivals:
         return future
 
 
-def _wait_in_order(receives: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+def _end_thread(thread: threading.Thread, receives: _Receives) -> None:
+    """Ends a thread, which must not run while the interpreter shuts down; it may wait for a rank that has died."""
+    receives.put(None)
+    if thread is not threading.current_thread():  # The garbage collector runs in any thread.
+        thread.join(timeout=5)
+
+
+def _wait_in_order(receives: _Receives) -> None:
     while (one := receives.get()) is not None:
         future, wait = one
         try:
@@ -241,6 +251,7 @@ def _wait_in_order(receives: SimpleQueue[tuple[Future[None], Callable[[], None]]
             future.set_exception(error)
         else:
             future.set_result(None)
+        del one, future, wait  # They would keep the process group until the next receive.
 
 
 class ReceiveQueue:

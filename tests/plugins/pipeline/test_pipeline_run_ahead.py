@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -174,16 +175,29 @@ def test_an_item_of_unknown_size_has_no_arrival() -> None:
     assert queue.arrival(0) is None
 
 
-def test_the_thread_ends_with_its_queue() -> None:
+def test_the_thread_has_ended_when_its_object_is_gone() -> None:
     def count() -> int:
         return sum(thread.name == "dlo-arrivals" for thread in threading.enumerate())
 
+    gc.collect()
     before = count()
     arrivals = Arrivals()
     assert count() == before + 1
     del arrivals
     gc.collect()
+    assert count() == before, "a thread that runs while the interpreter shuts down can abort the process"
+
+
+def test_the_thread_keeps_no_receive_and_so_no_process_group() -> None:
+    class Work:
+        pass
+
+    arrivals, work = Arrivals(), Work()
+    link: Any = SimpleNamespace(wait=lambda work: None)
+    arrivals.follow(link, work).result()  # type: ignore[arg-type]
+    kept = weakref.ref(work)
+    del work
     deadline = time.monotonic() + 20
-    while count() > before and time.monotonic() < deadline:
+    while kept() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert count() == before
+    assert kept() is None
