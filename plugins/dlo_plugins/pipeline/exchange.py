@@ -154,7 +154,9 @@ class Exchange:
                 self._inboxes[source].expect(items)
                 continue
             link = self._transport.link(source, incoming=True)
-            arrivals = self._arrivals.setdefault(source, Arrivals()) if self.ahead else None
+            if self.ahead and source not in self._arrivals:
+                self._arrivals[source] = Arrivals()
+            arrivals = self._arrivals[source] if self.ahead else None
             self._inboxes[source] = ReceiveQueue(link, items, self._buffer_for, self._store_header, arrivals)
         return self
 

@@ -77,11 +77,16 @@ def _run_ahead(rank: int, world_size: int, random_lateness: bool) -> int:
         pipeline = Watched(case.model, case.plan, dist.group.WORLD, schedule="Varuna")
         pipeline.runs_ahead = ahead
         pipeline.delay = 0.02 if rank == world_size - 1 and not random_lateness else 0.0
-        losses, own = [], [(n, p) for n, p in case.model.named_parameters() if pipeline.ownership(n)]
+        losses: list[Tensor] = []
+        threads = set[threading.Thread]()
+        own = [(n, p) for n, p in case.model.named_parameters() if pipeline.ownership(n)]
         for step in range(3):
             if ahead and random_lateness and rank == 0:  # Its hidden states are always there.
                 pipeline.lateness = random.Random(step)
             losses.append(case.step(pipeline))
+            threads |= {thread for thread in threading.enumerate() if thread.name == "dlo-arrivals"}
+        neighbours = (rank > 0) + (rank + 1 < world_size)
+        assert len(threads) == (neighbours if ahead else 0), "one for each neighbour, for all steps"
         buffers = [b.clone() for b in case.model.buffers() if not b.is_meta]
         found[ahead] = losses, [p.grad for _, p in own], buffers, torch.rand(4)
         order = make_schedule("Varuna", world_size, MICRO_BATCHES).orders[rank]
