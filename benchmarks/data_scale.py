@@ -221,7 +221,7 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
             table.add(
                 name,
                 values,
-                bar=0.9 if base == "plain read" and name == "dlo, tokens as stored" else None,
+                bar=0.9 if base == "plain read" and name.startswith("dlo, tokens as stored") else None,
                 ours=name.startswith("dlo"),
                 control=name.endswith("again"),
                 MB_a_second=float(np.median(rates[name])) / 1e6,

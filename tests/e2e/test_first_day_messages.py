@@ -291,4 +291,5 @@ def test_a_prompt_without_an_answer_among_chats(tmp_path):
 def test_a_scheduler_beside_a_callback_that_sets_the_learning_rate(refused):
     message = refused("--trainer.callbacks", "OneCycle", "--model.schedule", "cosine")
     assert "OneCycle: ImageClassifier must configure no scheduler, as OneCycle sets the learning rate, got" in message
+    assert message.rstrip().endswith("set model.init_args.schedule: constant")
     assert not list(Path("runs").rglob("version_*")), "refused before the run has a folder"

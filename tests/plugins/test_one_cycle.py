@@ -147,7 +147,7 @@ def test_adams_first_beta_is_cycled():
 
 
 def test_it_refuses_another_scheduler_by_name():
-    with pytest.raises(DloError, match=r"Regression must configure no scheduler, .* got StepLR"):
+    with pytest.raises(DloError, match=r"Regression must configure no scheduler, .* got StepLR; remove one of them"):
         train(OneCycle(0.1), Regression(scheduler=True))
 
 

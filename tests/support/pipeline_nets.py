@@ -60,6 +60,20 @@ class Block(nn.Module):
         return hidden + scale * (self.down(grown) if mask is None else mask["of"] * self.down(grown)), None
 
 
+class Noisy(nn.Module):
+    """Block with dropout, a batch norm, and a buffer that the forward changes and uses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.norm, self.drop = block, nn.BatchNorm1d(12), nn.Dropout(0.3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        self.scale.mul_(1.1)  # type: ignore[operator]
+        found, _ = self.block(self.norm(self.drop(hidden)), **kwargs)
+        return found * self.scale.clone() + hidden, None  # type: ignore[operator]
+
+
 class Plain(nn.Module):
     """A user's module: blocks in a ModuleList that take more than the hidden state and return tuples."""
 

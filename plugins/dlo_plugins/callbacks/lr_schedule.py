@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -95,9 +96,11 @@ class LearningRateSchedule(Callback, ABC):
     def _check_alone(self, trainer: Trainer, module: LightningModule, schedulers: list[str]) -> None:
         name = type(self).__name__
         if schedulers:
+            has_option = "schedule" in inspect.signature(type(module).__init__).parameters
             raise DloError(
                 f"{name}: {type(module).__name__} must configure no scheduler, as {name} sets the learning rate,"
-                f" got {', '.join(schedulers)}; remove one of them (ImageClassifier: schedule: constant)"
+                f" got {', '.join(schedulers)};"
+                f" {'set model.init_args.schedule: constant' if has_option else 'remove one of them'}"
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for one in callbacks:

@@ -18,8 +18,8 @@ Departures: ZBV always uses the order that has no bubble where forward, input gr
 long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
 overlaps, run one after the other, as one device computes them no faster together; with experts on several ranks they
 take turns (:mod:`.turns`). ZBH1 bounds the number of deferred
-weight gradients, not memory itself. Varuna's orders are static: the paper's runtime also runs a forward ahead of its
-order while a gradient is late, which a rank cannot know without a wait, as gloo does not report a message's arrival.
+weight gradients, not memory itself. In Varuna, a rank whose gradient is late runs at most two forwards ahead of its
+order, and only in a run on CPUs with no other axis; the paper's runs as many as it has hidden states.
 PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where the paper's ranks apply them one
 after the other, as each has them; the weights are the same, with one more set of gradients in memory.
 
@@ -56,6 +56,7 @@ class Schedule:
         flushes: Whether a step ends with all its backwards. Otherwise the backwards of its last micro-batches run in
             the next step, with negative numbers: -1 is the last micro-batch of the step before.
         overlaps: Whether pairs of actions may run together; see :attr:`pairs`.
+        ahead: Number of forwards that a rank may run ahead of its order, while the gradient of a backward is late.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     flushes: bool = True
     overlaps: bool = False
+    ahead: int = 0
 
     @functools.cached_property
     def pairs(self) -> tuple[frozenset[int], ...]:
@@ -126,6 +128,8 @@ class ScheduleRule:
             one step.
         overlaps: Whether a forward and the full backward after it, of two stages, may run together; see
             :attr:`Schedule.pairs`. They do where experts are on several ranks.
+        ahead: Number of forwards that a rank may run ahead of its order; see :class:`Schedule`. Each rank must have one
+            stage, and a step end with all its backwards.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -136,6 +140,7 @@ class ScheduleRule:
     splits_backward: bool = False
     flushes: bool = True
     overlaps: bool = False
+    ahead: int = 0
     check: Callable[[int, int], None] | None = None
 
 
@@ -188,6 +193,12 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     known, rule = _find_rule(name)
     if micro_batches < 1:
         raise DloError(f"micro_batches must be at least 1, got {micro_batches}; set {2 * ranks}")
+    if rule.ahead and (where.stages_per_rank > 1 or not rule.flushes):
+        got = "flushes=False" if not rule.flushes else f"{where.stages_per_rank}"
+        raise DloError(
+            f"schedule {known} must have one stage a rank, and flush, to be registered with ahead={rule.ahead}, got"
+            f" {got}; remove ahead"
+        )
     if rule.check is not None:
         rule.check(ranks, micro_batches)
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
@@ -200,7 +211,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
                 f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
             )
-    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.overlaps)
+    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.overlaps, rule.ahead)
 
 
 def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
@@ -485,7 +496,7 @@ def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
     return write.order
 
 
-@SCHEDULES.register("Varuna")
+@SCHEDULES.register("Varuna", ahead=2)
 def _varuna(where: Placement, rank: int, number: int) -> list[Action]:
     """Each stage but the last recomputes, and a forward runs only while no gradient is on its way."""
     return list(_varuna_orders(where.ranks, number)[rank])

@@ -23,8 +23,8 @@ from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import draw_figure
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_config import find_part, read_batch, read_device
-from dlo_plugins.planner.plan_report import first_batch, profile_formats, state_format
+from dlo_plugins.planner.plan_config import read_batch, read_device
+from dlo_plugins.planner.plan_report import first_batch, profile_formats, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.run_layout import read_layout
 from dlo_plugins.planner.step_time import TimeModel
@@ -98,8 +98,7 @@ def memory_table(
     trainer = config.get("trainer") or {}
     device = read_device(config)
     machine = load_machine("h100" if device == "cuda" else "cpu")
-    fused = any(find_part(config, name) is not None for name in ("CompileBlocks", "Compile"))
-    state = state_format(str(trainer.get("precision") or "32-true"), fused=fused)
+    state, _ = run_state(config, model)
     layout = _layout(config, trainer)
     batches = batches or sorted({max(1, layout.micro_batch * factor // 4) for factor in (1, 2, 4, 8, 16)})
     task = model.on_meta() if isinstance(model, Task) else model

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import warnings
 from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean
@@ -70,12 +71,14 @@ def make_sampler(name: str, seed: int, pruned: bool = False) -> Any:
         return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
     if name == "cmaes":
         independent = samplers.RandomSampler(seed=seed)
-        return samplers.CmaEsSampler(
-            seed=seed,
-            warn_independent_sampling=False,
-            independent_sampler=independent,
-            consider_pruned_trials=pruned,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of consider_pruned_trials
+            return samplers.CmaEsSampler(
+                seed=seed,
+                warn_independent_sampling=False,
+                independent_sampler=independent,
+                consider_pruned_trials=pruned,
+            )
     if name == "tpe":
         return samplers.TPESampler(seed=seed, constant_liar=True)
     return samplers.RandomSampler(seed=seed)  # A grid's trials have all their values from the start.

@@ -42,12 +42,15 @@ def write_plots(study: optuna.Study, folder: Path, metric: str) -> list[str]:
         if why is not None:
             lines.append(f"plot {name}: none, since {why}")
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             if "*.png" in kinds:
                 write_png(study, name, folder / f"{name}.png", metric)
             if "*.html" in kinds:
                 write_html(study, name, folder / f"{name}.html", metric)
+        if name == "importance":  # Others say that Optuna's functions are experimental, or that an axis has one value.
+            kept = [one for one in said if not issubclass(one.category, optuna.exceptions.ExperimentalWarning)]
+            lines += dict.fromkeys(f"plot {name}: {one.message}" for one in kept)
     if "*.png" not in kinds:
         lines.append("plots as PNG: none, since matplotlib is not installed (pip install 'dlo_framework[hpo]')")
     if "*.html" not in kinds:

@@ -84,7 +84,8 @@ class TokenStore:
         kind = np.dtype(header["dtype"])
         self._flag = kind.type(1 << (8 * kind.itemsize - 1))
         self.all_learned: bool = header["all_learned"]
-        start = _HEADER
+        #: Offset of the first token in the file, in bytes.
+        self.offset = start = _HEADER
         #: Tokens as stored, with the flag of targets, uint16 or uint32 [T].
         self.raw = self._map(kind, start, count)
         start += _padded(count * kind.itemsize)

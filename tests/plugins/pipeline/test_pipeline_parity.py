@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
-from support.pipeline_nets import CASES, FLUSHING, Case, language, plain, vit
+from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, language, plain, vit
 
 
 def check_step(
@@ -244,20 +244,6 @@ def _tied(rank: int, world_size: int) -> None:
 
 def test_copies_of_tied_weights_stay_equal() -> None:
     run_distributed(_tied, 2, timeout=120)
-
-
-class Noisy(nn.Module):
-    """Block with dropout, a batch norm, and a buffer that the forward changes and uses."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block, self.norm, self.drop = block, nn.BatchNorm1d(12), nn.Dropout(0.3)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        self.scale.mul_(1.1)  # type: ignore[operator]
-        found, _ = self.block(self.norm(self.drop(hidden)), **kwargs)
-        return found * self.scale.clone() + hidden, None  # type: ignore[operator]
 
 
 def _noisy(rank: int, world_size: int, autocast: bool) -> None:

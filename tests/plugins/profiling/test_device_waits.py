@@ -4,6 +4,7 @@ import linecache
 
 import torch
 
+from dlo_framework.finite import _Flag
 from dlo_plugins.profiling.device_waits import WaitRecorder
 
 
@@ -50,6 +51,16 @@ def test_an_optimizers_count_of_steps_is_the_hosts() -> None:
     optimizer = torch.optim.AdamW([weight], foreach=False)
     weight.grad = torch.ones(4)
     assert waits_of(optimizer.step) == []
+
+
+def test_the_check_of_losses_reads_a_copy_that_is_the_hosts() -> None:
+    flag = _Flag()
+
+    def run() -> None:
+        flag.look(torch.ones(()))
+        flag.read()
+
+    assert waits_of(run) == []
 
 
 def test_a_stopped_recorder_adds_nothing() -> None:

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from dlo_framework.data.remote import LocalFile, RemoteFile
+from dlo_framework.data.remote import ByteFile, LocalFile, RemoteFile
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.streams.token_shards import gather_windows, map_bytes
+from dlo_tasks.llm.streams.token_shards import are_in_order, gather_windows, map_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -102,11 +102,15 @@ class MegatronShard:
         return np.frombuffer(b"".join(rows), self.kind).reshape(len(rows), length)
 
     def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Begins to fetch the tokens of windows; of a mapped file in order, the kernel does by itself, and sooner."""
-        if self._ids is not None and (np.diff(starts) < length).all() and (np.diff(starts) > 0).all():
+        """Begins to fetch the tokens of windows; of a local file, unless they are in order."""
+        if self._ids is not None and are_in_order(starts, length):
             return
         size = self.kind.itemsize
         self._file.read_ahead([(start * size, length * size) for start in starts.tolist()])
+
+    def place_of(self, token: int) -> tuple[ByteFile, int]:
+        """Returns the file of a token, and its offset."""
+        return self._file, token * self.kind.itemsize
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lengths": None, "_pointers": None, "_bounds": None, "_ids": None}

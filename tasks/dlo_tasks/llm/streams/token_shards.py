@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dlo_framework.data.remote import ByteFile
+from dlo_framework.data.remote import ByteFile, LocalFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.token_cache import TokenStore
 
@@ -39,6 +39,9 @@ class TokenShard(Protocol):
 
     def read_ahead(self, starts: np.ndarray, length: int) -> None:
         """Begins to fetch the tokens of windows."""
+
+    def place_of(self, token: int) -> tuple[ByteFile, int]:
+        """Returns the file of a token, and the offset at which reading it begins."""
 
 
 def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
@@ -107,6 +110,17 @@ def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarr
     return np.asarray(rows[starts])
 
 
+def are_in_order(starts: np.ndarray, length: int) -> bool:
+    """Returns whether windows follow each other, so that the kernel reads them ahead by itself, and sooner.
+
+    Args:
+        starts: First token of each window, int64 [P].
+        length: Tokens of a window.
+    """
+    steps = np.diff(starts)
+    return bool((steps > 0).all() and (steps < length).all())
+
+
 class StoreShard:
     """Shard of dlo's own token cache.
 
@@ -118,7 +132,7 @@ class StoreShard:
     """
 
     def __init__(self, path: Path) -> None:
-        self._store = TokenStore(path)
+        self._store, self._file = TokenStore(path), LocalFile(path)
         self.name, self.tokens, self.documents = str(path), self._store.tokens, len(self._store)
         if not self._store.all_learned:
             raise DloError(
@@ -135,7 +149,15 @@ class StoreShard:
         return self._store.without_flags(gather_windows(self._store.raw, starts, length))
 
     def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Does nothing: the kernel reads ahead in a mapped file."""
+        """Begins to fetch the tokens of windows, unless they are in order."""
+        if are_in_order(starts, length):
+            return
+        size = self._store.raw.itemsize
+        self._file.read_ahead([(self.place_of(start)[1], length * size) for start in starts.tolist()])
+
+    def place_of(self, token: int) -> tuple[ByteFile, int]:
+        """Returns the file of a token, and its offset."""
+        return self._file, self._store.offset + token * self._store.raw.itemsize
 
 
 class RecordShard:
@@ -195,6 +217,10 @@ class RecordShard:
             for number in range(first, last + 1)
         }
         self._file.read_ahead([self._range_of(number) for number in sorted(wanted)])
+
+    def place_of(self, token: int) -> tuple[ByteFile, int]:
+        """Returns the file of a token, and the offset of its document."""
+        return self._file, self._range_of(int(document_of(self, np.array(token))))[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bounds": None}
