@@ -15,7 +15,7 @@ parameter, at the next size that its multiple allows, with the same parameters a
 
 `--deepspeed` counts the DeepSpeed JSONs in folders instead, such as clones of repositories, each content once: those
 that `dlo deepspeed-config` translates, those that DeepSpeed's own class of configurations takes (without their batch
-sizes), and both. Files that are no JSON, such as templates with placeholders, are counted apart.
+sizes), and both. Files that are not JSON, such as templates with placeholders, are counted apart.
 
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
@@ -265,7 +265,7 @@ DEEPSPEED_KEYS = {
 
 
 def find_deepspeed_jsons(folders: list[str]) -> tuple[list[Path], list[Path]]:
-    """Returns the files with a DeepSpeed configuration, each content once, and those of them that are no JSON."""
+    """Returns the files with a DeepSpeed configuration, each content once, and those of them that are not JSON."""
     found: dict[str, Path] = {}
     broken: dict[str, Path] = {}
     for path in sorted(path for folder in folders for path in Path(folder).rglob("*.json") if path.is_file()):
@@ -313,7 +313,7 @@ def count_deepspeed_jsons(folders: list[str]) -> Table:
     table.add("taken by dlo", [sum(takes) / size], ours=True, files=sum(takes), of=len(found))
     table.add("taken by DeepSpeed", [sum(valid) / size], files=sum(valid), of=len(found))
     table.add("by both", [both / size], ours=True, files=both, of=sum(valid))
-    print(f"{len(broken)} more files are no JSON (templates)")
+    print(f"{len(broken)} more files are not JSON (templates)")
     return table
 
 

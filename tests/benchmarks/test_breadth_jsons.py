@@ -32,4 +32,4 @@ def test_the_jsons_are_counted(tmp_path, monkeypatch, capsys):
     assert counts == {"taken by dlo": (2, 4), "taken by DeepSpeed": (3, 4), "by both": (2, 3)}
     printed = capsys.readouterr().out
     assert f"{tmp_path}/autotuned.json: autotuning.enabled must be false" in printed
-    assert "1 more files are no JSON (templates)" in printed
+    assert "1 more files are not JSON (templates)" in printed
