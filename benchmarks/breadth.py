@@ -1,6 +1,7 @@
 """How many models that nobody here wrote work: causal LMs of transformers, and a model of each timm module.
 
     python benchmarks/breadth.py [--only bart beit_base_patch16_224] [--kinds text image] [--axes tp resizing]
+    python benchmarks/breadth.py --deepspeed FOLDER [FOLDER ...]
 
 Each model is a tiny one with random weights. `tp`, `pp` and `cp` are the check of two ranks before a run, which
 rehearses a step on fake tensors. Where `tp` passes, two ranks that are threads of this process compute the forward and
@@ -12,13 +13,19 @@ them apart. `packing` is whether a batch may hold several documents in a row: by
 changes to its modules that dlo infers (`inferred`). `resizing` is whether a model of images computes, and trains every
 parameter, at the next size that its multiple allows, with the same parameters and the same outputs at its own size.
 
+`--deepspeed` counts the DeepSpeed JSONs in folders instead, such as clones of repositories, each content once: those
+that `dlo deepspeed-config` translates, those that DeepSpeed's own class of configurations takes (without their batch
+sizes), and both. Files that are not JSON, such as templates with placeholders, are counted apart.
+
 It prints the counts, and for each kind a line of JSON with the reason of each refusal.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import json
 import logging
 import sys
@@ -41,6 +48,8 @@ from dlo_framework.model_sizes import accept_any_size, find_objection, size_mult
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.commands.deepspeed_translation import to_yaml
+from dlo_plugins.deepspeed.schema import check_whole
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.inference.inferred_rules import has_rules
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
@@ -236,16 +245,93 @@ def compare_sequences(found: dict[str, dict[str, Any]]) -> None:
                 found[name]["cp"] = errors[0]
 
 
+#: Two of these make a JSON one of DeepSpeed's.
+DEEPSPEED_KEYS = {
+    "activation_checkpointing",
+    "autotuning",
+    "bf16",
+    "compression_training",
+    "data_efficiency",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "steps_per_print",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "zero_optimization",
+}
+
+
+def find_deepspeed_jsons(folders: list[str]) -> tuple[list[Path], list[Path]]:
+    """Returns the files with a DeepSpeed configuration, each content once, and those of them that are not JSON."""
+    found: dict[str, Path] = {}
+    broken: dict[str, Path] = {}
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.json") if path.is_file()):
+        try:
+            text = path.read_text()
+            content = json.loads(text)
+        except UnicodeDecodeError:
+            continue
+        except json.JSONDecodeError:
+            if '"zero_optimization"' in text or '"train_micro_batch' in text:
+                broken.setdefault(text, path)
+            continue
+        if isinstance(content, dict) and len(DEEPSPEED_KEYS & content.keys()) >= 2:
+            found.setdefault(json.dumps(content, sort_keys=True), path)
+    return [*found.values()], [*broken.values()]
+
+
+def judge_json(path: Path) -> dict[str, str]:
+    """Returns why dlo refuses a DeepSpeed JSON, and why DeepSpeed does; "" if it is taken."""
+    found = {"dlo": "", "deepspeed": ""}
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            to_yaml(path)
+        except DloError as error:
+            found["dlo"] = str(error).partition(f"{path}: ")[2] or str(error)
+        try:
+            check_whole(json.loads(path.read_text()), str(path))
+        except Exception as error:  # DeepSpeed's own code.
+            found["deepspeed"] = str(error).partition(f"{path}: ")[2] or f"{type(error).__name__}: {error}"
+    return found
+
+
+def count_deepspeed_jsons(folders: list[str]) -> Table:
+    """Prints each refusal, and returns the counts."""
+    files, broken = find_deepspeed_jsons(folders)
+    found = {str(path): judge_json(path) for path in files}
+    for path, one in found.items():
+        if one["dlo"]:
+            print(f"{path}: {one['dlo'][:300]}\n    DeepSpeed: {one['deepspeed'][:200] or 'takes it'}")
+    table = Table("DeepSpeed JSONs", "all of them", "files", "higher")
+    takes = [not one["dlo"] for one in found.values()]
+    valid = [not one["deepspeed"] for one in found.values()]
+    both = sum(map(min, zip(takes, valid, strict=True)))
+    size = max(1, len(found))
+    table.add("taken by dlo", [sum(takes) / size], ours=True, files=sum(takes), of=len(found))
+    table.add("taken by DeepSpeed", [sum(valid) / size], files=sum(valid), of=len(found))
+    table.add("by both", [both / size], ours=True, files=both, of=sum(valid))
+    print(f"{len(broken)} more files are not JSON (templates)")
+    return table
+
+
 def main() -> None:
     """Measures, and prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--kinds", nargs="*", default=["text", "image"], choices=["text", "image"])
     parser.add_argument("--axes", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--deepspeed", nargs="+", metavar="FOLDER", help="folders with DeepSpeed's JSONs")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     record = Record.of(__file__, __doc__, args)
+    if args.deepspeed:
+        record.add(count_deepspeed_jsons(args.deepspeed))
+        record.finish()
+        return
     for kind in args.kinds:
         names = [name for name in (TYPES if kind == "text" else IMAGE_MODELS) if not args.only or name in args.only]
         axes = [axis for axis in args.axes if ONLY.get(axis, kind) == kind]

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -82,7 +83,7 @@ class DryRun(ObjectCLI):
             yield "steps", f"those of {type(self.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
             steps = None
         elif self.command == "fit":
-            yield "steps", f"{steps:,}" if steps is not None else "unknown: neither max_steps nor the data's length is"
+            yield "steps", describe_steps(trainer, steps, batches)
         seconds = last_step_seconds(self._runs())
         if steps is not None and seconds is not None:
             yield (
@@ -197,12 +198,28 @@ def _count_own(loader: Any, shares: int) -> int:
     return samples // batch if loader.drop_last else -(-samples // batch)
 
 
+def count_epochs(trainer: Any) -> int | None:
+    """Returns the largest number of epochs, Lightning's 1,000 if nothing limits a run; None if epochs do not."""
+    if trainer.max_epochs is None:
+        return None if trainer.max_steps > 0 or any(isinstance(one, Timer) for one in trainer.callbacks) else 1000
+    return int(trainer.max_epochs) if trainer.max_epochs > 0 else None
+
+
 def count_steps(trainer: Any, batches: int | None) -> int | None:
     """Returns the number of optimizer steps; None if unknown."""
     ends = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if batches is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
-        ends.append(trainer.max_epochs * -(-batches // trainer.accumulate_grad_batches))
+    epochs = count_epochs(trainer)
+    if batches is not None and epochs is not None:
+        ends.append(epochs * -(-batches // trainer.accumulate_grad_batches))
     return min(ends, default=None)
+
+
+def describe_steps(trainer: Any, steps: int | None, batches: int | None) -> str:
+    """Returns the number of steps, and what sets it where the config does not; or why it is unknown."""
+    if steps is None:
+        return "without a limit" if batches is not None else "unknown, as the data's length is; set trainer.max_steps"
+    limited = trainer.max_steps > 0 or trainer.max_epochs is not None
+    return f"{steps:,}" + ("" if limited else ": without max_epochs or max_steps Lightning trains 1,000 epochs")
 
 
 def last_step_seconds(folder: Any) -> float | None:

@@ -141,16 +141,23 @@ def _find_option_faults(key: str, cls: type, name: str, value: dict[str, Any]) -
 
 
 def _find_option_class(cls: type, name: str) -> type | None:
-    """Returns the dataclass that a class's option takes; None where it takes none, or several."""
+    """Returns the class that a class's option takes, such as a dataclass; None where it takes none, or several."""
     for base in inspect.getmro(cls):
         if name in getattr(vars(base).get("__init__"), "__annotations__", {}):
             try:
                 hint = typing.get_type_hints(base.__init__)[name]  # type: ignore[misc]
             except NameError:
                 return None
-            found = [each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)]
-            return found[0] if len(found) == 1 and inspect.isclass(found[0]) else None
+            found = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
+            return found[0] if len(found) == 1 and _has_options(found[0]) else None
     return None
+
+
+def _has_options(kind: Any) -> bool:
+    """Returns whether a value of a type is written as a mapping of its constructor's arguments."""
+    if not inspect.isclass(kind) or typing.get_origin(kind) is not None or kind.__module__ == "builtins":
+        return False
+    return dataclasses.is_dataclass(kind) or "__init__" in vars(kind)
 
 
 def _format_unknown(key: str, name: str, cls: type, accepted: list[str]) -> str:
@@ -330,6 +337,12 @@ def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, re
         is_config = option.endswith((".yaml", ".yml")) or option in list_shipped_configs()
         return f"an option must begin with --, got '{option}'" + (f"; write --config {option}" if is_config else "")
     name = option.lstrip("-")
+    for key in KINDS:  # `--model.init_args.lora.rnk`, whose class takes `lora` as a whole.
+        owner = next(
+            (each for each in found.argv if re.fullmatch(rf"--{key}(\.init_args)?\.{re.escape(name)}(=.*)?", each)), ""
+        )
+        if owner and "." in name:
+            return _explain_unknown_argument(key, name, found, registry)
     keys = list(known)
     for part in ("model", "data"):
         given = _find_class_path(part, found)

@@ -15,9 +15,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from dlo_framework.checkpoint import load, save
 from dlo_framework.distributed.control_group import control_group
+from dlo_framework.errors import DloError
 
 #: Name of the weights' checkpoint in the temporary folder.
 _WEIGHTS = "weights.ckpt"
@@ -39,10 +41,22 @@ class ForkedLauncher(_MultiProcessingLauncher):
         self._folder = ""
 
     def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Starts the ranks, calls the function on each, and returns rank 0's result once all have ended."""
+        """Starts the ranks, calls the function on each, and returns rank 0's result once all have ended.
+
+        Raises:
+            DloError: Torch refuses backward in forked ranks, for what an earlier cell has done.
+        """
         self._folder = tempfile.mkdtemp(prefix="dlo-notebook-")
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as error:
+            if "autograd's threading" not in str(error):
+                raise
+            raise DloError(
+                "ranks of a notebook must be forked before its process starts autograd's threads for devices, which an"
+                " earlier cell has started (a plan, a prediction of memory, or a backward on a GPU); restart the kernel"
+                " and train on several ranks first, or write a script (%%writefile train.py) and run it"
+            ) from error
         finally:
             shutil.rmtree(self._folder)
 

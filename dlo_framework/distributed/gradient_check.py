@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from dlo_framework.distributed.forked_check import run_check
 from dlo_framework.distributed.unused_parameters import find_unused, unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.registry.entry_points import own_packages
@@ -41,6 +43,10 @@ def check_gradients(module: Any, datamodule: Any, callbacks: Sequence[Callback],
     example = module.example_batch(datamodule)
     if example is None:
         return
+    run_check(partial(_check_step, module, example, allow))
+
+
+def _check_step(module: Task, example: Any, allow: str) -> None:
     task = module.on_meta()
     try:
         absent = find_unused(task, example)

@@ -16,6 +16,7 @@ from dlo_framework.cli.main import main
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs called ``a``, of which the older has the later files, and one called ``b``, the newest."""
     monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()  # Data of the same name.
     for time, (name, step) in enumerate({"a/version_1": 1, "a/version_0": 2, "b/version_0": 3}.items()):
         checkpoints = Path("runs", name, runs.CHECKPOINTS)
         for file in ("last.ckpt", "top.ckpt"):

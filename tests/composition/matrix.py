@@ -282,6 +282,7 @@ STRATEGIES: dict[str, tuple[type[Any] | str, Callable[[], dict[str, Any]]]] = {
     "zero3": (ZeroStrategy, lambda: {"stage": 3}),
     "zero3_offload": (ZeroStrategy, lambda: {"stage": 3, "offload": "both"}),
     "fsdp": (FSDPStrategy, dict),
+    "hsdp": (FSDPStrategy, lambda: {"replicate": 2, "shard": 2}),
     "deepspeed_1": (DeepSpeedBridge, lambda: {"stage": 1}),
     "deepspeed_2": (DeepSpeedBridge, lambda: {"stage": 2}),
     "deepspeed_3": (DeepSpeedBridge, lambda: {"stage": 3}),
@@ -291,6 +292,10 @@ STRATEGIES: dict[str, tuple[type[Any] | str, Callable[[], dict[str, Any]]]] = {
     "mesh, recomputed": (MeshStrategy, lambda: {"dp_shard": 2, "appliers": [ActivationCheckpoint()]}),
     "mesh, compiled": (MeshStrategy, lambda: {"dp_shard": 2, "appliers": [CompileBlocks(backend="aot_eager")]}),
 }
+
+
+#: Ranks of a strategy that needs other than two: two copies of two shards.
+RANKS = {"hsdp": 4}
 
 
 def make_strategy(name: str, what: With) -> Any:

@@ -49,9 +49,10 @@ def outcomes(
     if new := [name for name in dict.fromkeys(wanted) if name not in own]:
         (found,) = run_distributed(matrix.run_cells, 1, folder, task, "", new, backend=None, timeout=600)
         own.update(zip(new, found, strict=True))
-    answers = run_distributed(matrix.run_cells, 2, folder, task, strategy, names, backend=None, timeout=600)
+    ranks = matrix.RANKS.get(strategy, 2)
+    answers = run_distributed(matrix.run_cells, ranks, folder, task, strategy, names, backend=None, timeout=800)
     cells = zip(names, zip(*answers, strict=True), (own[name] for name in wanted), strict=True)
-    found = {name: matrix.judge(name, list(ranks), one) for name, ranks, one in cells}
+    found = {name: matrix.judge(name, list(cell), one) for name, cell, one in cells}
     broken = {name: text for name, text in found.items() if text.startswith("broken")}
     assert not broken
     return found

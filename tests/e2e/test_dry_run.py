@@ -134,6 +134,16 @@ def test_a_plain_loader_is_divided_among_ranks(dry):
     assert "got ByHand with automatic_optimization = False; measure a run" in rows["activations"]
 
 
+def test_a_run_without_a_limit(dry):
+    Path("plain.py").write_text(PLAIN)
+    Path("x.yaml").write_text(
+        "plugins: [./plain.py]\ntrainer: {accelerator: cpu}\nmodel: {class_path: Net}\ndata: {class_path: Plain}\n"
+    )
+    assert dry()["steps"] == "7,000: without max_epochs or max_steps Lightning trains 1,000 epochs"
+    assert dry("--trainer.max_epochs", "-1")["steps"] == "without a limit"
+    assert dry("--trainer.max_time", "00:00:01:00")["steps"] == "without a limit"
+
+
 def number_of_bytes(text: str) -> float:
     number, unit = text.split()[:2]
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit.rstrip(",")]

@@ -155,6 +155,58 @@ def test_a_field_of_an_options_own_class(refused):
     assert f"lora.yaml: unknown key 'model.init_args.lora.rnk' {fault}" in refused(config="lora.yaml")
 
 
+OWN = """
+from dataclasses import dataclass
+
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+@dataclass
+class Rank:
+    rank: int = 8
+    alpha: float = 16.0
+
+
+class PlainRank:
+    def __init__(self, rank: int = 8, alpha: float = 16.0) -> None:
+        self.rank = rank
+
+
+class Optional(BoringModel):
+    def __init__(self, lora: Rank | None = None) -> None:
+        super().__init__()
+
+
+class Always(BoringModel):
+    def __init__(self, lora: Rank = Rank()) -> None:
+        super().__init__()
+
+
+class Plain(BoringModel):
+    def __init__(self, lora: PlainRank | None = None) -> None:
+        super().__init__()
+
+
+class Required(BoringModel):
+    def __init__(self, lora: PlainRank) -> None:
+        super().__init__()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"), [("Optional", "Rank"), ("Always", "Rank"), ("Plain", "PlainRank"), ("Required", "PlainRank")]
+)
+def test_a_field_of_an_option_of_a_users_own_module(refused, name, inner):
+    Path("own_modules.py").write_text(OWN)
+    fault = f"of {inner}; did you mean 'rank'? it takes: rank, alpha"
+    Path("own.yaml").write_text(f"plugins: [./own_modules.py]\nmodel: {{class_path: {name}}}\n{DATA}")
+    words = ["--model.init_args.lora.rnk", "4"]
+    assert refused(*words, config="own.yaml").endswith(f"unknown key 'model.lora.rnk' {fault}")
+    model = f"{{class_path: {name}, init_args: {{lora: {{rnk: 4}}}}}}"
+    Path("own.yaml").write_text(f"plugins: [./own_modules.py]\nmodel: {model}\n{DATA}")
+    assert refused(config="own.yaml").endswith(f"own.yaml: unknown key 'model.init_args.lora.rnk' {fault}")
+
+
 @pytest.mark.parametrize(
     ("given", "meant"), [("fp16", "16-mixed"), ("bfloat16", "bf16-mixed"), ("16-mixd", "16-mixed")]
 )

@@ -244,6 +244,42 @@ def test_a_notebook_starts_ranks_and_gets_their_weights(net, monkeypatch, strate
     assert "LOCAL_RANK" not in os.environ
 
 
+IMAGES = {"model": "vit_tiny_patch16_224", "model_args": {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2}}
+NOTEBOOK = """
+import dlo_framework as dlo
+from dlo_framework.distributed import forked_check, launcher
+from lightning.pytorch import seed_everything
+
+launcher._IS_INTERACTIVE = forked_check._IS_INTERACTIVE = True
+seed_everything(42, workers=True, verbose=False)
+data = dlo.DigitsData(image_size=16, batch_size=64)
+for name, strategy in {"zero": "zero2", "mesh": dlo.MeshStrategy(tp=2)}.items():
+    model = dlo.ImageClassifier(**IMAGES, schedule="constant")
+    options = {"limit_train_batches": 2, "limit_val_batches": 1, "enable_progress_bar": False}
+    trainer = dlo.Trainer(run_name=name, max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **options)
+    trainer.fit(model, data)
+    print(name, float(trainer.callback_metrics["val_loss"]))
+model.unused = __import__("torch").nn.Linear(2, 2)
+try:
+    dlo.Trainer(run_name="x", accelerator="cpu", devices=2, strategy="zero2", max_epochs=1).fit(model, data)
+except dlo.DloError as error:
+    print(error)
+"""
+
+
+def test_a_notebook_checks_a_shipped_task_and_then_forks_its_ranks(tmp_path):
+    """A process of its own: a backward on fake tensors in the notebook's process would keep ranks from theirs."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("IMAGES", repr(IMAGES)))
+    command = [sys.executable, "notebook.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    losses = {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(("zero ", "mesh "))}
+    assert losses["mesh"] == pytest.approx(losses["zero"], rel=1e-4)
+    assert any("unused.weight" in line and "find_unused: true" in line for line in lines)
+
+
 SCRIPT = """
 from pathlib import Path
 

@@ -231,6 +231,8 @@ def test_an_unknown_key_names_the_nearest_one(config, message):
     "config",
     [
         {"cuda_visible_devices": "0,1"},
+        {"_comment": "ZeRO 2 with tensor parallelism"},
+        {"comms_config": {"backend": "nccl"}},
         {"flash_attention": {"enabled": True}},
         {"optimizer": {"type": "AdamW", "adam_w_mode": True}},
     ],

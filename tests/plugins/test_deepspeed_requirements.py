@@ -111,11 +111,6 @@ def test_a_torch_without_onednn_has_no_fp16_on_the_cpu(monkeypatch):
             ["random_ltd must be off"],
         ),
         (
-            {"stage": 2, "offload_optimizer": "cpu"},
-            {"zero_force_ds_cpu_optimizer": True},
-            ["compiled on first use", "leave it out"],
-        ),
-        (
             {"stage": 3},
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
             ["super_offload", "CPU Adam"],
@@ -127,6 +122,11 @@ def test_what_does_not_go_together_is_refused_as_the_strategy_is_built(options, 
     with pytest.raises(DloError) as caught:
         merge_options(options, config)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_deepspeeds_cpu_optimizer_is_torchs():
+    with pytest.warns(UserWarning, match="zero_force_ds_cpu_optimizer does nothing: .* torch's optimizer"):
+        merge_options({"stage": 2, "offload_optimizer": "cpu"}, {"zero_force_ds_cpu_optimizer": True})
 
 
 def test_what_is_switched_off_is_no_conflict():

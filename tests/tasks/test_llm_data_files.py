@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 
 import pytest
 import torch
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm.corpus import END
 from dlo_tasks.llm.records import content_hash
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.token_build import cached_tokens
@@ -40,9 +43,42 @@ def test_the_split_goes_by_content(make, tmp_path):
     assert not train_2 & val_2
 
 
-def test_a_split_without_documents_is_refused(make):
-    with pytest.raises(DloError, match=r"val_fraction must leave documents for validation, got 0\.001 of 60 documents"):
-        make(val_fraction=0.001).setup("fit")
+def test_too_few_texts_have_their_ends_held_out(make):
+    texts = [" ".join(f"{n}: {text}" for text in sentences(20, seed=n)) for n in range(3)]
+    options = {"val_fraction": 0.05, "seq_len": 4000, "batch_size": 1}
+    data = make(texts, **options)
+    data.setup("fit")
+
+    def parts(loader) -> list[str]:
+        return [data.tokenizer.decode(ids[:1] + labels) for batch in loader for ids, labels in documents_in(batch)]
+
+    train, val = parts(data.train_dataloader()), parts(data.val_dataloader())
+    assert len(train) == len(val) == 3
+    joined = {first + last.removesuffix(END) for first in train for last in val}
+    assert joined.issuperset(texts), "each text is its two parts, neither of which has a token of the other"
+    ids = [len(data.tokenizer(text)["input_ids"]) + 1 for text in texts]
+    assert data.statistics["val"].tokens == sum(math.ceil(0.05 * size) - 1 for size in ids)
+    again = make(texts, **options, num_workers=1)
+    again.setup("fit")
+    assert parts(again.val_dataloader()) == val, "workers divide the documents too"
+
+
+def test_a_split_without_conversations_is_refused(make, tmp_path):
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+        for text in sentences(60)
+    ]
+    options = {"train_files": str(lines(tmp_path / "chats.jsonl", *chats)), "seq_len": 512}
+    with pytest.raises(
+        DloError,
+        match=r"val_fraction must leave documents for training and for validation, got 0\.0001 of 60 documents; set ",
+    ) as raised:
+        make(**options, val_fraction=0.0001).setup("fit")
+    fix = float(re.search(r"; set ([\d.]+), or val_files", str(raised.value))[1])
+    make(**options, val_fraction=fix).setup("fit")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chats[0]) + "\n")
+    with pytest.raises(DloError, match="set val_files, or 0 for none"):
+        make(**options, val_fraction=0.5).setup("fit")
 
 
 def tokenised(monkeypatch) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from dlo_tasks.llm.corpus import END, embedded_tokenizer
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
 from dlo_tasks.llm.tokenization import encode_pairs, encode_texts, tokenize_records
-from dlo_tasks.llm.tokenizer import fingerprint, load_tokenizer
+from dlo_tasks.llm.tokenizer import PLAIN_CHAT_TEMPLATE, fingerprint, load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -326,6 +327,24 @@ def test_a_template_that_refuses_is_an_error_with_its_reason(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DloError, match=r"a:1: chat template refuses the conversation: roles must alternate"):
         encode_conversation(tokenizer, CHAT, None, "a:1")
+
+
+def test_the_template_of_dlos_own_tokenizer(trained):
+    trained = copy.deepcopy(trained)
+    trained.chat_template = PLAIN_CHAT_TEMPLATE
+    chat = [
+        {"role": "user", "content": "the loss?"},
+        {"role": "assistant", "content": "is 3"},
+        {"role": "user", "content": "why?"},
+    ]
+    ids, learned = encode_conversation(trained, chat, None, "a:1")
+    assert trained.decode(ids) == f"user:\nthe loss?\nassistant:\nis 3{END}\nuser:\nwhy?\n"
+    assert trained.decode(np.array(ids)[learned]) == f"is 3{END}"
+    request = encode_request(trained, chat[:1], None, "a:1")
+    assert request == ids[: len(request)], "an answer begins where a request ends"
+    for tools, messages in [([{"type": "function"}], chat), (None, [chat[0], {**chat[1], "tool_calls": [{}]}])]:
+        with pytest.raises(DloError, match=r"it has no place for tool.*set chat_template to a file with one that has"):
+            encode_conversation(trained, messages, tools, "a:1")
 
 
 def test_no_chat_template_is_an_error(trained):

@@ -113,7 +113,10 @@ def _find_run(run: str | None) -> Path:
         if not found:
             raise DloError(f"--run must name a run, got none, and there is none in {root.absolute()}; set --run FOLDER")
         return max(found, key=lambda path: (path / runs.CHECKPOINTS).stat().st_mtime)
-    folder = next((path for path in (Path(run), root / run) if path.is_dir()), None)
+    folders = [path for path in (Path(run), root / run) if path.is_dir()]
+    # A folder of another kind, such as the data, may have the run's name.
+    holds = [path for path in folders if runs.versions(path) or (path / runs.CHECKPOINTS).is_dir()]
+    folder = next(iter(holds or folders), None)
     if folder is None:
         names = [path.name for path in root.iterdir()] if root.is_dir() else []
         raise DloError(f"--run must name a run in runs/, or a folder, got {run}{did_you_mean(run, names)}")

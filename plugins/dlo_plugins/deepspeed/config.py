@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_stage, number, put, read_json
 from dlo_plugins.deepspeed.optimizer_and_schedule import check_optimizer, check_scheduler
@@ -320,12 +322,12 @@ def _check_left_to_others(config: Mapping[str, Any], source: str) -> None:
 
 
 def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
-    """Checks that no option needs DeepSpeed's CPUAdam, which is compiled on first use: about 100 seconds."""
+    """Checks that no option needs the state of DeepSpeed's CPUAdam; warns of its name, whose step is torch's too."""
     section = OFFLOADED["offload_optimizer"]
     if get(config, "zero_force_ds_cpu_optimizer") is True and offload_device(config, section):
-        raise DloError(
-            f"{source}: zero_force_ds_cpu_optimizer must be false, got true: DeepSpeed's CPU optimizer is compiled on"
-            " first use; leave it out: dlo steps offloaded state with torch's optimizer, and saves its state by name"
+        rank_zero_warn(
+            f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state with torch's optimizer,"
+            " whose step is the same and needs no compilation; remove it"
         )
     own = (
         (f"{section}.super_offload", get(config, f"{section}.super_offload") is True),

@@ -6,6 +6,7 @@ the top level: there ``gradient_cliping`` silently trains without clipping.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import sys
@@ -58,6 +59,10 @@ _INSTEAD = {
     "nebula": "leave it out: --run.async_checkpoints true writes checkpoints in the background",
     "sparse_attention": "leave it out: torch's scaled_dot_product_attention replaces it",
 }
+
+
+#: Ratio of equal letters from which an unknown key is taken for a misspelt one.
+_MISSPELT = 0.8
 
 
 class Section(Protocol):
@@ -237,11 +242,14 @@ def check_keys(config: Mapping[str, Any], source: str) -> None:
     tree = known_keys()
     for path, known in _unknown(config, tree, ()):
         *parents, key = path
-        hint = did_you_mean(key, known) or _elsewhere(key, tree, parents)
+        # A comment, such as `_comment`, is not the misspelt name of another key.
+        close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_MISSPELT)
+        ignored = path[0] not in sections()  # DeepSpeed's pydantic models refuse unknown keys.
+        hint = (did_you_mean(key, known) if close or not ignored else "") or _elsewhere(key, tree, parents)
         if parents == ["optimizer"] and key in _ARGUMENTS:
             hint = f"; it belongs at 'optimizer.params.{key}'"
         listed = "" if hint else f"; known there: {', '.join(sorted(known))}"
-        if not hint and path[0] not in sections():  # DeepSpeed's pydantic models refuse unknown keys.
+        if not hint and ignored:
             rank_zero_warn(f"{source}: unknown key '{'.'.join(path)}' does nothing: DeepSpeed ignores it; remove it")
             continue
         raise DloError(f"{source}: unknown key '{'.'.join(path)}'{hint}{listed}")

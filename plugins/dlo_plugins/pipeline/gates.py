@@ -159,7 +159,7 @@ class StageForward:
                 _mapped(value, Tensor, lambda tensor: self.check.mark(tensor, name))  # type: ignore[union-attr]
             return value
 
-        return _Gate(module, placeholder)
+        return _Gate(module, placeholder, lambda leaf, tensor: self._zeros(f"{name}.{leaf}", tensor))
 
     def _extra_call_message(self, name: str, is_block: bool) -> str:
         """Returns the message for a module of an earlier stage that is called more often than in that stage."""
@@ -232,16 +232,30 @@ class StageForward:
 
 
 class _Gate(nn.Module):
-    """Module that replaces another one: it has the other's attributes, and a call of its own."""
+    """Module that replaces another one: it has the other's attributes, and a call of its own.
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+    Args:
+        module: Module that it replaces.
+        call: Function that it calls.
+        absent: Returns a placeholder of a parameter or buffer that this stage does not have, by its name.
+    """
+
+    def __init__(
+        self, module: nn.Module, call: Callable[..., Any], absent: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         self._call = call
+        self._absent = absent
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["module"], name)
+        if name in modules:
+            return modules[name]
+        value, absent = getattr(modules["module"], name), self.__dict__["_absent"]
+        if absent is not None and isinstance(value, Tensor) and value.is_meta:  # As in `places.weight[:n]`.
+            return absent(name, value)
+        return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

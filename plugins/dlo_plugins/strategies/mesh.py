@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
+from dlo_framework.distributed.forked_check import run_check
 from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
@@ -193,10 +194,14 @@ class MeshStrategy(ShardedStrategy):
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
         options = self.mesh_options()
-        if options.cuts_model:
+
+        def check_cut() -> None:
             task = options.check(module, datamodule)
             if is_first_process():  # The others would repeat the same work.
                 rehearse_step(self, task, options.spec, datamodule, trains=trains, callbacks=callbacks)
+
+        if options.cuts_model:
+            run_check(check_cut)
         elif trains and not self.fully_shard.find_unused:
             check_gradients(module, datamodule, callbacks, allow=self.allow_unused)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +99,33 @@ def write_folder(checkpoint: dict[str, Any], folder: Path, dtype: torch.dtype | 
         return _write_adapter(model, lora, about["base"], folder)
     if lora is not None:
         adapters.merge_adapters(model)
-    model.save_pretrained(folder)
+    with _quiet_save():
+        model.save_pretrained(folder)
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"a transformers folder: {type(model).__name__}, {count:,} parameters" + (", merged" if lora else "")
+
+
+@contextlib.contextmanager
+def _quiet_save() -> Iterator[None]:
+    """Saves without notes that do not concern an export, and without a progress bar in files.
+
+    transformers asks accelerate (1.15), which imports DeepSpeed, which looks for a device and warns if there is none.
+    """
+    from transformers.utils import logging
+
+    searches = "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available()
+    shows = logging.is_progress_bar_enabled()
+    if searches:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if searches:
+            del os.environ["DS_ACCELERATOR"]
+        if shows:
+            logging.enable_progress_bar()
 
 
 def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype | None) -> Any:
@@ -122,7 +150,7 @@ def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise DloError(f"checkpoint's weights do not match its config: {error}") from error
-    if model.get_output_embeddings() in adapters.adapter_layers(model).values():
+    if about["lora"] is not None and model.get_output_embeddings() in adapters.adapter_layers(model).values():
         _untie(model)
     else:
         model.tie_weights()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from inspect import getfile, signature
@@ -41,12 +42,16 @@ def require_package(package: str) -> Any:
     """
     import importlib
 
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # peft imports bitsandbytes, which warns of kernels that it does not find.
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
         raise DloError(f"CausalLM needs {package}, which is not installed; pip install 'dlo_framework[llm]'") from error
+    finally:
+        logging.disable(before)
 
 
 def is_folder(model: str) -> bool:

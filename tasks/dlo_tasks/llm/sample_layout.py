@@ -90,6 +90,18 @@ def split_documents(hashes: np.ndarray, val_fraction: float) -> tuple[np.ndarray
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
+def find_val_fraction(hashes: np.ndarray) -> float | None:
+    """Returns a fraction with which :func:`split_documents` leaves documents on both sides; None if there is none."""
+    positions = np.unique(uniform(hashes, _SPLIT))
+    if len(positions) < 2:
+        return None
+    for digits in range(1, 17):
+        fraction = float(np.ceil(positions[0] * 10**digits + 1e-9) / 10**digits)
+        if positions[0] < fraction <= positions[-1]:
+            return fraction
+    return None
+
+
 def lay_out_samples(
     store: TokenStore,
     documents: np.ndarray,

@@ -32,7 +32,7 @@ from dlo_tasks.llm.corpus import embedded_tokenizer, standard_library
 from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
-from dlo_tasks.llm.sample_layout import PackingName, lay_out_samples, split_documents
+from dlo_tasks.llm.sample_layout import PackingName, find_val_fraction, lay_out_samples, split_documents
 from dlo_tasks.llm.step_tokens import (
     AccumulationPlan,
     InOrderStreamBatchSampler,
@@ -46,7 +46,13 @@ from dlo_tasks.llm.streams.token_sources import Storage, list_token_files, open_
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 from dlo_tasks.llm.token_build import cached_tokens
 from dlo_tasks.llm.token_cache import TokenStore
-from dlo_tasks.llm.tokenizer import find_filler_id, load_tokenizer, set_chat_template, vocabulary_size
+from dlo_tasks.llm.tokenizer import (
+    PLAIN_CHAT_TEMPLATE,
+    find_filler_id,
+    load_tokenizer,
+    set_chat_template,
+    vocabulary_size,
+)
 
 
 class TextData(ResumableDataModule):
@@ -103,7 +109,8 @@ class TextData(ResumableDataModule):
             a `prompt`, or with `messages` and `tools`.
         tokenizer: Folder or hub name. Default: the model's own tokenizer; for a model without one, the byte-level BPE
             of the standard library's sources.
-        chat_template: File with a Jinja template that replaces the tokenizer's own.
+        chat_template: File with a Jinja template that replaces the tokenizer's own. The tokenizer that dlo trains has a
+            plain one, of roles and texts.
         columns: Other names of the columns, such as `{text: content}`.
         seq_len: Positions per window: the context length in training.
         batch_size: Windows (or padded samples) per micro-step, summed over all data-parallel ranks, so that the
@@ -115,7 +122,8 @@ class TextData(ResumableDataModule):
         long_samples: Policy for documents that do not fit a window: `truncate` keeps their start, `split` cuts them
             into several, `drop` removes them, `error` ends the run with the file and line. Default: `split` for plain
             text, `truncate` for data with untargeted tokens, such as chats.
-        val_fraction: Fraction of the documents to hold out, chosen by a hash of their contents; 0 for none.
+        val_fraction: Fraction of the documents to hold out, chosen by a hash of their contents; 0 for none. Of plain
+            text in too few documents, the end of each is held out.
         vocab_size: Vocabulary size of the byte-level BPE; other tokenizers ignore it.
         corpus_bytes: Maximum size of the standard library's sources, in bytes.
         cache_dir: Folder for tokens and the trained tokenizer. Default: `~/.cache/dlo/llm`.
@@ -378,6 +386,8 @@ class TextData(ResumableDataModule):
                 self.tokenizer = load_tokenizer(source, self.chat_template)
             else:
                 trained = embedded_tokenizer(self._library, self.vocab_size, self.cache_dir)
+                if any(first.kind == "messages" for _, first in self._first_records("train_files", "val_files")):
+                    trained.chat_template = PLAIN_CHAT_TEMPLATE
                 self.tokenizer = set_chat_template(trained, self.chat_template)
         return self.tokenizer
 
@@ -473,14 +483,27 @@ class TextData(ResumableDataModule):
         store = TokenStore(path)
         documents = np.arange(len(store))
         if self.val_files is None and self.val_fraction:
-            documents = split_documents(store.hashes, self.val_fraction)[split == "val"]
-            if not len(documents):
-                raise DloError(
-                    f"val_fraction must leave documents for {'validation' if split == 'val' else 'training'}, got"
-                    f" {self.val_fraction} of {len(store)} documents; change it, or set val_files"
-                )
+            store, documents = self._split(store, split)
         dataset, statistics = self.lay_out(split, store, documents, self._files(origin))
         return dataset, statistics
+
+    def _split(self, store: TokenStore, split: str) -> tuple[TokenStore, np.ndarray]:
+        """Returns the documents of a split; of plain text in too few documents, the beginning or end of each.
+
+        Raises:
+            DloError: If documents that cannot be cut, such as conversations, are too few.
+        """
+        parts = split_documents(store.hashes, self.val_fraction)
+        if all(map(len, parts)):
+            return store, parts[split == "val"]
+        if store.all_learned and self.long_samples in (None, "split"):
+            store = TokenStore(store.path, self.val_fraction)
+            return store, np.arange(split == "val", len(store), 2)
+        works = find_val_fraction(store.hashes)
+        raise DloError(
+            f"val_fraction must leave documents for training and for validation, got {self.val_fraction} of"
+            f" {len(store)} documents; set " + (f"{works:g}, or val_files" if works else "val_files, or 0 for none")
+        )
 
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of the training windows, in random order."""

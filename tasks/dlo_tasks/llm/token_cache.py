@@ -72,13 +72,15 @@ class TokenStore:
 
     Args:
         path: Path of the file.
+        held_out: Fraction of each document's tokens, at its end, that is a document of its own: document `i` of the
+            file becomes the documents `2i` and `2i + 1`. 0 leaves documents as they are.
 
     Raises:
-        BadCache: If the file's size differs from its header's, or the header is damaged.
+        DamagedTokenCache: If the file's size differs from its header's, or the header is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, held_out: float = 0.0) -> None:
+        self.path, self.held_out = Path(path), held_out
         header = _read_header(self.path)
         count, documents = header["tokens"], header["documents"]
         kind = np.dtype(header["dtype"])
@@ -93,6 +95,10 @@ class TokenStore:
         self.hashes = self._map(np.dtype("<u8"), start + 8 * (documents + 1), documents)
         self.files = self._map(np.dtype("<i8"), start + 8 * (2 * documents + 1), documents)
         self.rows = self._map(np.dtype("<i8"), start + 8 * (3 * documents + 1), documents)
+        if held_out:
+            ends = self.bounds[1:] - np.ceil(np.diff(self.bounds) * held_out).astype(np.int64)
+            self.bounds = np.append(np.stack([self.bounds[:-1], ends], 1), self.bounds[-1])
+            self.hashes, self.files, self.rows = (np.repeat(x, 2) for x in (self.hashes, self.files, self.rows))
 
     def _map(self, kind: np.dtype, offset: int, count: int) -> np.ndarray:
         if not count:  # An empty file cannot be mapped.
@@ -100,7 +106,7 @@ class TokenStore:
         return np.asarray(np.memmap(self.path, kind, "r", offset, (count,)))  # A memmap is slower to index.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.path,)  # A spawned worker maps the file itself.
+        return TokenStore, (self.path, self.held_out)  # A spawned worker maps the file itself.
 
     def __len__(self) -> int:
         """Returns the number of documents."""

@@ -26,6 +26,27 @@ def require_transformers() -> None:
         raise DloError(f"TextData needs transformers ({error}); pip install 'dlo_framework[llm]'") from error
 
 
+#: Template of a tokenizer that dlo trains itself: the role on a line of its own, then the text. The end-of-text token
+#: ends the assistant's turns.
+PLAIN_CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{ raise_exception("it has no place for tools; set chat_template to a file with one that has") }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.tool_calls or message.function_call or message.reasoning_content or message.thinking -%}
+{{ raise_exception("it has no place for tool calls or thoughts; set chat_template to a file with one that has") }}
+{%- endif -%}
+{{ message.role + ":\\n" }}
+{%- if message.role == "assistant" -%}
+{% generation %}{{ message.content + eos_token }}{% endgeneration %}{{ "\\n" }}
+{%- else -%}
+{{ message.content + "\\n" }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "assistant:\\n" }}{% endif -%}
+"""
+
+
 def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
     """Returns the fast tokenizer of a model; code that comes with it is never run.
 

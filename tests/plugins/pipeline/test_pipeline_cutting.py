@@ -141,7 +141,7 @@ class Chain(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = hidden = self.stem(x)
+        first = hidden = self.stem(x) + (self.stem.weight[:1] if self.kind == "weight" else 0)
         early = {"stem": first, "view": first.t()[0], "derived": {"of": [first.exp() + 1]}}
         for number, block in enumerate(self.blocks):
             if self.kind == "skip" and number == 2:
@@ -153,6 +153,8 @@ class Chain(nn.Module):
                 hidden = block(hidden, hidden if self.kind == "block" else extra)
             if self.kind == "twice":
                 hidden = block(hidden)
+        if self.kind == "weight in head":
+            hidden = hidden @ self.stem.weight
         return self.head(hidden + first if self.kind == "head" else hidden)
 
 
@@ -179,6 +181,7 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
         ("block", r"got 'blocks\.2' with an argument computed from 'blocks\.1'"),
         ("around", r"got 'add' after 'blocks\.2' on a value computed from 'stem'"),
         ("head", r"got 'add' after 'blocks\.3' on a value computed from 'stem'"),
+        ("weight in head", r"after 'blocks\.3' on a value computed from 'stem\.weight'"),
         ("twice", r"got 'blocks\.0' in place of 'blocks\.1'"),
         ("skip", r"got 'blocks\.3' in place of 'blocks\.2'"),
     ],
@@ -187,6 +190,11 @@ def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: 
     x = torch.randn(3, 4)
     with pytest.raises(DloError, match=message):
         run_stages(Chain(kind), CHAIN, [2, 2], lambda model: model(x))
+
+
+def test_a_stems_weight_that_the_forward_reads_itself() -> None:
+    model, x = Chain("weight"), torch.randn(3, 4)
+    assert torch.equal(run_stages(model, CHAIN, [1, 2, 1], lambda model: model(x)), model(x))
 
 
 def test_what_only_looks_at_a_shape_passes() -> None:

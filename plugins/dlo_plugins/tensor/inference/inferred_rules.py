@@ -118,7 +118,8 @@ def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferr
     if example is None:
         raise DloError(
             f"a plan without tensor rules must have an example batch, to infer them from a forward, got none for"
-            f" {name}; override Task.example_batch, or set ParallelPlan(tensor=...)"
+            f" {name}; let the task's example_batch(datamodule) return a batch with any values, such as"
+            ' {"input_ids": torch.zeros(1, 64, dtype=torch.long)}, or set ParallelPlan(tensor=...)'
         )
     with isolate_rng(include_cuda=False):
         units = find_units(task.model, plan)
