@@ -23,11 +23,11 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, PROCESS
 
+from dlo_framework.distributed.traffic import Traffic
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.units import format_bytes
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh
 from dlo_plugins.mesh.mesh_simulation import SimulatedRank, simulate_ranks
-from dlo_plugins.mesh.traffic import Traffic
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 

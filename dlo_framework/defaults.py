@@ -25,6 +25,7 @@ from dlo_framework.stop import GracefulStop
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
+from dlo_framework.watch.step_traffic import TrafficReport
 from dlo_framework.watch.summary import RunRecord
 
 #: Default metric and mode of the best checkpoint, for a model without ``best_metric``.
@@ -60,13 +61,13 @@ def add_default_callbacks(
     check_on_file_system("run.dir", run_folder)
     check_checkpoint_folders(callbacks)
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
-    state = StateReport()
+    state, traffic = StateReport(), TrafficReport()
     # Before the user's: a callback that clips gradients, or adds noise to them, must get the corrected gradient.
     first: list[Callback] = []
     if not any(isinstance(callback, AccumulationTail) for callback in callbacks):
         first.append(AccumulationTail())
-    defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state]
-    defaults.append(RunRecord(run_folder, config, monitor, state))
+    defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state, traffic]
+    defaults.append(RunRecord(run_folder, config, monitor, state, traffic))
     for callback in callbacks:
         if isinstance(callback, AcceleratorSettings):
             callback.cudnn_benchmark &= cudnn_benchmark

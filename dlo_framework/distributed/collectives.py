@@ -22,6 +22,9 @@ from torch import Tensor
 _SPARES = 2
 #: Functional collectives: torch.compile traces them, and they are defined for meta tensors.
 _OPS = torch.ops._c10d_functional
+#: Functions that are called before a collective that pairs of ranks exchange as messages, with its kind, the name of
+#: its group, its buffer and the number of messages that follow: a counter of communication would see these alone.
+PAIRWISE_LISTENERS: list[Callable[[str, str, Tensor, int], None]] = []
 
 
 class Pending:
@@ -105,6 +108,7 @@ class Communicator:
             work = dist.reduce_scatter_tensor(_real(result), _real(buffer), op=op, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: result.div_(self.size) if average else result)
+        self._announce("reduce_scatter", buffer)
         memory = self._receive_buffer((self.size - 1) * own.numel(), buffer)
         received = memory[: (self.size - 1) * own.numel()].view(self.size - 1, own.numel())
         works: list[dist.Work] = []
@@ -133,6 +137,7 @@ class Communicator:
             work = dist.all_gather_into_tensor(buffer, own, group=self.group, async_op=True)
             assert work is not None
             return Pending([work], lambda: buffer)
+        self._announce("all_gather", buffer)
         works: list[dist.Work] = []
         for step in range(1, self.size):
             works.append(self._send(own, step))
@@ -218,6 +223,10 @@ class Communicator:
     def _in_pairs(self, buffer: Tensor) -> bool:
         """Whether to exchange segments between pairs of ranks, as is faster for CPU tensors on gloo."""
         return self._limit is not None and buffer.device.type == "cpu"
+
+    def _announce(self, kind: str, buffer: Tensor) -> None:
+        for listener in PAIRWISE_LISTENERS:
+            listener(kind, self._name, buffer, 2 * (self.size - 1))
 
     def _count(self, name: str, elements: int) -> None:
         if not torch.compiler.is_compiling():

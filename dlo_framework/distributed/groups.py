@@ -73,6 +73,15 @@ class MeshGroups:
             self._groups[(name,)] = made  # type: ignore[assignment]
         return self._groups[(name,)]
 
+    def axis_of(self, name: str) -> str:
+        """Returns the axes of a group of this rank, joined by " x "; "all" for a group of no axes.
+
+        Args:
+            name: Name of the process group.
+        """
+        axes = next((axes for axes, group in self._groups.items() if group.group_name == name), None)
+        return "all" if axes is None else " x ".join(axes)
+
     # --- the groups that strategies use --------------------------------------------------------------------
 
     @property

@@ -26,6 +26,7 @@ from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
 from dlo_framework.watch.run_facts import RunFacts
 from dlo_framework.watch.state_bytes import StateReport
+from dlo_framework.watch.step_traffic import TrafficReport
 
 
 class RunRecord(Callback):
@@ -33,7 +34,7 @@ class RunRecord(Callback):
 
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
     ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
-    world size, versions and the best checkpoint's path, and what callbacks add
+    world size, versions, communication of a step and the best checkpoint's path, and what callbacks add
     (:class:`~dlo_framework.watch.run_facts.RunFacts`). It is also written for an interrupted run, with that status.
 
     Args:
@@ -41,13 +42,17 @@ class RunRecord(Callback):
         config: Resolved config, as YAML.
         monitor: Monitor that counts samples, seconds and memory.
         state: Report of the bytes of parameters, gradients and optimizer state; None to leave them out.
+        traffic: Report of the communication of a step; None to leave it out.
     """
 
-    def __init__(self, folder: Path, config: str, monitor: RunMonitor, state: StateReport | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: str, monitor: RunMonitor, state: StateReport | None = None,
+        traffic: TrafficReport | None = None,
+    ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.config = config
         self.monitor = monitor
-        self.state = state
+        self.state, self.traffic = state, traffic
         self._began = time.perf_counter()
         self._before = 0.0  # seconds of the runs that this run resumes
         self._place = ""  # path of the folder, without links
@@ -172,6 +177,7 @@ class RunRecord(Callback):
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
             "peak_memory_bytes": self.monitor.peak_memory(trainer),
             "state_bytes": self.state.summary() if self.state else None,
+            "traffic": self.traffic.summary() if self.traffic else None,
             "strategy": type(trainer.strategy).__name__,
             "accelerator": type(trainer.accelerator).__name__,
             "precision": str(trainer.precision),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlo_framework import Task
+from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -17,7 +18,6 @@ from dlo_plugins.mesh import mesh_simulation as simulation
 from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
 from dlo_plugins.mesh.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
-from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY

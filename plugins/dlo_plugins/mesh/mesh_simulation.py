@@ -30,6 +30,7 @@ from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeKernels
@@ -42,7 +43,6 @@ from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, parallelize
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
-from dlo_plugins.mesh.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 
 #: Device of the fake tensors.
@@ -290,7 +290,7 @@ class RankView:
             parameter.grad = None
         self._usage.used.clear()
         batch = self._shard_batch(batch)
-        with TrafficCounter(self._axis_of) as count:
+        with TrafficCounter(self._groups.axis_of) as count:
             if self.pipelined is None:
                 loss = sharded.call(lambda: task.loss(_forward(task, batch), batch))
             else:
@@ -307,10 +307,6 @@ class RankView:
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
         return count.found
-
-    def _axis_of(self, name: str) -> str:
-        axes = next((axes for axes, group in self._groups._groups.items() if group.group_name == name), None)
-        return "all" if axes is None else " x ".join(axes)
 
 
 def fewest_micro_batches(pipelining: PipelineOptions, spec: MeshSpec) -> int:

@@ -150,6 +150,8 @@ class StateFormat:
         accumulates_in_products: Whether the product that computes a weight's gradient adds it to the step's.
         steps_in_backward: Whether each unit's gradients are stepped and freed in backward, as OptimizerInBackward does.
         frees_sent: Whether a stage of a pipeline frees its output once it is sent, as Megatron does and dlo does not.
+        sequence_first: Whether tokens come before rows in memory, as in Megatron, so that the ranks of `tp` gather and
+            scatter them without copies; dlo's rows come first.
     """
 
     compute: str = "bfloat16"
@@ -165,12 +167,23 @@ class StateFormat:
     accumulates_in_products: bool = False
     steps_in_backward: bool = False
     frees_sent: bool = False
+    sequence_first: bool = False
 
     def casts(self, layout: Layout) -> int:
         """Returns the bytes of each parameter's cast that a step keeps; gathers in half precision need none."""
-        mesh, size = layout.mesh, SIZES[self.compute]
-        gathers_casts = mesh.data_size * mesh.cp > 1 and not layout.delays and self.gathered <= size
+        size = SIZES[self.compute]
+        gathers_casts = layout.mesh.data_size * layout.mesh.cp > 1 and self.gathered <= size
         return size if self.autocasts and not gathers_casts else 0
+
+    def has_delayed_masters(self, layout: Layout) -> bool:
+        """Returns whether both versions of weights have the gathered dtype, beside shards of master weights."""
+        return layout.delays and self.has_masters and layout.mesh.data_size * layout.mesh.cp > 1
+
+    def version_sizes(self, layout: Layout) -> tuple[float, int]:
+        """Returns the bytes of a parameter where gradients are delayed: with one version of weights, and of another."""
+        if self.has_delayed_masters(layout):
+            return self.gathered + self.parameter / layout.state_sharers, self.gathered
+        return self.parameter, self.parameter
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from dlo_plugins.planner.kernel_rates import KernelRates, read_rates
 from dlo_plugins.planner.work import Product, Share, Work
 
 #: Kinds of communication that a file may have links of their own for, by number of ranks.
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "send")
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "region_forward", "region_backward", "send")
 _FOLDER = resources.files("dlo_plugins.planner").joinpath("machines")
 
 
@@ -135,8 +135,9 @@ class Machine:
         table: Measured products; None for the formula of tiles.
         backward: Bytes a second and seconds of a kernel in backward, where they differ from forward's.
         optimizer: Seconds of an optimizer's step for a byte of parameters; None for the bytes that Adam moves.
-        collectives: Links by kind of communication, `all_gather`, `reduce_scatter`, `all_reduce` or `send`, and number
-            of ranks, of one node; others are as `node`.
+        collectives: Links by kind of communication and number of ranks, of one node; others are as `node`.
+            `region_forward` and `region_backward` are all that a region divided by `tp` adds to its computation with
+            tokens that its ranks share.
         kinds: Bandwidths of kinds of kernels, relative to `bandwidth` times `bandwidth_efficiency`.
     """
 
@@ -306,6 +307,32 @@ class Machine:
             rate, latency = own.rate(1), own.latency
         return (1 + reduces_and_gathers) * (latency * (ranks - 1) + size * (ranks - 1) / ranks / rate)
 
+    def region_seconds(self, size: float, ranks: int, beside: float, *, backward: bool, copies: bool = False) -> float:
+        """Returns the time that communication adds to a region divided by `tp`, whose ranks share the tokens outside.
+
+        Both passes gather one tensor and scatter the sum of another. Backward gathers the region's input once more,
+        beside the products of its gradient.
+
+        Args:
+            size: Bytes of the full tensor.
+            ranks: Number of ranks of the axis.
+            beside: Seconds of these products.
+            backward: Whether it is backward.
+            copies: Whether tokens are copied into the order of rows once they are gathered, and back to be scattered.
+        """
+        own = self.collectives.get("region_backward" if backward else "region_forward", {}).get(ranks)
+        measured = own.measured_seconds(size) if own is not None and ranks <= self.ranks_per_node else None
+        if measured is not None:
+            return measured
+        found = self.collective_seconds(size, ranks, 1, reduces_and_gathers=True)
+        found += (2 + backward) * self.moving_seconds(2 * size, "strided") * copies
+        return found + self.exposed(self.collective_seconds(size, ranks, 1), beside) * backward
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """Returns the time by which communication lengthens computation that runs at the same time."""
+        slowed = (self.overlap_slowdown - 1) * min(communication, computation)
+        return max(0.0, communication - computation) + slowed
+
     def link_of(self, ranks: int, spread: int) -> tuple[float, float]:
         """Returns the bytes a second of each rank of a group, and the seconds of a step.
 
@@ -433,6 +460,13 @@ def parse_machine(content: Mapping[str, Any], file: str) -> Machine:
     )
 
 
+#: Entries of a file with several constants, for messages.
+_ENTRIES = {
+    "links.node": "{bandwidth: {value: ..., source: ...}, latency: {value: ..., source: ...}}",
+    "peak": "{bfloat16: {value: ..., source: ...}}",
+}
+
+
 class _Reader:
     """Reads constants by dotted key, and collects their sources."""
 
@@ -442,9 +476,10 @@ class _Reader:
 
     def missing(self, key: str) -> DloError:
         """Returns the error for a missing constant."""
+        entry = _ENTRIES.get(key, "{value: ..., source: ...}")
         return DloError(
-            f"machine {self._file} must have {key}, got a file without it; add {key.rpartition('.')[2]}:"
-            " {value: ..., source: ...} there, or start from a copy of a machine that dlo has"
+            f"machine {self._file} must have {key}, got a file without it; add {key.rpartition('.')[2]}: {entry} there,"
+            " or start from a copy of a machine that dlo has"
         )
 
     def find(self, key: str) -> Any:

@@ -107,7 +107,8 @@ def product_shapes(profile: ModelProfile, ranks: int, rows: Sequence[int]) -> li
     """Returns the shapes of the products of a model's plans, those with the most operations first, then a grid."""
     weights: dict[Shape, float] = {}
     for tp in (size for size in profile.tp if ranks % size == 0):
-        for count in rows:
+        # Ranks that share layers have the rows of all of them.
+        for count in sorted({own * by for own in rows for by in (1, tp)}):
             for part in profile.parts:
                 for work in (part.forward, part.backward):
                     for product, times in work.products:
@@ -276,7 +277,7 @@ def _links(ranks: Sequence[RankMeasurement], constant: Any) -> dict[str, Any]:
         small, large = min(known), max(known)
         steps = 1 if kind == "send" else size - 1
         passed = 1.0 if kind == "send" else (size - 1) / size
-        factor = 2 if kind == "all_reduce" else 1
+        factor = 2 if kind in ("all_reduce", "region_forward", "region_backward") else 1
         a_byte = max(known[large] - known[small], 0.01 * known[large]) / (large - small)
         latency = max(known[small] - a_byte * small, 1e-7)
         links.setdefault(kind, {})[size] = {

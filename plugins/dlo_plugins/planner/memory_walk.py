@@ -162,14 +162,15 @@ class MemoryWalk:
         walk = _Walk(layout, state, full, trained, own_trained, tied)
         items = {stage: self._items(layout, stages[stage]) for stage in own}
         moments = walk.step(items[0]) if mesh.pp == 1 else walk.pipeline(items, actions, self._received(layout, own))
-        stored = walk.stored
+        parameters = size / walk.stored
         most = max(moments, key=sum)
-        copies = 0.0
-        if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
+        if layout.delays:  # Gradients of the step before, and the weights of the micro-batches in flight.
             most = most._replace(gradients=most.gradients + trained * state.gradient)
-            copies = trained * state.parameter * (layout.stages - 1 not in own)
+            one, other = state.version_sizes(layout)
+            parameters *= one / state.parameter
+            parameters += trained * other * (layout.stages - 1 not in own)
         return most._replace(
-            parameters=size / stored + copies,
+            parameters=parameters,
             optimizer=state.state * trained / layout.state_sharers,
         )
 

@@ -136,7 +136,9 @@ def mesh_strategy(candidate: Candidate, before: Any, state: StateFormat) -> dict
         appliers.append({"class_path": "ActivationCheckpoint", "init_args": chosen})
     # FSDP2 gathers the copies of a model in a dtype, too.
     has_dtypes = bool(state.dtypes) and layout.mesh.dp_replicate > 1
-    if (layout.zero or has_dtypes) and not layout.delays:
+    if layout.delays and layout.zero and state.dtypes:
+        appliers.append({"class_path": "FullyShard", "init_args": state.dtypes})
+    elif (layout.zero or has_dtypes) and not layout.delays:
         own = next((entry for entry in given if _class_name(entry) == "FullyShard" and isinstance(entry, dict)), {})
         kept = {key: value for key, value in (own.get("init_args") or {}).items() if key in _KEPT and value}
         sharding: dict[str, Any] = {**kept, "reshard_after_forward": layout.zero == 3, **state.dtypes}

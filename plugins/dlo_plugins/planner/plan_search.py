@@ -32,6 +32,9 @@ _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2), ("Varuna", 1))
 #: Schedules that are planned only if they are asked for, because gradients have a delay: the loss curve is another.
 _DELAYED = (("PipeDream2BW", 1),)
+#: Values that `schedule` and `zero` can be fixed at.
+_PLANNED = tuple(dict.fromkeys(name for name, _ in (*_SCHEDULES, *_DELAYED)))
+_STAGES = ("3", "2", "1", "0")
 #: Share of a step that offloading must be able to save to be tried, beside other ways that fit in memory.
 _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
@@ -87,6 +90,13 @@ class Request:
                 "--fix recompute=rotor must come without a compiled model, got the callback Compile with scope: model;"
                 " set its scope: blocks"
             )
+        for key, known in (("schedule", _PLANNED), ("zero", _STAGES)):
+            value = self.fix.get(key, known[0])
+            if value.lower() not in (name.lower() for name in known):
+                raise DloError(
+                    f"--fix {key} must be one of {', '.join(known)}, got {value}{did_you_mean(value, known)}; leave it"
+                    f" out, or use --fix {key}={known[0]}"
+                )
         offload = self.fix.get("offload", "false").lower()
         if offload not in ("true", "false"):
             raise DloError(
@@ -506,6 +516,13 @@ class PlanSearch:
                     f"--fix {axis} must be at most {most[axis]} for {self.profile.model}, got {size}; leave it out, or"
                     " describe in Task.parallel_plan how the model may be cut"
                 )
+        rows = int(request.fix.get("micro_batch", 1))
+        if request.global_batch % rows:
+            nearest = max(n for n in range(1, rows + 1) if request.global_batch % n == 0)
+            return DloError(
+                f"--fix micro_batch must divide the batch of {request.global_batch}, got {rows}; use --fix"
+                f" micro_batch={nearest}, or --batch {request.global_batch // rows * rows or rows}"
+            )
         fixed = ", ".join(f"{key}={value}" for key, value in request.fix.items()) or "nothing"
         if self.times.state.steps_in_backward:
             return DloError(

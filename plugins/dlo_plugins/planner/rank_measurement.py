@@ -28,14 +28,18 @@ from dlo_framework.watch.memory import process_peak
 from dlo_plugins.fsdp.fsdp_collectives import PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.planner.kernel_kind import KINDS, Kind
 from dlo_plugins.planner.kernel_measurement import measure_kinds
+from dlo_plugins.tensor.collectives import start_gather, start_scatter
 
 #: Shape of a matrix product: m, n, k, batch, and whether the left operand is transposed.
 Shape = tuple[int, int, int, int, bool]
 #: Widths of the weights, and bytes of the buffers: caches hold the smaller ones, so that time is not linear in size.
 _WIDTHS, _BUFFERS, _DEPTH = (16, 256, 768, 1280), (1 << 12, 1 << 17, 1 << 19, 1 << 21, 1 << 23), 8
 _CALLS, _KERNEL_CALLS = 5, 3
-#: Rows and columns of the matrix whose square is the computation between collectives: a few milliseconds.
-_BETWEEN = 512
+#: Rows and columns of the matrix whose square is computed between collectives and beside them: a few milliseconds on a
+#: core, and a part of one on a GPU.
+_BETWEEN = {"cpu": 512, "cuda": 4096}
+#: Rows of the tokens that `tp` shares: several, as collectives then copy tokens into their order.
+_SHARED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,8 @@ class _Measuring:
         single = wanted.device == "cpu" and torch.get_num_threads() == 1
         self._own_clock = time.process_time if single else self._elapsed
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._alone: float | None = None  # computation between collectives, without them
+        self._alone: float | None = None  # a product between collectives, without them
+        self._matrix: Tensor | None = None
 
     def _elapsed(self) -> float:
         if self.device.type == "cuda":
@@ -319,49 +324,82 @@ class _Measuring:
                 continue
             group = self._group(size)
             for length in _BUFFERS:
-                for kind, run in self._exchanges(group, length // 4).items():
-                    found[kind, size, length] = self._exchange_seconds(run)
+                for kind, (run, products) in self._exchanges(group, length // 4).items():
+                    found[kind, size, length] = self._exchange_seconds(run, products)
             for width in _WIDTHS:
                 gather, reduce = self._units(size, width)
                 found["all_gather", size, 4 * width * width] = gather
                 found["reduce_scatter", size, 4 * width * width] = reduce
         return found
 
-    def _exchange_seconds(self, run: Callable[[], object]) -> float:
-        """Returns the seconds that a collective or a message adds; on a CPU to computation."""
+    def _exchange_seconds(self, run: Callable[[], object], products: int) -> float:
+        """Returns the seconds that an exchange adds to computation.
+
+        Args:
+            run: Function that exchanges.
+            products: Number of products that it computes by itself; on a CPU one more is computed before it.
+        """
         matrix = self._between()
-        if matrix is None:
-            self._together()
-            return self._seconds(run, clock=self._elapsed)
         if self._alone is None:
-            self._alone = self._computing_seconds(matrix, None)
-        return max((self._computing_seconds(matrix, run) - self._alone) / _DEPTH, 1e-7)
+            self._alone = self._computing_seconds(functools.partial(_compute, matrix))
+        before = self.device.type == "cpu"
 
-    def _computing_seconds(self, matrix: Tensor, exchange: Callable[[], object] | None) -> float:
-        """Returns the elapsed seconds of computation, with an exchange after each product if there is one."""
-
-        def compute() -> None:
-            for _ in range(_DEPTH):
+        def both() -> None:
+            if before:
                 _compute(matrix)
-                if exchange is not None:
-                    exchange()
+            run()
+
+        return max(self._computing_seconds(both) - (products + before) * self._alone, 1e-7)
+
+    def _computing_seconds(self, run: Callable[[], object]) -> float:
+        """Returns the elapsed seconds of a function, by several calls of it one after the other."""
+
+        def repeat() -> None:
+            for _ in range(_DEPTH):
+                run()
 
         self._together()
-        return self._seconds(compute, clock=self._elapsed)
+        return self._seconds(repeat, clock=self._elapsed) / _DEPTH
 
-    def _between(self) -> Tensor | None:
-        """Returns the matrix whose square is computed between collectives; None where these would overlap it."""
-        return self._random(_BETWEEN, _BETWEEN) if self.device.type == "cpu" else None
+    def _between(self) -> Tensor:
+        """Returns the matrix whose square is computed between collectives and beside them."""
+        if self._matrix is None:
+            size = _BETWEEN[self.device.type]
+            self._matrix = self._random(size, size)
+        return self._matrix
 
-    def _exchanges(self, group: dist.ProcessGroup, count: int) -> dict[str, Callable[[], object]]:
-        """Returns what tensor parallelism and a pipeline do: a gather and a reduction of shared tokens, a message."""
+    def _exchanges(self, group: dist.ProcessGroup, count: int) -> dict[str, tuple[Callable[[], object], int]]:
+        """Returns what tensor parallelism and a pipeline do, each with the number of products that it computes.
+
+        A divided region gathers its input and scatters the sum of its output. Its backward gathers the output's
+        gradient, and its input once more beside the product of the input's gradient, which it sums and scatters beside
+        the product of the weight's.
+        """
         ranks, rank = group.size(), group.rank()
         communicator = Communicator(group)
         buffer = torch.zeros(ranks, count // ranks, device=self.device)
+        matrix, length = self._between(), ranks
+        full = torch.zeros(_SHARED_ROWS, length, count // (_SHARED_ROWS * length), device=self.device)
+        part = full[:, :1].contiguous()
 
         def all_reduce() -> None:
             communicator.all_gather_parts(buffer[0])
             communicator.reduce_scatter_parts(buffer)
+
+        def region_forward() -> None:
+            start_gather(part, length, communicator)()
+            _compute(matrix)
+            start_scatter(full, communicator)()
+
+        def region_backward() -> None:
+            start_gather(part, length, communicator)()
+            for start in (
+                functools.partial(start_gather, part, length, communicator),
+                functools.partial(start_scatter, full, communicator),
+            ):
+                wait = start()
+                _compute(matrix)
+                wait()
 
         def send() -> None:
             into = torch.empty_like(buffer)
@@ -373,14 +411,19 @@ class _Measuring:
             for work in dist.batch_isend_irecv(both):
                 work.wait()
 
-        return {"all_reduce": all_reduce, "send": send}
+        return {
+            "all_reduce": (all_reduce, 0),
+            "region_forward": (region_forward, 1),
+            "region_backward": (region_backward, 2),
+            "send": (send, 0),
+        }
 
     def _units(self, size: int, width: int) -> tuple[float, float]:
         """Returns the seconds of gathering and of reducing a unit of FSDP2, beyond those of the unit by itself."""
         mesh = init_device_mesh(self.device.type, (self.world_size // size, size), mesh_dim_names=("copies", "shards"))
         own = mesh["shards"]
         x = torch.zeros(1, width, device=self.device, requires_grad=True)
-        matrix, found = self._between(), []
+        matrix, found = self._between() if self.device.type == "cpu" else None, []
         for shards in (False, True):
             layers = [_Layer(width, matrix, self.device) for _ in range(_DEPTH)]
             stack: Any = nn.Sequential(*layers)

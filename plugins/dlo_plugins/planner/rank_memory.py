@@ -295,14 +295,16 @@ class MemoryModel:
             full_trained = own_parameters.full_trained
             gradients = state.reduced * full_trained if accumulates else state.gathered * own_parameters.unit_trained
         gathered += self._casts(layout, stages, own)
-        copies = 0.0
-        if layout.delays:  # Those of the step before, and the weights of the micro-batches in flight.
+        parameters = own_parameters.stored / stored
+        if layout.delays:  # Gradients of the step before, and the weights of the micro-batches in flight.
             gradients += trained * state.gradient
-            copies = trained * state.parameter * (layout.stages - 1 not in own)
+            one, other = state.version_sizes(layout)
+            parameters *= one / state.parameter
+            parameters += trained * other * (layout.stages - 1 not in own)
         if not state.steps_in_backward:
             gradients += trained * state.gradient / stored
         return (
-            own_parameters.stored / stored + copies,
+            parameters,
             gradients,
             state.state * trained / layout.state_sharers,
             gathered,

@@ -22,7 +22,7 @@ from dlo_plugins.planner.rotor_model import RotorModel
 from dlo_plugins.planner.run_layout import given_host, read_dtypes, read_layout, rotor_budget
 from dlo_plugins.planner.second_model import SecondModels
 from dlo_plugins.planner.step_time import StepTime, TimeModel
-from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
+from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic, recorded_traffic
 from dlo_plugins.planner.unmodelled import find_unmodelled
 
 
@@ -51,7 +51,8 @@ class RunCheck:
         residuals: Quantities of both.
         time: Predicted time by part.
         memory: Predicted memory by part.
-        traffic: Communication of a step by part; its measurement is a count on a simulated rank.
+        traffic: Communication of a step by part; its measurement is the run's own count, or else that of a simulated
+            rank.
         unmodelled: Sentences on what of the run is not in the figures.
     """
 
@@ -115,7 +116,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
         DloError: The folder has no run, or the run has not finished.
     """
     if not (folder / "config.yaml").is_file():
-        others = ", ".join(str(run) for run in runs.versions(folder)[:3])
+        found = [*runs.versions(folder), *(run for below in sorted(folder.glob("*/")) for run in runs.versions(below))]
+        others = ", ".join(str(run) for run in found[:3])
         fix = f"set one of {others}" if others else "set a folder such as runs/x/version_0"
         raise DloError(f"plan: --check must be the folder of a run, got {folder} without config.yaml; {fix}")
     summary = runs.current_summary(folder)
@@ -179,7 +181,9 @@ def check_run(
         time = replace(time, second_model=second.seconds(layout))
     largest = memory.largest(layout, plan.activations if plan else None)
     found = _compare(folder, summary, layout, machine, times, time, largest)
-    counted = count_traffic(config, model, datamodule, layout) if isinstance(model, Task) else None
+    counted = recorded_traffic(summary, layout)
+    if counted is None and isinstance(model, Task):
+        counted = count_traffic(config, model, datamodule, layout)
     traffic = compare_traffic(predict_traffic(times, layout), counted)
     return replace(found, traffic=traffic, unmodelled=tuple(find_unmodelled(config, optimizer)))
 

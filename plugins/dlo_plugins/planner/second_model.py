@@ -75,7 +75,7 @@ class SecondModels:
             if layout.stored_sharers(self._state) > 1:
                 size = local_bytes(((part, "", 1),), mesh.tp, times.state.gathered)
                 gathering = times.machine.collective_seconds(size, layout.sharers, mesh.tp)
-                found += times.exposed(gathering, computing)
+                found += times.machine.exposed(gathering, computing)
         return found * (layout.micro_batches + mesh.pp - 1) / mesh.pp
 
     def _stored(self, model: SecondModel, times: TimeModel, layout: Layout) -> float:

@@ -156,17 +156,30 @@ class TimeModel:
         With a sharded sequence, both passes gather one of these and scatter the sum of the other. The last is that of a
         forward which backward repeats.
         """
-        if not part.collectives:
-            return 0.0, 0.0, 0.0
         mesh = layout.mesh
-        sizes = (part.left, part.entered)
-        if layout.sequence_parallel:
-            sizes = ((part.left + part.entered) / 2,) * 2
+        if mesh.tp == 1:
+            return 0.0, 0.0, 0.0
+        if not part.collectives:
+            return self._ends(part, layout)
         rows = layout.micro_batch / mesh.cp
-        forward, backward = (
-            self.machine.collective_seconds(size * rows / part.collectives, mesh.tp, 1, reduces_and_gathers=True)
-            for size in sizes
-        )
+        if layout.sequence_parallel:
+            size = (part.left + part.entered) / 2 * rows / part.collectives
+            copies = layout.micro_batch > 1 and not self.state.sequence_first
+            # Half of the products of backward are of inputs' gradients.
+            beside = sum(
+                count * self.machine.product_seconds(product.on(self.share(layout)), self.state.compute, backward=True)
+                for product, count in part.backward.products
+                if not product.is_attention
+            ) / (2 * part.collectives)  # fmt: skip
+            forward, backward = (
+                self.machine.region_seconds(size, mesh.tp, beside, backward=back, copies=copies)
+                for back in (False, True)
+            )
+        else:
+            forward, backward = (
+                self.machine.collective_seconds(size * rows / part.collectives, mesh.tp, 1, reduces_and_gathers=True)
+                for size in (part.left, part.entered)
+            )
         last = 0.0 if part.repeats_last else forward * (0.5 if layout.sequence_parallel else 1.0)
         key_value = [
             self.machine.collective_seconds(part.key_value * rows, mesh.tp, 1, kind=kind)
@@ -174,6 +187,21 @@ class TimeModel:
         ]
         forward, backward = part.collectives * forward + key_value[0], part.collectives * backward + key_value[1]
         return forward, backward, forward - last
+
+    def _ends(self, part: Part, layout: Layout) -> tuple[float, float, float]:
+        """Returns the time of the communication of a stem or a head that `tp` divides.
+
+        The embedding sums its output, and the head its input's gradient. With a sharded sequence the other pass gathers
+        the gradient of the embedding's output, and the head's input.
+        """
+        profile = self.profile_of(layout)
+        is_head = part is profile.head
+        if not (profile.blocks and divides_end(part, profile)):
+            return 0.0, 0.0, 0.0
+        size = profile.blocks[0].gathered * layout.micro_batch / layout.mesh.cp
+        seconds = self.machine.collective_seconds(size, layout.mesh.tp, 1, reduces_and_gathers=True)
+        gathered = seconds / 2 if layout.sequence_parallel else 0.0
+        return (gathered, seconds, 0.0) if is_head else (seconds, gathered, 0.0)
 
     def _cast_seconds(self, part: Part, layout: Layout) -> float:
         """Returns the time in which autocast casts a part's weights, and backward their gradients back."""
@@ -446,7 +474,7 @@ class TimeModel:
                 seconds = self._part_gathering(part, layout)
                 for at, running in enumerate(self.seconds(part, layout, mode)):
                     if not (at and keeps):
-                        found[at] += times * self.exposed(seconds, running)
+                        found[at] += times * self.machine.exposed(seconds, running)
             self._gathered[key] = found[0], found[1]
         forward, backward = self._gathered[key]
         return (forward / layout.micro_batches, backward / layout.micro_batches) if keeps else (forward, backward)
@@ -458,11 +486,6 @@ class TimeModel:
         seconds = self.machine.collective_seconds(size - experts, layout.sharers, mesh.tp)
         return seconds + self.machine.collective_seconds(experts / mesh.ep, layout.expert_sharers, mesh.tp * mesh.ep)
 
-    def exposed(self, communication: float, computation: float) -> float:
-        """Returns the time by which communication lengthens computation that runs at the same time."""
-        slowed = (self.machine.overlap_slowdown - 1) * min(communication, computation)
-        return max(0.0, communication - computation) + slowed
-
     def _gradient_sync(self, layout: Layout, stage: Stage, backward: float) -> float:
         """Returns the exposed reduction of a stage's gradients, which overlaps the last micro-batch's backward."""
         mesh = layout.mesh
@@ -473,11 +496,12 @@ class TimeModel:
             seconds = self.machine.collective_seconds(
                 size, layout.sharers * replicas, mesh.tp, reduces_and_gathers=True
             )
-            return self.exposed(seconds, backward) if self.state.overlaps else seconds
+            return self.machine.exposed(seconds, backward) if self.state.overlaps else seconds
         seconds = sum(times * self._part_reduction(part, layout) for part, _, times in stage)
         once = 0.0
         if layout.zero == 1:
-            element = self.state.parameter if layout.delays else self.state.gathered
+            own = layout.delays and not self.state.has_delayed_masters(layout)
+            element = self.state.parameter if own else self.state.gathered
             once = self.machine.collective_seconds(trained * element, layout.sharers, mesh.tp)
         if replicas > 1:
             seconds += self.machine.collective_seconds(
@@ -486,7 +510,7 @@ class TimeModel:
         times = layout.micro_batches if layout.reduce_each else 1
         if not self.state.overlaps:
             return seconds * times + once
-        return self.exposed(seconds + once, backward) + (times - 1) * self.exposed(seconds, backward)
+        return self.machine.exposed(seconds + once, backward) + (times - 1) * self.machine.exposed(seconds, backward)
 
     def _part_reduction(self, part: Part, layout: Layout) -> float:
         mesh, one = layout.mesh, ((part, "", 1),)
@@ -503,6 +527,14 @@ class TimeModel:
         own = trained / layout.state_sharers
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
         return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
+
+
+def divides_end(part: Part, profile: ModelProfile) -> bool:
+    """Returns whether `tp` divides the weights of a part that is the model's stem or head."""
+    if part is not profile.stem and part is not profile.head:
+        return False
+    # A tied weight is among the stem's parameters.
+    return bool(part.parameters.inside + (profile.tied.inside if part is profile.head else 0))
 
 
 def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) -> float:

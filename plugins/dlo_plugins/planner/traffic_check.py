@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from dlo_framework.cli.lightning_cli import DloParser
+from dlo_framework.distributed.traffic import Traffic
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
-from dlo_plugins.mesh.traffic import Traffic
 from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, repeats_messages
-from dlo_plugins.planner.step_time import Stage, TimeModel, expert_count, local_bytes, local_count
+from dlo_plugins.planner.step_time import Stage, TimeModel, divides_end, expert_count, local_bytes, local_count
 
 #: Kinds of communication that ring and all-to-all attention have, and sharded data parallelism over `cp` has not.
 _PASSED = ("send", "receive", "all_to_all")
@@ -84,10 +84,7 @@ def _tensor(times: TimeModel, layout: Layout, stage: Stage) -> float:
         return 0.0
     profile, found = times.profile_of(layout), 0.0
     for part, mode, number in stage:
-        is_end = part is profile.stem or part is profile.head
-        # A tied weight is among the stem's parameters.
-        divided = part.parameters.inside + (profile.tied.inside if part is profile.head else 0)
-        if is_end and not part.collectives and divided and profile.blocks:
+        if not part.collectives and profile.blocks and divides_end(part, profile):
             # The embedding sums its output, and the head its input's gradient.
             found += (1 + layout.sequence_parallel) * profile.blocks[0].gathered * layout.micro_batch / mesh.cp
         if layout.sequence_parallel:
@@ -201,10 +198,27 @@ def count_traffic(config: dict[str, Any], task: Task, datamodule: Any, layout: L
     return _by_part(rank.traffic, layout)
 
 
-def _by_part(traffic: Iterable[Traffic], layout: Layout) -> StepTraffic:
-    """Returns the communication of a batch as that of a step, by part."""
+def recorded_traffic(summary: Mapping[str, Any], layout: Layout) -> StepTraffic | None:
+    """Returns the communication of a step that a run on a mesh has recorded; None where it has not.
+
+    Args:
+        summary: Content of the run's `summary.json`.
+        layout: Layout of the run.
+    """
+    rows = summary.get("traffic")
+    return None if rows is None else _by_part((Traffic(**row) for row in rows), layout, of_step=True)
+
+
+def _by_part(traffic: Iterable[Traffic], layout: Layout, *, of_step: bool = False) -> StepTraffic:
+    """Returns communication as that of a step, by part.
+
+    Args:
+        traffic: Communication of a batch.
+        layout: Layout of the run.
+        of_step: Whether it is that of a step already.
+    """
     found = dict.fromkeys(StepTraffic().parts, 0.0)
-    repeats = 1 if layout.mesh.pp > 1 else layout.micro_batches
+    repeats = 1 if layout.mesh.pp > 1 or of_step else layout.micro_batches
     for one in traffic:
         axes = one.axis.split(" x ")
         if axes == ["tp"]:

@@ -6,6 +6,7 @@ chains that are in flight at the same time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from dlo_plugins.remat.budget import Budget
 from dlo_plugins.remat.chain import Chain, Stage
 from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.rotor import keep_fastest, solve, solve_units
+from dlo_plugins.remat.rotor import BudgetTooSmall, keep_fastest, solve, solve_units
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_simulation import predict
 from dlo_plugins.remat.transfer_plan import offloaded_bytes
@@ -135,8 +136,45 @@ def plan_ranks(ranks: Sequence[MeasuredRank], budget: Budget, slots: int = 500) 
         own = [merged[chain.names] for chain in rank.chains]
         for chain, share in zip(own, _divide(own, budget, rank.free), strict=True):
             budgets[chain.names] = min(share, budgets.get(chain.names, share))
-    plans = {names: _plan(chain, budgets[names], slots, link) for names, chain in merged.items()}
+    plans = {}
+    for names, chain in merged.items():
+        try:
+            plans[names] = _plan(chain, budgets[names], slots, link)
+        except BudgetTooSmall as error:
+            raise _too_small(chain, budgets[names], chain.stem + error.least, budget) from error
     return [[plans[chain.names] for chain in rank.chains] for rank in ranks]
+
+
+def _too_small(measured: MeasuredChain, size: int, least: int, budget: Budget) -> DloError:
+    """Returns the error for a budget that is too small, in the form in which it was given.
+
+    Args:
+        measured: Chain that does not fit.
+        size: Bytes that it has for one micro-batch.
+        least: Bytes that it needs, with the stem.
+        budget: Budget of the rank.
+    """
+    what = f"for activations of {len(measured.chain)} stages"
+    if budget.share is not None:
+        peak = measured.kept_peak
+        fewest = math.ceil(100 * least / peak)
+        fix = f"set it to {fewest}%" if fewest <= 100 else "leave Rotor out"
+        return DloError(
+            f"budget must be at least {fewest}% {what}, {format_bytes(least)} of {format_bytes(peak)}, got"
+            f" {100 * budget.share:.3g}%; {fix}, or make the micro-batch smaller"
+        )
+    # In proportion: others that share the budget get more, too.
+    given = budget.bytes
+    needed = least if given is None else math.ceil(given * least / max(size, 1))
+    if given is None:
+        return DloError(
+            f"budget must be at least {needed} bytes ({format_bytes(needed)}) {what}, got auto, which leaves"
+            f" {format_bytes(size)}; make the micro-batch smaller, or shard more of the state"
+        )
+    return DloError(
+        f"budget must be at least {needed} bytes ({format_bytes(needed)}) {what}, got {given} ({format_bytes(given)});"
+        " raise it to that, or make the micro-batch smaller"
+    )
 
 
 def _divide(chains: Sequence[MeasuredChain], budget: Budget, free: int) -> list[int]:

@@ -56,19 +56,36 @@ def solve(chain: Chain, budget: int, slots: int = 500) -> Schedule:
     return schedule(low)
 
 
+class BudgetTooSmall(DloError):
+    """Budget in which no schedule of a chain fits.
+
+    Args:
+        chain: Chain.
+        least: Bytes of the least budget that works.
+        budget: Bytes of the given one.
+        others: Words for the message on what counts beside activations.
+
+    Attributes:
+        least: Bytes of the least budget that works.
+    """
+
+    def __init__(self, chain: Chain, least: int, budget: int, others: str = "") -> None:
+        self.least = least
+        super().__init__(
+            f"budget must be at least {least} bytes ({format_bytes(least)}) for activations of {len(chain)} stages"
+            f"{others}, got {budget} ({format_bytes(budget)}); raise it to that, or make the micro-batch smaller"
+        )
+
+
 def _least_schedule(chain: Chain, budget: int) -> Schedule:
     """Returns the schedule in the least memory.
 
     Raises:
-        DloError: It does not fit, with the parameters that stay gathered in its regions.
+        BudgetTooSmall: It does not fit, with the parameters that stay gathered in its regions.
     """
     found = predict(chain, LeastMemory(chain).nodes())
     if found.peak > budget:
-        raise DloError(
-            f"budget must be at least {found.peak} bytes ({format_bytes(found.peak)}) for activations of"
-            f" {len(chain)} stages and parameters that regions keep gathered, got {budget} ({format_bytes(budget)});"
-            " raise it to that, or make the micro-batch smaller"
-        )
+        raise BudgetTooSmall(chain, found.peak, budget, " and parameters that regions keep gathered")
     return found
 
 
@@ -76,14 +93,11 @@ def check_budget(chain: Chain, budget: int) -> None:
     """Checks that a chain fits in a budget.
 
     Raises:
-        DloError: No schedule fits; the message has the least budget that does.
+        BudgetTooSmall: No schedule fits; the message has the least budget that does.
     """
     least = LeastMemory(chain).budget
     if budget < least:
-        raise DloError(
-            f"budget must be at least {least} bytes ({format_bytes(least)}) for activations of {len(chain)} stages, got"
-            f" {budget} ({format_bytes(budget)}); raise it to that, or make the micro-batch smaller"
-        )
+        raise BudgetTooSmall(chain, least, budget)
 
 
 def keep_fastest(chain: Chain) -> Schedule:

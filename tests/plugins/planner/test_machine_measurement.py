@@ -1,6 +1,7 @@
 """Measured machines: shapes are those of the plans, constants have sources, and plans run with the file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,14 @@ import yaml
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner import rank_measurement
+from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import ProductTable, parse_machine
 from dlo_plugins.planner.machine_measurement import machine_content, product_shapes
 from dlo_plugins.planner.plan_config import read_device
 from dlo_plugins.planner.rank_measurement import BlockCall, RankMeasurement, Wanted
+from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Product, Share
 from support.planner_models import llama
 
@@ -36,6 +40,8 @@ def test_shapes_are_those_of_the_plans_and_a_grid() -> None:
     assert (4 * 256, 1536, 512, 1, False) in shapes
     assert (512, 1536, 1024, 1, True) in shapes or (1536, 512, 1024, 1, True) in shapes
     assert (4 * 256, 768, 512, 1, False) in shapes  # tp 2
+    assert (8 * 256, 768, 512, 1, False) in shapes  # The rows of both ranks.
+    assert (8 * 256, 1536, 512, 1, False) not in shapes
     assert len(set(shapes)) == len(shapes)
     assert (64, 64, 64, 1, False) in shapes
 
@@ -102,6 +108,31 @@ def test_collectives_take_what_was_measured_for_their_size() -> None:
         parse_machine(content, "mine.yaml")
 
 
+def test_regions_of_tp_take_what_was_measured_and_else_gather_their_input_once_more_beside_products() -> None:
+    content, _ = _measured(1 / 5e9, 2e-5)
+    links: Any = content["links"]
+    plain = parse_machine(content, "a")
+    summed = plain.collective_seconds(1 << 20, 2, 1, reduces_and_gathers=True)
+    gathered = plain.collective_seconds(1 << 20, 2, 1)
+    assert plain.region_seconds(1 << 20, 2, 1.0, backward=False) == summed
+    assert plain.region_seconds(1 << 20, 2, 1.0, backward=True) == summed + gathered  # On gloo they take turns.
+    copy = plain.moving_seconds(2 << 20, "strided")
+    copied = [plain.region_seconds(1 << 20, 2, 1.0, backward=back, copies=True) for back in (False, True)]
+    assert copied == pytest.approx([summed + 2 * copy, summed + gathered + 3 * copy])
+    fast = replace(plain, overlap_slowdown=1.2)
+    assert fast.region_seconds(1 << 20, 2, 1.0, backward=True) == pytest.approx(summed + 0.2 * gathered)
+    for kind, seconds in (("region_forward", 3e-3), ("region_backward", 5e-3)):
+        links[kind] = {2: {**links["all_reduce"][2], "times": [[1 << 20, seconds], [1 << 22, 4 * seconds]]}}
+    machine = parse_machine(content, "b")
+    profile = llama(512, 1536, 3, 8, 4, 256, 1000)
+    layout = Layout(MeshSpec(dp_shard=1, tp=2), 2, zero=0)
+    size = 2 * profile.blocks[0].gathered
+    assert 1 << 19 <= size <= 1 << 20
+    time = TimeModel(profile, machine, StateFormat()).step(layout)
+    ends = 3 * machine.collective_seconds(size, 2, 1, reduces_and_gathers=True)  # Two sums and two gathers.
+    assert time.tensor == pytest.approx(3 * 2 * 8e-3 + ends)
+
+
 def test_ranks_that_share_cores_take_turns() -> None:
     content, _ = _measured(1 / 5e9, 2e-5)
     alone, shared = parse_machine(content | {"cores": 2}, "a"), parse_machine(content | {"cores": 1}, "b")
@@ -130,7 +161,9 @@ def test_dlo_plan_measures_this_machine_and_plans_for_it(tmp_path: Path, capsys:
     machine = parse_machine(content, "machine.yaml")
     assert machine.device == "cpu"
     assert machine.table is not None
-    assert {"all_gather", "reduce_scatter", "all_reduce", "send"} <= machine.collectives.keys()
+    assert machine.collectives.keys() == {
+        *("all_gather", "reduce_scatter", "all_reduce", "send"), "region_forward", "region_backward"
+    }  # fmt: skip
     assert 1e7 < machine.bandwidth < 1e12
 
 
@@ -188,7 +221,9 @@ def test_messages_of_two_ranks_are_sent_and_received_at_once(monkeypatch: pytest
     monkeypatch.setattr(torch.distributed, "batch_isend_irecv", lambda both: batches.append(both) or [])
     monkeypatch.setattr(rank_measurement, "Communicator", lambda _: None)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    _measuring()._exchanges(group, 64)["send"]()  # type: ignore[arg-type]
+    send, products = _measuring()._exchanges(group, 64)["send"]  # type: ignore[arg-type]
+    send()
+    assert products == 0
     assert batches == [[torch.distributed.isend, torch.distributed.irecv]]
 
 

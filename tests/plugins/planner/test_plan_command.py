@@ -223,3 +223,37 @@ def test_bad_input_is_one_line_with_the_fix(
 ) -> None:
     assert main(["plan", "--config", config, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+SYNTHETIC = """
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+class SyntheticText(LightningDataModule):
+    def __init__(self, batch_size: int = 16, seq_len: int = 32):
+        super().__init__()
+        self.batch_size, self.seq_len = batch_size, seq_len
+    def train_dataloader(self):
+        ids = torch.randint(512, (128, self.seq_len), generator=torch.Generator().manual_seed(0))
+        return DataLoader([{"input_ids": row, "labels": row} for row in ids], self.batch_size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_best_five_plans_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "five_plans_text.py").write_text(SYNTHETIC)
+    content = yaml.safe_load(CONFIG)
+    content["plugins"] = [str(tmp_path / "five_plans_text.py")]
+    content["data"] = {"class_path": "five_plans_text.SyntheticText", "init_args": {"batch_size": 16}}
+    content["model"]["init_args"]["recompute"] = False
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "4", "--machine", "cpu", "--top", "5"]
+    assert main([*words, "--json", "--out", str(tmp_path / "plans")]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert len({json.dumps(plan["layout"]) for plan in found}) == 5
+    for number in range(1, 6):
+        file = str(tmp_path / "plans" / f"plan_{number}.yaml")
+        assert main(["mesh", "--config", file]) == 0
+        assert main(["parity", "--config", file, "--steps", "3"]) == 0, capsys.readouterr().out

@@ -7,13 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
-from dlo_framework.mesh import MeshSpec
+from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
+from dlo_plugins.planner.plan_report import profile_run, state_format
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.step_time import TimeModel
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_tasks.llm.causal_lm import CausalLM
 from support.planner_models import llama
+from support.token_batches import GROUPED
 
 SINGLE = StateFormat("bfloat16", 4, 4, 4, 4, 8.0)
 _MACHINE = replace(load_machine("h100"), device="cpu")
@@ -67,6 +74,32 @@ def test_the_first_stage_of_1f1b_keeps_most_micro_batches() -> None:
     activations = [rank.activations for rank in ranks]
     assert activations == sorted(activations, reverse=True)
     assert activations[0] > 3 * activations[3]
+
+
+class _Data:
+    seq_len = 16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_delayed_weights_have_the_gathered_dtype_beside_master_weights(dtype: str, device: str) -> None:
+    task = CausalLM(config={"model_type": "llama", **GROUPED}).on_meta()
+    state = state_format("bf16-mixed", fused=False, gather=dtype)
+    machine = replace(load_machine("h100"), device=device)
+    mesh = MeshSpec(pp=2, dp_shard=2)
+    layout = Layout(mesh, 1, 4, "PipeDream2BW", zero=1)
+    predicted = MemoryModel(TimeModel(profile_run(task, _Data(), state, device), machine, state)).ranks(layout)
+    strategy = MeshStrategy(
+        **mesh.sizes, schedule="PipeDream2BW", micro_batches=4, appliers=[FullyShard(param_dtype=dtype)]
+    )
+    strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    strategy.parallel_devices = [torch.device("cpu")] * 4
+    counted = strategy.describe(task, _Data()).ranks
+    for stage, rank in enumerate(predicted):
+        own = counted[mesh.rank(Coordinates(stage, 0, 0, 0, 0))].state_bytes
+        assert rank.parameters == pytest.approx(own.parameters, rel=2e-3)
+        assert rank.optimizer == pytest.approx(own.optimizer, rel=2e-3)
+    assert state.casts(layout) == (0 if dtype == "bfloat16" else 2)
 
 
 def test_gathered_parameters_are_units_or_everything() -> None:

@@ -112,6 +112,10 @@ def test_a_run_with_rotor_is_predicted_with_its_recomputation(
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--check", str(tmp_path / "version_3")]) == 2
     assert "--check must be the folder of a run, got" in capsys.readouterr().err
+    run = tmp_path / "mine" / "version_3"
+    run.mkdir(parents=True)
+    assert main(["plan", "--check", str(tmp_path)]) == 2
+    assert f"without config.yaml; set one of {run}" in capsys.readouterr().err
 
 
 def _config(strategy: object, accumulate: int = 1) -> dict[str, object]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
+from dlo_framework.distributed.collectives import PAIRWISE_LISTENERS
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import silence_lightning
+from dlo_framework.watch.step_traffic import TrafficReport
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import profile_model
 from dlo_plugins.planner.plan_report import profile_run, state_format
 from dlo_plugins.planner.run_check import compare_traffic
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic
+from dlo_plugins.planner.traffic_check import StepTraffic, count_traffic, predict_traffic, recorded_traffic
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
 
@@ -163,3 +172,63 @@ def test_a_strategy_without_a_mesh_is_predicted_and_not_counted(model: tuple[Cau
     assert residual.measured is None
     assert residual.error is None
     assert compare_traffic(StepTraffic(), None) == ()
+
+
+def _train(rank: int, world_size: int, runs: list[tuple[Any, int]]) -> list[Any]:
+    """Returns what the first rank has counted in each run."""
+    silence_lightning()
+    found = []
+    for strategy, accumulate in runs:
+        report = TrafficReport()
+        data = DataLoader([_batch(4)] * 5 * accumulate, batch_size=None)
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, strategy=copy.deepcopy(strategy), max_steps=5, callbacks=[report],
+            accumulate_grad_batches=accumulate, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(CausalLM(config=SIZES, lr=1e-3, schedule="constant"), data)
+        assert not PAIRWISE_LISTENERS
+        found.append(report.summary())
+    return found
+
+
+def _batch(rows: int) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(rows * 16).reshape(rows, 16) % 128
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def test_a_run_records_the_communication_of_a_step(model: tuple[CausalLM, TimeModel]) -> None:
+    """On gloo pairs of ranks exchange messages for FSDP's collectives, which are counted as these."""
+    cases: list[tuple[MeshSpec, int, dict[str, Any]]] = [
+        (MeshSpec(dp_shard=2), 1, {}),
+        (MeshSpec(dp_shard=2), 2, {}),
+        (MeshSpec(dp_shard=1, tp=2), 2, {"sequence_parallel": True}),
+        (MeshSpec(dp_shard=1, pp=2), 4, {"micro_batches": 4}),
+        (MeshSpec(dp_shard=1, cp=2), 1, {}),
+    ]
+    runs: list[tuple[Any, int]] = []
+    for mesh, count, options in cases:
+        runs.append((MeshStrategy(**mesh.sizes, **options), 1 if mesh.pp > 1 else count))
+    recorded, other = run_distributed(
+        _train, 2, [*runs, ("ddp", 2), (ZeroStrategy(stage=2), 1)], backend=None, timeout=300
+    )
+    assert set(other) == {None}  # Only the first rank counts.
+    task, _ = model
+    for (mesh, count, options), rows in zip(cases, recorded, strict=False):
+        one = 1 if mesh.pp > 1 else 4
+        layout = Layout(mesh, one, count, zero=3 if mesh.dp_shard * mesh.cp > 1 else 0)
+        layout = replace(layout, sequence_parallel=bool(options.get("sequence_parallel")))
+        found = recorded_traffic({"traffic": rows}, layout)
+        assert found is not None
+        config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": {**mesh.sizes, **options}}}}
+        counted = count_traffic(config, task, _Data(), layout)
+        assert counted is not None
+        for name, size in counted.parts.items():
+            # A run also logs, and clips no gradients.
+            assert found.parts[name] == pytest.approx(size, rel=0.02, abs=200), (str(layout), name)
+    parameters = sum(p.numel() for p in task.parameters())
+    for rows, kind in ((recorded[-2], "all_reduce"), (recorded[-1], "reduce_scatter")):
+        assert {row["axis"] for row in rows} == {"data"}
+        sent = sum(row["bytes"] for row in rows if row["kind"] == kind)
+        assert sent == pytest.approx(4 * parameters, rel=0.02)
+    assert recorded_traffic({}, Layout()) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -112,8 +113,13 @@ def test_the_model_is_as_before_after_training() -> None:
 
 
 def test_a_budget_in_which_nothing_fits_names_the_least_that_does() -> None:
-    with pytest.raises(DloError, match=r"budget must be at least \d+ bytes"):
+    with pytest.raises(DloError, match=r"budget must be at least \d+% .* got 5%; set it to \d+%") as refused:
         train("net", "5%")
+    least = re.findall(r"set it to (\d+)%", str(refused.value))[0]
+    train("net", f"{least}%")
+    with pytest.raises(DloError, match=r"budget must be at least \d+ bytes .* got 1000 \(1.0 kB\)") as refused:
+        train("net", 1000)
+    train("net", int(re.findall(r"at least (\d+) bytes", str(refused.value))[0]))
 
 
 def test_blocks_that_recompute_already_are_refused() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlo_framework.distributed.collectives import PAIRWISE_LISTENERS
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 #: Common names of torch's operators; others keep their own.
@@ -29,6 +32,7 @@ _KINDS = {
 }
 #: Operators whose first argument is a rank's input, a shard of the result.
 _GROWS = ("all_gather_into_tensor",)
+_MESSAGES = ("send", "recv_")
 _SKIPPED = ("wait_tensor", "barrier", "monitored_barrier_")
 
 
@@ -56,13 +60,19 @@ class Traffic:
 class TrafficCounter(TorchDispatchMode):
     """Counts collectives and messages inside the block; tensors may be real or fake, but not compiled.
 
+    A collective that :class:`~dlo_framework.distributed.collectives.Communicator` exchanges as messages between pairs
+    of ranks counts as that collective.
+
     Args:
         axis_of: Function that returns the axis of a process group, given its name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, axis_of: Callable[[str], str]) -> None:
         super().__init__()
         self._axis_of = axis_of
+        self._own_messages = 0  # of a collective that has been counted
         self._counts: Counter[tuple[str, str]] = Counter()
         self._elements: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
@@ -75,20 +85,49 @@ class TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts a collective, and runs the operator."""
-        name = func._schema.name.rpartition("::")[2]
-        if func.namespace in _COLLECTIVES and name not in _SKIPPED:
-            self._count(name, args)
+        if getattr(func, "namespace", None) in _COLLECTIVES and isinstance(func, OpOverload):
+            name = func._schema.name.rpartition("::")[2]
+            if self._own_messages and name in _MESSAGES:
+                self._own_messages -= 1
+            elif name not in _SKIPPED:
+                self._count(name, args)
         return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns that functions which torch.compile has compiled run as such inside the block (torch 2.14)."""
+        return True
+
+    def __enter__(self) -> Self:
+        """Begins to count."""
+        PAIRWISE_LISTENERS.append(self._count_pairwise)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the count."""
+        super().__exit__(*error)
+        PAIRWISE_LISTENERS.remove(self._count_pairwise)
+
+    def _count_pairwise(self, kind: str, group: str, buffer: Tensor, messages: int) -> None:
+        self._add(kind, group, buffer.numel(), buffer.nbytes)
+        self._own_messages = messages
+
+    def _add(self, kind: str, group: str, elements: int, size: int) -> None:
+        key = kind, self._axis_of(group)
+        self._counts[key] += 1
+        self._elements[key] += elements
+        self._bytes[key] += size
 
     def _count(self, name: str, args: Any) -> None:
         group, ranks = _group_of(args)
         # For an all-gather torch's first argument is the result, which is the larger buffer.
         tensors = list(_tensors(args[1] if name == "_reduce_scatter_base_" else args[0]))
         times = ranks if name in _GROWS else 1
-        key = _KINDS.get(name, name), self._axis_of(group)
-        self._counts[key] += 1
-        self._elements[key] += times * sum(tensor.numel() for tensor in tensors)
-        self._bytes[key] += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._add(
+            _KINDS.get(name, name), group, times * sum(tensor.numel() for tensor in tensors),
+            times * sum(tensor.nbytes for tensor in tensors),
+        )  # fmt: skip
 
 
 def extrapolate(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tuple[Traffic, ...]:
