@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from dlo_framework.distributed.vocab_parallel import set_shard, shard_of
 
-if TYPE_CHECKING:
-    from dlo_tasks.llm.vocabulary_loss import VocabularyHead
-
+#: :class:`dlo_tasks.llm.vocabulary_loss.VocabularyHead`, which uses this module.
+_Head = TypeVar("_Head", bound=Any)
 _Result = TypeVar("_Result")
 
 
-def can_run_inside(head: VocabularyHead) -> bool:
-    """Returns whether a strategy gathers a head's weights by its projection's own call, and leaves its result as it is.
+def can_run_inside(head: Any) -> bool:
+    """Returns whether a strategy gathers a head's weights by its own call, and leaves that call's result unchanged.
 
     Those of a LoRA adapter are gathered by calls of its own. FSDP's `output_dtype` would round a sum of losses. A hook
     that is not a strategy's expects logits.
@@ -41,7 +40,7 @@ def is_elsewhere(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or (parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0)
 
 
-def run_inside(head: VocabularyHead, hidden: Tensor, function: Callable[[VocabularyHead, Tensor], _Result]) -> _Result:
+def run_inside(head: _Head, hidden: Tensor, function: Callable[[_Head, Tensor], _Result]) -> _Result:
     """Returns what a function returns that is called in place of the projection's forward, inside its hooks.
 
     Args:

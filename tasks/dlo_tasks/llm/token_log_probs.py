@@ -49,7 +49,7 @@ def token_log_probs(
 
     def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
-        if vocabulary_loss.is_quantised(linear):  # As it is gathered.
+        if vocabulary_loss.is_quantised(linear):  # In the call that gathers it.
             return token_losses(head, hidden, of_these)
         dtype = vocabulary_loss.autocast_dtype(hidden.device) or hidden.dtype
         rows = chunk or vocabulary_loss.chunk_tokens(linear.weight.shape[0], len(of_these), kernel)

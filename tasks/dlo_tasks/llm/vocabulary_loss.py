@@ -197,7 +197,7 @@ def summed_loss(
 
     def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
-        if is_quantised(linear):  # As it is gathered.
+        if is_quantised(linear):  # In the call that gathers it.
             return head.summed(hidden, targets, terms)
         if kernel == "liger":
             return _by_liger(linear, hidden, targets, head.softcap, terms)
