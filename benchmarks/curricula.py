@@ -181,7 +181,7 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
     "images": {
         "layer drop": Contestant(lambda: [LayerDrop(seed=1)], bar_per_sample=LAYER_DROP),
         "token drop": Contestant(lambda: [TokenDrop(0.5, multiple=1)]),
-        "freeze out": Contestant(lambda: [Freeze(t0=0.5)]),
+        "freeze out": Contestant(lambda: [Freeze(t0=0.8)]),
     },
     "text": {
         "layer drop": Contestant(lambda: [LayerDrop(seed=1)]),
