@@ -17,6 +17,8 @@ from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
 from dlo_plugins.pipeline.skip_check import SkipCheck
 from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
 from dlo_plugins.pipeline.tied import find_tied_groups
+from dlo_tasks.imagenet.classifier import ImageClassifier
+from support.image_models import options
 from support.pipeline_nets import CASES, Case, language, plain, vit
 
 CPU = torch.device("cpu")
@@ -195,6 +197,17 @@ def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: 
 def test_a_stems_weight_that_the_forward_reads_itself() -> None:
     model, x = Chain("weight"), torch.randn(3, 4)
     assert torch.equal(run_stages(model, CHAIN, [1, 2, 1], lambda model: model(x)), model(x))
+
+
+@pytest.mark.parametrize("name", ["densenet121", "levit_384_s8", "nextvit_small"])
+def test_modules_between_stages_are_blocks_of_a_pipeline(name: str) -> None:
+    task = ImageClassifier(name, num_classes=3, **options(name))
+    task.configure_model()
+    model, plan, x = task.model.eval(), task.parallel_plan(), torch.randn(2, 3, task.image_size, task.image_size)
+    count = len(plan.block_names(model))
+    with torch.no_grad():
+        found = run_stages(model, plan, [count // 3, count - count // 3], lambda own: own(x))
+        assert torch.equal(found, model(x))
 
 
 def test_what_only_looks_at_a_shape_passes() -> None:
