@@ -4,16 +4,18 @@
 
 The rows are those of the Ultra-Scale Playbook (nanotron on H100, sequences of 4,096 tokens), which are not part of
 this repository: model, nodes, mbs, grad_acc, dp, pp, tp, zero, tok_s_gpu (empty where the run failed). Of each model
-and number of nodes, the layouts that ran are ordered by their predicted step time, from the H100's data sheet and the
-published bandwidth of the network by number of nodes; nothing is fitted. Regret is the throughput that the first of
-them loses against the fastest measured, and the best of the first three. The time of a step alone is not scored,
-since some of the grid's runs are slower than others of the same layout by a factor of ten.
+and number of nodes, the layouts that ran, and whose predicted memory fits, are ordered by their predicted time for a
+row, from the H100's data sheet and the published bandwidth of the network by number of nodes; of the times nothing is
+fitted. Regret is the throughput that the first of them loses against the fastest measured, and the best of the first
+three. The time of a step alone is not scored, since some of the grid's runs are slower than others of the same layout
+by a factor of ten.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,30 +24,36 @@ from pathlib import Path
 from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
-from planner_grid import STATE, profile_of, read_runs
+from planner_grid import CAPACITY, STATE, GridRun, predict, profile_of, read_runs
 
-from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.machine import Link, load_machine
 from dlo_plugins.planner.step_time import TimeModel
 
 MEDIAN_BAR, BEST_OF_THREE_BAR = 0.03, 0.05
+#: As `planner_grid.py` finds them: fraction of inputs gathered by `tp` that stay reserved, and gibibytes of libraries.
+CONSTANTS = (0.84, 0.30)
 #: Published bus bandwidth of an all-reduce of 256 MB by number of nodes, over the eight cards of a node.
 NETWORK = {nodes: rate * 1e9 / 8 for nodes, rate in {2: 362, 4: 160, 8: 100, 16: 85, 32: 65, 64: 33}.items()}
 
 
-def predicted_seconds(model: str, layouts: Sequence[Layout]) -> list[float]:
-    """Returns the predicted step time of layouts of a model."""
-    machine = load_machine("h100")
-    machine = replace(machine, network=Link(NETWORK, 6e-6))
-    times = TimeModel(profile_of(model), machine, replace(STATE, sequence_first=True))  # nanotron's order of tokens.
-    return [times.step(layout).total for layout in layouts]
+def predicted_seconds(runs: Sequence[GridRun]) -> list[float]:
+    """Returns the predicted seconds of a row of runs of one model; infinite where a rank needs more than its memory."""
+    machine = replace(load_machine("h100"), network=Link(NETWORK, 6e-6))
+    # nanotron's tokens come first.
+    times = TimeModel(profile_of(runs[0].model), machine, replace(STATE, sequence_first=True))
+    found = []
+    for run in runs:
+        needed = max(rank.total(CONSTANTS) for rank in predict(run))
+        fits = needed <= CAPACITY / 2**30
+        found.append(times.step(run.layout).total / run.layout.global_batch if fits else math.inf)
+    return found
 
 
 def regrets(seconds: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
     """Returns the share of the throughput that the first choice loses, and the best of the first three.
 
     Args:
-        seconds: Predicted step time of each layout.
+        seconds: Predicted seconds of a row of each layout.
         rates: Measured throughput of each.
     """
     order = sorted(range(len(rates)), key=lambda number: seconds[number])
@@ -62,15 +70,14 @@ def main() -> None:
     record = Record.of(__file__, __doc__, options)
     with options.rows.open() as file:
         rows = list(csv.DictReader(file))
-    groups: dict[tuple[str, int], list[tuple[Layout, float]]] = {}
+    groups: dict[tuple[str, int], list[tuple[GridRun, float]]] = {}
     for row, run in zip(rows, read_runs(options.rows), strict=True):
         if row["tok_s_gpu"] and int(row["nodes"]) in options.nodes:
-            groups.setdefault((run.model, int(row["nodes"])), []).append((run.layout, float(row["tok_s_gpu"])))
+            groups.setdefault((run.model, int(row["nodes"])), []).append((run, float(row["tok_s_gpu"])))
     table = Table("throughput lost", "the fastest layout", ELAPSED)
     first, three = [], []
     for (model, nodes), runs in sorted(groups.items()):
-        layouts, rates = [layout for layout, _ in runs], [rate for _, rate in runs]
-        one, best = regrets(predicted_seconds(model, layouts), rates)
+        one, best = regrets(predicted_seconds([run for run, _ in runs]), [rate for _, rate in runs])
         first.append(one)
         three.append(best)
         table.add(f"{model}, {nodes} nodes, {len(runs)} layouts, first choice", [1 - one], ours=True)
