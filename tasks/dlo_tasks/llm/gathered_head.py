@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from dlo_framework.distributed.vocab_parallel import set_shard, shard_of
 
-if TYPE_CHECKING:
-    from dlo_tasks.llm.vocabulary_loss import VocabularyHead
-
 _Result = TypeVar("_Result")
 
 
-def can_run_inside(head: VocabularyHead) -> bool:
+def can_run_inside(head: Any) -> bool:
     """Returns whether a head's weights are gathered by its projection's own call, and not by those of modules in it."""
-    return head.is_gathered and next(head.module.children(), None) is None
+    return bool(head.is_gathered) and next(head.module.children(), None) is None
 
 
-def run_inside(head: VocabularyHead, hidden: Tensor, function: Callable[[VocabularyHead, Tensor], _Result]) -> _Result:
+def run_inside(head: Any, hidden: Tensor, function: Callable[[Any, Tensor], _Result]) -> _Result:
     """Returns what a function returns that is called in place of the projection's forward, inside its hooks.
 
     Args:
-        head: Head whose weights are gathered when it is called.
+        head: :class:`~dlo_tasks.llm.vocabulary_loss.VocabularyHead` whose weights are gathered when it is called.
         hidden: Hidden states, `[N, D]`, which hooks may cast.
         function: Function of the head, whose projection computes without hooks, and of the hidden states. Its result is
             a tensor or a tuple of tensors, on which hooks may act.
