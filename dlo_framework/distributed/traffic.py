@@ -95,7 +95,7 @@ class TrafficCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns that functions which torch.compile has compiled run as such inside the block (torch 2.14)."""
+        """Returns that functions which torch.compile has compiled run as such inside the block (torch 2.11 on)."""
         return True
 
     def __enter__(self) -> Self:
