@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,20 +46,24 @@ class StepOverride:
             self.optimizer.step = self._original  # type: ignore[method-assign]
 
     def _step(self, update: Callable[[], None], closure: Callable[[], Any] | None) -> Any:
-        optimizer, args = self.optimizer, (closure,)
-        for hook in itertools.chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, args, {})
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        with torch.no_grad():
-            update()
-        for hook in itertools.chain(
-            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
-        ):
-            hook(optimizer, args, {})
+        optimizer = self.optimizer
+        args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
+        kwargs: dict[str, Any] = {}
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            for before in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+                changed = before(optimizer, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            with torch.no_grad():
+                update()
+            for after in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+                after(optimizer, args, kwargs)
         return loss
 
 
