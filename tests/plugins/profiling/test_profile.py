@@ -16,7 +16,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.profiling.operation_kinds import ATTENTION, DATA, KINDS, MATRIX, OPTIMIZER
 from dlo_plugins.profiling.profile_callback import Profile
 from dlo_plugins.profiling.stragglers import find_straggler, rank_steps
-from support.monitored import TOLERANCE, Net, fit
+from support.monitored import Net, fit, is_the_step
 
 
 class Wide(Net):
@@ -59,7 +59,7 @@ def test_the_parts_add_up_to_the_step_and_the_files_are_there(tmp_path, capsys) 
     assert report.steps == (4, 7)
     assert [step.number for step in profile.breakdown.steps] == [4, 5, 6, 7]
     # The sum is of the trace's times; the other clock is the host's.
-    assert profile.explained == pytest.approx(1, abs=TOLERANCE)
+    assert is_the_step(profile.explained)
     assert sum(each.seconds for each in profile.breakdown.modules.values()) == pytest.approx(
         sum(step.wall for step in profile.breakdown.steps), rel=1e-6
     )
@@ -112,7 +112,7 @@ def test_a_slow_loader_is_the_steps_largest_part(tmp_path) -> None:
     own = profiled_with_own_loader(tmp_path, Slowly())
     kinds = {kind: own.report.own.breakdown.kind(kind) for kind in KINDS}
     assert max(kinds, key=kinds.get) == DATA
-    assert own.report.own.explained == pytest.approx(1, abs=TOLERANCE)
+    assert is_the_step(own.report.own.explained)
     (steps,) = [rank_steps(each.breakdown) for each in own.report.ranks]
     assert all(step.data > step.compute for step in steps)
 
@@ -148,7 +148,7 @@ def test_windows_repeat_and_steps_of_several_batches_are_one(tmp_path) -> None:
     fit(tmp_path, Wide(), batches=24, callbacks=[own], max_epochs=1, accumulate_grad_batches=2)
     names = sorted(path.name for path in (tmp_path / "profile").glob("report.*.json"))
     assert names == ["report.0.json", "report.1.json"]
-    assert own.report.own.explained == pytest.approx(1, abs=TOLERANCE)
+    assert is_the_step(own.report.own.explained)
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "rank_0.1.pt.trace.json.gz").read_bytes()))
     forwards = [event for event in trace["traceEvents"] if event["name"] == "module: net.0" and event["ph"] == "X"]
     assert len([event for event in forwards if event.get("cat") == "user_annotation"]) == 2
@@ -169,7 +169,7 @@ def test_a_compiled_model_is_profiled_without_hooks_inside(tmp_path) -> None:
     own, _ = profiled(tmp_path, module)
     assert "operators of a compiled model cannot be seen" in own.report.text()
     assert own.report.own.waits is None
-    assert own.report.own.explained == pytest.approx(1, abs=TOLERANCE)
+    assert is_the_step(own.report.own.explained)
     assert own.report.own.breakdown.kind(MATRIX) > 0
     assert not any(name.startswith("net") for name in own.report.own.breakdown.modules)
 
@@ -203,7 +203,7 @@ def test_a_validation_inside_the_window_is_no_part_of_a_step(tmp_path) -> None:
     own = Profile(wait=2, warmup=1, active=4, machine="cpu", waits=False)
     fit(tmp_path, Validates(), callbacks=[own], max_epochs=1, val_check_interval=5)
     # Both clocks leave it out; it takes longer than the steps.
-    assert own.report.own.explained == pytest.approx(1, abs=TOLERANCE)
+    assert is_the_step(own.report.own.explained)
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "rank_0.0.pt.trace.json.gz").read_bytes()))
     names = [event["name"] for event in trace["traceEvents"]]
     assert names.count("dlo.mark: pause") == names.count("dlo.mark: resume") == 1
