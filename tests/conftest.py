@@ -94,7 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets tests with a longer timeout run longer than ``faulthandler_timeout`` of setup.cfg."""
-    if item.get_closest_marker("timeout"):
+    marker = item.get_closest_marker("timeout")
+    if marker is not None and marker.args[0] >= float(item.config.getini("faulthandler_timeout")):
         faulthandler.cancel_dump_traceback_later()
 
 

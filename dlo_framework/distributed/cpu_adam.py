@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 
 from dlo_framework.distributed.step_override import StepOverride, take_bare_step
@@ -101,6 +102,7 @@ def _step(optimizer: Optimizer, kernel: Kernel) -> None:
             tensors_of = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             pointers = (tensor.data_ptr() for tensor in tensors_of)
             kernel(*pointers, parameter.numel(), threads, *_scalars(group, int(count), isinstance(optimizer, AdamW)))
+            increment_version((parameter, state["exp_avg"], state["exp_avg_sq"]))  # A backward with old values fails.
 
 
 def _scalars(group: dict[str, Any], step: int, decoupled: bool) -> tuple[float, ...]:

@@ -100,6 +100,18 @@ def test_what_the_kernel_does_not_compute_is_torchs_step(kernel: Any, make: Any,
     assert torch.equal(*both)
 
 
+def test_a_backward_with_the_weights_before_a_step_is_an_error(kernel: Any) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    assert use_cpu_kernel(optimizer)
+    for _ in range(2):  # The first step is torch's.
+        loss = parameter.square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_hooks_closures_schedulers_and_copies_work(kernel: Any) -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([parameter], lr=0.1)

@@ -219,12 +219,12 @@ def summed_loss(
 def _check_head(head: VocabularyHead, kernel: Kernel | None) -> None:
     if kernel in (None, "columns", "rows") or (head.fuses and (kernel == "compiled" or head.shard is None)):
         return
-    what = "adapted or scaled"
+    what = "is adapted or scaled"
     if head.fuses:
-        what = "split over ranks (tp), whose sums Liger's kernel lacks"
+        what = "is split over ranks (tp), whose sums Liger's kernel lacks"
     elif head.is_product and head.is_gathered:
-        what = "called for logits, by hooks or output_dtype"
-    raise DloError(f"loss_kernel must be torch where the output projection is {what}, got {kernel}; leave it out")
+        what = "has hooks or an output_dtype, which take its logits"
+    raise DloError(f"loss_kernel must be torch where the output projection {what}, got {kernel}; leave it out")
 
 
 @torch.no_grad()
