@@ -9,19 +9,39 @@
 #include <omp.h>
 #include <stdint.h>
 
+enum { LINE = 16, BLOCK = 64, AHEAD = 256 }; /* Elements: of a cache line, of a block, of what is announced ahead. */
+
+#define STEP(i)                                                                                                        \
+    do {                                                                                                               \
+        const float g = gradient[i] + penalty * weight[i];                                                             \
+        const float m = beta1 * mean[i] + new1 * g;                                                                    \
+        const float v = beta2 * square[i] + new2 * g * g;                                                              \
+        mean[i] = m;                                                                                                   \
+        square[i] = v;                                                                                                 \
+        weight[i] = decay * weight[i] - size * (m / (sqrtf(v) * scale + eps));                                         \
+    } while (0)
+
 /* A function of its own: in the region that threads share, a compiler reads the factors again for each vector. */
-static void update(float *restrict weight, const float *restrict gradient, float *restrict mean,
-                   float *restrict square, int64_t n, float beta1, float new1, float beta2, float new2, float decay,
-                   float penalty, float size, float scale, float eps)
+__attribute__((noinline)) static void update(float *restrict weight, const float *restrict gradient,
+                                             float *restrict mean, float *restrict square, int64_t n, float beta1,
+                                             float new1, float beta2, float new2, float decay, float penalty,
+                                             float size, float scale, float eps)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const float g = gradient[i] + penalty * weight[i];
-        const float m = beta1 * mean[i] + new1 * g;
-        const float v = beta2 * square[i] + new2 * g * g;
-        mean[i] = m;
-        square[i] = v;
-        weight[i] = decay * weight[i] - size * (m / (sqrtf(v) * scale + eps));
+    int64_t first = 0;
+    for (; first + BLOCK <= n; first += BLOCK) {
+        /* Lines are announced as ones to write: a line that is read first is fetched again for its store. Addresses
+           past the end are harmless. */
+        for (int j = 0; j < BLOCK; j += LINE) {
+            __builtin_prefetch(gradient + first + AHEAD + j, 0);
+            __builtin_prefetch(mean + first + AHEAD + j, 1);
+            __builtin_prefetch(square + first + AHEAD + j, 1);
+            __builtin_prefetch(weight + first + AHEAD + j, 1);
+        }
+        for (int j = 0; j < BLOCK; j++)
+            STEP(first + j);
     }
+    for (int64_t i = first; i < n; i++)
+        STEP(i);
 }
 
 void adam_step(float *weight, const float *gradient, float *mean, float *square, int64_t n, int threads, float beta1,
