@@ -6,13 +6,15 @@ Each run has the strategy that the plan would write, and Lightning's training lo
 
 - Memory: the peak of a step on the rank that needs most, of all tensors and of what else the heap has beside them,
   against the predicted one without the process's own memory. It is not timed, so other programs do not change it.
-- Time: the machine is measured by `dlo plan --measure` for each number of ranks, and the step time of each layout is
-  predicted from it. Layouts take turns; the median over the rounds counts. The first layout runs twice, as the control.
+- Time: the machine is measured by `dlo plan --measure` for each model and number of ranks, and the step time of each
+  layout is predicted from it. Layouts take turns; the median over the rounds counts. The first layout of each model
+  runs twice, as the control.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 
 from measuring.catalogue import parse_options
@@ -45,6 +47,7 @@ MEMORY = [
     case("mixture", 8, dp_shard=2, ep=2), case("mixture", 8, dp_shard=2, ep=2, recompute="full"),
     case("mixture", 8, dp_shard=2, ep=2, zero=2), case("mixture", 4, 2, dp_shard=2, ep=2),
     case("mixtral", 8, dp_shard=2, ep=2), case("mixtral", 8, dp_shard=2, ep=2, recompute="selective"),
+    case("mixtral", 8, dp_shard=2, recompute="selective"),
     case("mixture bf16", 8, dp_shard=2, ep=2), case("mixture", 4, dp_shard=4, ep=2),
 ]  # fmt: skip
 #: Layouts that train with 16 rows a step.
@@ -54,6 +57,9 @@ TIME = [
     case("llama", 4, 4, tp=2), case("llama", 4, 4, pp=2), case("llama", 2, 8, pp=2), case("llama", 8, 1, cp=2),
     case("llama", 4, dp_shard=4), case("llama", 2, 2, dp_shard=4), case("llama", 8, dp_shard=2, tp=2),
     case("llama", 4, 4, pp=2, tp=2), case("llama", 4, 2, pp=2, dp_shard=2), case("llama", 2, 8, pp=4),
+    case("mixture", 8, dp_shard=2), case("mixture", 8, dp_shard=2, ep=2), case("mixture", 4, 2, dp_shard=2, ep=2),
+    case("mixture", 8, dp_shard=2, ep=2, recompute="full"), case("mixtral", 8, dp_shard=2),
+    case("mixtral", 8, dp_shard=2, ep=2),
 ]  # fmt: skip
 
 
@@ -84,32 +90,36 @@ def time_tables(options: argparse.Namespace) -> list[Table]:
     """Returns predicted over measured step times."""
     table = Table("time: predicted step", "the measured step", ELAPSED)
     errors, order = [], []
-    for ranks in [number for number in options.ranks if number > 1]:
-        cases = [one for one in TIME if one.ranks == ranks][: options.cases]
+    kinds = dict.fromkeys(one.kind for one in TIME if not options.kinds or one.kind in options.kinds)
+    for ranks, kind in itertools.product([number for number in options.ranks if number > 1], kinds):
+        cases = [one for one in TIME if one.ranks == ranks and one.kind == kind][: options.cases]
+        if not cases:
+            continue
         machine = measured_machine(cases, ranks, options.seconds)
         candidates = [(one.kind, predicted(one, machine)) for one in cases]
         runs = [*candidates, candidates[0]]
         found = run_distributed(measure_steps, ranks, runs, options.rounds, backend=None, timeout=2400)[0]
         again = statistics.median(found[-1]) / statistics.median(found[0])
-        table.notes.append(f"{ranks} ranks: the first layout again takes {again:.3f} of its time.")
+        table.notes.append(f"{kind}, {ranks} ranks: the first layout again takes {again:.3f} of its time.")
         for one, (_, candidate), seconds in zip(cases, candidates, found, strict=False):
             measured, guess = statistics.median(seconds), candidate.time.total
             errors.append(guess / measured - 1)
-            order.append((ranks, guess, measured))
+            order.append((f"{kind}, {ranks} ranks", guess, measured))
             table.add(
                 f"{one}, {ranks} ranks", [guess / value for value in seconds], ours=True, ms=measured * 1e3,
                 predicted_ms=guess * 1e3,
             )  # fmt: skip
     table.notes.append(summary(errors, "median", statistics.median(map(abs, errors)), TIME_BAR))
-    table.notes += [choices(ranks, [(g, m) for n, g, m in order if n == ranks]) for ranks in {n for n, *_ in order}]
+    for name in dict.fromkeys(name for name, *_ in order):
+        table.notes.append(choices(name, [(guess, measured) for other, guess, measured in order if other == name]))
     return [table]
 
 
-def choices(ranks: int, pairs: list[tuple[float, float]]) -> str:
+def choices(name: str, pairs: list[tuple[float, float]]) -> str:
     """Returns the sentence on the order of predicted and measured times, and on the first choice."""
     chosen = min(pairs)[1] / min(measured for _, measured in pairs) - 1
     correlation = rank_correlation([guess for guess, _ in pairs], [measured for _, measured in pairs])
-    return f"{ranks} ranks: rank correlation {correlation:.2f}; the first choice is {chosen:.1%} slower than the best."
+    return f"{name}: rank correlation {correlation:.2f}; the first choice is {chosen:.1%} slower than the best."
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
@@ -138,7 +148,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring the machine")
     parser.add_argument("--kinds", nargs="+", help="of models, such as 'llama bf16'; all by default")
-    parser.add_argument("--cases", type=int, default=100, help="largest number of layouts for a number of ranks")
+    parser.add_argument(
+        "--cases", type=int, default=100, help="largest number of layouts of a model for a number of ranks"
+    )
     options = parse_options(parser, __file__)
     record = Record.of(__file__, __doc__, options)
     for name, tables in (("memory", memory_tables), ("time", time_tables)):

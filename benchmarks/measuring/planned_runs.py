@@ -347,7 +347,7 @@ def measure_steps(
             kind, candidate = candidates[at]
             seed_everything(0, workers=True, verbose=False)
             times = _StepTimes()
-            trainer, rows = make_trainer(kind, candidate, _TIMED_STEPS, [times])
+            trainer, rows = make_trainer(kind, candidate, _TIMED_STEPS, [_BalancedRouters(), times])
             data = _OneBatch(make_batch(kind, rows), rows, _TIMED_STEPS * trainer.accumulate_grad_batches)
             trainer.fit(make_task(kind), data)
             found[at].append(statistics.median(times.seconds))

@@ -15,7 +15,13 @@ from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.cli.run_help import HELP_ALL
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
-from dlo_framework.process_setup import DRIVER, disable_nvml_check, shorten_warnings, silence_warnings
+from dlo_framework.process_setup import (
+    DRIVER,
+    disable_nvml_check,
+    import_without_collection,
+    shorten_warnings,
+    silence_warnings,
+)
 
 if TYPE_CHECKING:
     from dlo_framework.registry import Registry
@@ -126,13 +132,14 @@ def prepared_process(found: ConfigScan) -> Iterator[None]:
     """
     silence_warnings()
     set_allocator()
-    import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
+    with import_without_collection():
+        import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
-    disable_nvml_check()
-    shorten_warnings()
-    registry = _load_plugins(found)
-    from dlo_framework.cli.lightning_cli import ParseError
-    from dlo_framework.cli.parse_errors import explain_parse_error
+        disable_nvml_check()
+        shorten_warnings()
+        registry = _load_plugins(found)
+        from dlo_framework.cli.lightning_cli import ParseError
+        from dlo_framework.cli.parse_errors import explain_parse_error
 
     try:
         yield

@@ -15,7 +15,8 @@ import matplotlib.pyplot as plt
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import profile_model
-from dlo_plugins.planner.plan_search import PlanSearch, Request
+from dlo_plugins.planner.plan_request import Request
+from dlo_plugins.planner.plan_search import PlanSearch
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.step_time import StepTime
 from dlo_tasks.llm.causal_lm import CausalLM

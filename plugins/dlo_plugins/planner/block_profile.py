@@ -97,7 +97,7 @@ def profile_block(
     )
     fixed = {recorder.number(tensor) for tensor in (*block.parameters(), *block.buffers())}
     given = {recorder.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    unsaved = _unsaved_peak(recorder, regions, forward, args, kwargs)
+    unsaved, selective = _recomputed_peaks(recorder, regions, forward, args, kwargs)
     saved, first = _Saved(recorder), Record()
     recorder.forget()
     regions.leave_block()
@@ -119,7 +119,7 @@ def profile_block(
     # Beside these a backward has the gradient of the output.
     peaks = Peaks(
         _positive(recorder.peak(0).plus(kept, -1)), _positive(recorder.peak(turn).plus(kept, -1)).plus(output),
-        _positive(unsaved.plus(output, -1)),
+        _positive(unsaved.plus(output, -1)), _positive(selective.plus(output, -1)),
     )  # fmt: skip
     transient = _times(_positive(recorder.peak(0, with_gradients=True).plus(kept, -1)), 1 / rows)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -138,15 +138,18 @@ def profile_block(
     )
 
 
-def _unsaved_peak(recorder: Recorder, regions: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Amount:
-    """Returns the most bytes alive in a forward that keeps nothing for backward, as in a recomputed block."""
+def _recomputed_peaks(
+    recorder: Recorder, regions: Any, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Amount, Amount]:
+    """Returns the most bytes alive in a forward that keeps nothing for backward, and in one of mode `selective`."""
     recorder.forget()
     regions.leave_block()
-    recorder.record = Record()
+    recorder.record = record = Record()
     with torch.no_grad():
         forward(*args, **kwargs)
     recorder.record = None
-    return recorder.peak(0)
+    kept, _ = selected(record.operations)
+    return recorder.peak(0), recorder.peak(0, held=kept)
 
 
 def _backward(recorder: Recorder, outputs: list[Tensor], module: nn.Module, experts: set[int]) -> None:

@@ -14,7 +14,8 @@ from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.step_time import Stage, TimeModel, expert_count, local_bytes, local_count
+from dlo_plugins.planner.stage_parameters import Stage, expert_count, local_bytes, local_count
+from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part, Share
 
 
@@ -200,8 +201,9 @@ class MemoryWalk:
                 continue
             way = part.modes.get(name, part.modes["none"])
             saved, backward = way.kept(compiled).on(share), part.peaks.backward.on(share)
-            is_kept = way is part.modes["none"]
-            forward = (part.peaks.forward if is_kept else part.peaks.unsaved).on(share)
+            forward = (part.peaks.forward if way is part.modes["none"] else part.peaks.unsaved).on(share)
+            if name == "selective":
+                forward = max(0.0, part.peaks.selective.on(share) - saved)
             kept, again = saved + part.output.on(share), everything - saved
             # Tokens on their way to experts and back are alive when the experts' own tensors are not.
             buffers = exchanged_bytes(part, layout)

@@ -392,7 +392,7 @@ class _BlockPass(torch.autograd.Function):
 def _with_parameters(part: Part, counts: PartParameters) -> Part:
     return replace(
         part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
-        trained_experts=counts.trained_experts, cast=counts.cast,
+        trained_experts=counts.trained_experts, cast=counts.cast, partial=counts.partial.outside,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.experts.grouped_linear import OPERATORS
 from dlo_plugins.planner.kernel_fusion import fuse
-from dlo_plugins.planner.kernel_kind import kind_of
+from dlo_plugins.planner.operator_kind import kind_of
 from dlo_plugins.planner.recorded_operation import Operation, Record
 from dlo_plugins.planner.work import Amount, Dim, Kernel, Product, Work
 
@@ -163,14 +163,15 @@ class Recorder(TorchDispatchMode):
         if always:
             self._always_left_out.add(self.number(tensor))
 
-    def peak(self, start: int, *, with_gradients: bool = False) -> Amount:
+    def peak(self, start: int, *, with_gradients: bool = False, held: Collection[int] = ()) -> Amount:
         """Returns the most bytes alive at once since a position in the log; releases of older storages do not count.
 
         Args:
             start: Position in the log.
             with_gradients: Whether the gradients of parameters count, other than of experts.
+            held: Numbers of storages whose release does not count.
         """
-        return self._find_peak(start, self._always_left_out if with_gradients else self._left_out)[0]
+        return self._find_peak(start, self._always_left_out if with_gradients else self._left_out, held)[0]
 
     def gradients_at_peak(self, start: int) -> float:
         """Returns the share of the gradients of parameters that exist at the peak without them.
@@ -183,12 +184,12 @@ class Recorder(TorchDispatchMode):
         every = sum(size for n, size in sizes if n >= start)
         return sum(size for n, size in sizes if start <= n <= at) / every if every else 1.0
 
-    def _find_peak(self, start: int, left_out: set[int]) -> tuple[Amount, int]:
+    def _find_peak(self, start: int, left_out: set[int], held: Collection[int] = ()) -> tuple[Amount, int]:
         """Returns the most bytes alive at once since a position in the log, and the position where they are."""
         live, best, found = [0, 0], Amount(), start
         born: set[int] = set()
         for at, (number, size) in enumerate(self._events):
-            if number in left_out or (size < 0 and number not in born):
+            if number in left_out or (size < 0 and (number not in born or number in held)):
                 continue
             born.add(number)
             live[not self.classes[number]] += size

@@ -24,7 +24,8 @@ from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
 from dlo_plugins.planner.optimizer_state import OptimizerState, measure_optimizer
 from dlo_plugins.planner.plan_config import find_part, read_batch, read_device, strategy_options, write_yaml
-from dlo_plugins.planner.plan_search import PlanSearch, Request, SearchResult, summarise_rejections
+from dlo_plugins.planner.plan_request import Request
+from dlo_plugins.planner.plan_search import PlanSearch, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification
 from dlo_plugins.planner.second_model import SecondModel
@@ -336,7 +337,6 @@ def first_batch(datamodule: Any) -> Any:
 
 def report_json(planned: PlannedRun) -> dict[str, Any]:
     """Returns the plans and the nearest rejections as JSON data."""
-    rejected = summarise_rejections(planned.result.rejections)
     return {
         "machine": planned.machine.name,
         "gpus": planned.request.gpus,
@@ -350,7 +350,7 @@ def report_json(planned: PlannedRun) -> dict[str, Any]:
         "plans": [candidate.to_json() for candidate in planned.result.candidates],
         "rejected": [
             {"layout": str(r.layout), "kind": r.kind, "value": r.value, "limit": r.limit, "text": str(r)}
-            for r in rejected
+            for r in _nearest(planned)
         ],
     }
 
@@ -370,17 +370,16 @@ def report_text(planned: PlannedRun) -> str:
         lines += _candidate_lines(number, candidate, unit)
     lines.append(f"{planned.interval}")
     lines += [f"not in the figures: {what}" for what in planned.unmodelled]
-    rejected = [f"  {rejection}" for rejection in _shown(planned)]
+    rejected = [f"  {rejection}" for rejection in _nearest(planned)]
     lines += ["", "rejected, the nearest:", *rejected] if rejected else []
     sizes = {f"tp={size}" for size in range(2, request.gpus + 1) if request.gpus % size == 0} | {"tp"}
     lines += [f"  {why}" for key, why in profile.why_not.items() if key in sizes][:2]
     return "\n".join(lines)
 
 
-def _shown(planned: PlannedRun) -> list[Rejection]:
-    best = planned.result.candidates[0].time.total
-    found = summarise_rejections(planned.result.rejections)
-    return [replace(r, limit=best) if r.kind == "time" and r.value > best else r for r in found]
+def _nearest(planned: PlannedRun) -> list[Rejection]:
+    result = planned.result
+    return summarise_rejections(result.rejections, result.candidates[0].time.total)
 
 
 def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dlo_framework.errors import DloError, did_you_mean
-from dlo_framework.mesh import AXES, MeshSpec
+from dlo_framework.errors import DloError
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.units import format_bytes
 from dlo_plugins.planner.candidate import Candidate, Rejection, explain
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.plan_request import DELAYED, SCHEDULES, Request
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rotor_model import RotorModel, round_budget
 from dlo_plugins.planner.second_model import SecondModel, SecondModels
@@ -28,92 +29,18 @@ from dlo_plugins.planner.step_time import TimeModel
 
 #: Ways to recompute, from none to the one that needs least memory.
 _RECOMPUTE = (("none", 1), ("selective", 1), ("full", 4), ("full", 3), ("full", 2), ("full", 1))
-#: Schedules with the number of stages of a rank.
-_SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 2), ("Varuna", 1))
-#: Schedules that are planned only if they are asked for, because gradients have a delay: the loss curve is another.
-_DELAYED = (("PipeDream2BW", 1),)
-#: Values that `schedule` and `zero` can be fixed at.
-_PLANNED = tuple(dict.fromkeys(name for name, _ in (*_SCHEDULES, *_DELAYED)))
-_STAGES = ("3", "2", "1", "0")
 #: Share of a step that offloading must be able to save to be tried, beside other ways that fit in memory.
 _GAIN = 0.005
 #: Number of plans that simulated ranks verify, and how often others take the place of refused ones.
 _VERIFIED, _SEARCHES = 3, 4
 #: Of the search for a stage split: most blocks that move, stages tried for each, and least share of a step that is won.
 _MOVES, _TARGETS, _LEAST_GAIN = 8, 4, 1e-3
-#: Keys of `fix`, beside the axes.
-_FIXABLE = (*AXES, "ep", "micro_batch", "schedule", "zero", "recompute", "offload", "gather", "reduce")
-#: Values that `recompute` can be fixed at.
-_MODES = ("none", "selective", "full", "rotor")
+#: Share of a step that a search for a split is taken to win at most.
+_SPLIT_GAIN = 0.03
 
 
 #: Function that verifies a candidate, given the memory of each rank of its pipeline.
 Verify = Callable[[Candidate, list[RankMemory]], Candidate | Rejection]
-
-
-@dataclass(frozen=True)
-class Request:
-    """Resources and wishes.
-
-    Attributes:
-        gpus: Number of ranks.
-        memory: Bytes of a rank.
-        global_batch: Rows of a step on all ranks.
-        fix: Fixed values by key: an axis or `ep`, `micro_batch`, `schedule`, `zero`, `recompute` or `offload`; and
-            `gather` and `reduce`, dtypes that the state has already.
-        top: Number of plans to return.
-        rotor: Whether Rotor may be chosen.
-    """
-
-    gpus: int
-    memory: float
-    global_batch: int
-    fix: Mapping[str, str] = field(default_factory=dict)
-    top: int = 5
-    rotor: bool = True
-
-    def __post_init__(self) -> None:
-        for key in self.fix:
-            if key not in _FIXABLE:
-                raise DloError(
-                    f"--fix must name one of {', '.join(_FIXABLE)}, got {key}{did_you_mean(key, _FIXABLE)}; such as"
-                    " --fix tp=8"
-                )
-        mode = self.fix.get("recompute", "none").lower()
-        if mode not in _MODES:
-            raise DloError(
-                f"--fix recompute must be one of {', '.join(_MODES)}, got {mode}{did_you_mean(mode, _MODES)}; leave it"
-                " out, or use --fix recompute=full"
-            )
-        if mode == "rotor" and not self.rotor:
-            raise DloError(
-                "--fix recompute=rotor must come without a compiled model, got the callback Compile with scope: model;"
-                " set its scope: blocks"
-            )
-        for key, known in (("schedule", _PLANNED), ("zero", _STAGES)):
-            value = self.fix.get(key, known[0])
-            if value.lower() not in (name.lower() for name in known):
-                raise DloError(
-                    f"--fix {key} must be one of {', '.join(known)}, got {value}{did_you_mean(value, known)}; leave it"
-                    f" out, or use --fix {key}={known[0]}"
-                )
-        offload = self.fix.get("offload", "false").lower()
-        if offload not in ("true", "false"):
-            raise DloError(
-                f"--fix offload must be true or false, got {offload}; leave it out, or use --fix offload=false"
-            )
-        if offload == "true" and (not self.rotor or self.fix.get("recompute", "rotor").lower() != "rotor"):
-            raise DloError(
-                "--fix offload=true must come with Rotor, which offloads, got"
-                f" {f'recompute={mode}' if self.rotor else 'the callback Compile with scope: model'}; leave it out"
-            )
-        for key in (*AXES, "ep", "micro_batch", "zero"):
-            if key in self.fix and not self.fix[key].isdigit():
-                raise DloError(f"--fix {key} must be a number, got {self.fix[key]!r}; such as --fix {key}=2")
-
-    def allows(self, key: str, value: object) -> bool:
-        """Returns whether a value agrees with what is fixed."""
-        return key not in self.fix or str(value).lower() == self.fix[key].lower()
 
 
 @dataclass
@@ -171,56 +98,59 @@ class PlanSearch:
 
         Args:
             verify: Function that gets a candidate with the memory of each rank of its pipeline, and returns it, or why
-                it cannot run. The best three are verified, and others take the place of refused ones.
+                it cannot run. The best three are verified, and the first of each schedule but 1F1B; others take the
+                place of refused ones.
 
         Raises:
             DloError: No layout is possible, none fits in memory, or none can run; the message says what is nearest.
         """
         refused: list[Rejection] = []
         for _ in range(_SEARCHES):
-            result = self._search(refused, verify)
+            result = self._search(refused)
             if verify is None:
                 return result
-            found = [verify(candidate, self._rank_memory(candidate)) for candidate in result.candidates[:_VERIFIED]]
-            refused += [item for item in found if isinstance(item, Rejection)]
-            verified = [item for item in found if isinstance(item, Candidate)]
-            if len(verified) == len(found):
-                return replace(result, candidates=verified + result.candidates[_VERIFIED:])
-        if not verified:
+            found = [self._verified(candidate, n, verify) for n, candidate in enumerate(result.candidates)]
+            new = [item for item in found if isinstance(item, Rejection)]
+            if not new:
+                return replace(result, candidates=[item for item in found if isinstance(item, Candidate)])
+            refused += new
+        passed = [item for item in found[:_VERIFIED] if isinstance(item, Candidate)]
+        if not passed:
             raise DloError(refused[0].why or str(refused[0]))
-        return replace(result, candidates=verified, rejections=result.rejections + refused[-len(found) :])
+        return replace(result, candidates=passed, rejections=result.rejections + new)
+
+    def _verified(self, candidate: Candidate, place: int, verify: Verify) -> Candidate | Rejection:
+        """Returns a plan, verified if it is one of the first or its schedule has not been verified yet."""
+        schedule = candidate.layout.schedule
+        if place >= _VERIFIED and schedule in self._tried:
+            return candidate
+        self._tried.add(schedule)
+        return verify(candidate, self._rank_memory(candidate))
 
     def _rank_memory(self, candidate: Candidate) -> list[RankMemory]:
         plan = self.rotor.plan(candidate.layout) if candidate.layout.recompute == "rotor" else None
         return self.memory.ranks(candidate.layout, plan.activations if plan else None)
 
-    def _search(self, refused: list[Rejection], verify: Verify | None) -> SearchResult:
-        """Returns the fastest plans, without those on meshes that a simulated rank has refused.
-
-        The first plan of each schedule but 1F1B is verified at once: a refusal concerns all meshes.
-        """
+    def _search(self, refused: Sequence[Rejection]) -> SearchResult:
+        """Returns the fastest plans, without those on meshes that a simulated rank has refused."""
         layouts = list(self._layouts())
         if not layouts:
             raise self._no_layout()
-        order = sorted(((self.least_time(layout), n) for n, layout in enumerate(layouts)))
         kept: dict[tuple[object, ...], Candidate] = {}
         rejections: list[Rejection] = []
-        for at, (bound, number) in enumerate(order):
+        for layout in sorted(layouts, key=self._expected_time):
             limit = math.inf
             if len(kept) == self.request.top:
                 limit = max(candidate.time.total for candidate in kept.values())
+            bound = self.least_time(layout)
             if bound > limit:
-                rejections += [Rejection(layouts[n], "time", least, limit) for least, n in order[at:]]
-                break
-            found = self._refusal(layouts[number], refused) or self._cheapest(layouts[number], limit)
-            if isinstance(found, Candidate) and found.time.total <= limit:
+                rejections.append(Rejection(layout, "time", bound, limit))
+                continue
+            # Another split of its stages may make a pipeline faster.
+            most = limit * (1 + _SPLIT_GAIN) if layout.mesh.pp > 1 else limit
+            found = self._refusal(layout, refused) or self._cheapest(layout, most)
+            if isinstance(found, Candidate) and found.time.total <= most:
                 found = self._resplit(self._simulated(found))
-                schedule = found.layout.schedule
-                if verify and schedule not in self._tried and found.time.total <= limit:
-                    self._tried.add(schedule)
-                    verified = verify(found, self._rank_memory(found))
-                    refused += [verified] if isinstance(verified, Rejection) else []
-                    found = verified if isinstance(verified, Rejection) else found
             if isinstance(found, Rejection):
                 rejections.append(found)
             elif found.time.total > limit:
@@ -303,7 +233,7 @@ class PlanSearch:
         Stage 1 is ZeroStrategy's, which has data parallelism alone, and communicates as much as stage 2: it is planned
         only if it is asked for. It is that of schedules whose gradients have a delay, too: each rank has full weights.
         """
-        if schedule in {name for name, _ in _DELAYED}:
+        if schedule in {name for name, _ in DELAYED}:
             if mesh.ep > 1:
                 return  # Two versions of full weights: a plan has all experts in each.
             zero = int(mesh.dp_shard * mesh.cp > 1)
@@ -343,12 +273,12 @@ class PlanSearch:
     def _schedules(self, mesh: MeshSpec, count: int) -> Iterator[tuple[str, int]]:
         pp, fix = mesh.pp, self.request.fix
         if pp == 1:
-            if fix.get("schedule", "").lower() not in (name.lower() for name, _ in _DELAYED):
+            if fix.get("schedule", "").lower() not in (name.lower() for name, _ in DELAYED):
                 yield "1F1B", 1
             return
         if "schedule" in fix and mesh.dp_replicate == 1 and count >= pp:
-            yield from ((name, n) for name, n in _DELAYED if self.request.allows("schedule", name))
-        for name, chunks in _SCHEDULES:
+            yield from ((name, n) for name, n in DELAYED if self.request.allows("schedule", name))
+        for name, chunks in SCHEDULES:
             recomputes = fix.get("recompute", "none").lower() != "none" or fix.get("offload", "false").lower() == "true"
             if name == "Varuna" and recomputes:
                 continue
@@ -373,6 +303,13 @@ class PlanSearch:
         if layout.stages_per_rank > 1 or layout.delays:
             return self._least[key] * count / mesh.pp
         return self._least[key] / (1 - (1 - 1 / count) ** mesh.pp)
+
+    def _expected_time(self, layout: Layout) -> float:
+        """Returns about the time of a layout, by which the search is ordered: the bound with a pipeline's bubble."""
+        least = self.least_time(layout)
+        if layout.stages_per_rank == 1:
+            return least
+        return least * (1 + (layout.mesh.pp - 1) / (layout.stages_per_rank * layout.micro_batches))
 
     def _cheapest(self, layout: Layout, limit: float) -> Candidate | Rejection:
         """Returns a layout with the fastest recomputation that fits in memory.
@@ -572,13 +509,20 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def summarise_rejections(rejections: list[Rejection], shown: int = 8) -> list[Rejection]:
-    """Returns, for the meshes that came nearest, the rejection that came nearest."""
-    best: dict[object, Rejection] = {}
+def summarise_rejections(rejections: Sequence[Rejection], seconds: float, shown: int = 8) -> list[Rejection]:
+    """Returns, for the meshes that came nearest, the rejection that came nearest.
+
+    Args:
+        rejections: Rejections of a search.
+        seconds: Seconds of the fastest plan, beside which times are shown.
+        shown: Number of rejections by memory and by time.
+    """
+    best: dict[object, tuple[float, Rejection]] = {}
     for rejection in rejections:
+        excess = rejection.value / (seconds if rejection.kind == "time" else rejection.limit)
         key = (rejection.kind, rejection.layout.mesh)
-        if key not in best or rejection.value / rejection.limit < best[key].value / best[key].limit:
-            best[key] = rejection
-    ordered = sorted(best.values(), key=lambda r: r.value / r.limit)
-    by_kind = [[r for r in ordered if r.kind == kind] for kind in ("refused", "memory", "time")]
-    return list(itertools.chain.from_iterable(rs[: shown // 2] for rs in by_kind))
+        if key not in best or excess < best[key][0]:
+            best[key] = excess, rejection
+    ordered = [found for _, found in sorted(best.values(), key=lambda item: item[0])]
+    by_kind = [[r for r in ordered if r.kind == kind][: shown // 2] for kind in ("refused", "memory", "time")]
+    return [replace(r, limit=seconds) if r.kind == "time" else r for r in itertools.chain.from_iterable(by_kind)]

@@ -10,7 +10,8 @@ from dlo_plugins.planner.in_flight import InFlight, count_in_flight, replay_key
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.memory_walk import MemoryWalk
 from dlo_plugins.planner.second_model import SecondModels
-from dlo_plugins.planner.step_time import Stage, TimeModel, local_bytes, local_count
+from dlo_plugins.planner.stage_parameters import Stage, local_bytes, local_count
+from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part, Share
 
 

@@ -26,6 +26,7 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
+from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches
 from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.plan_config import mesh_strategy
@@ -76,6 +77,7 @@ class RankVerification:
         trainer = config.get("trainer") or {}
         self._before, self._precision = trainer.get("strategy"), str(trainer.get("precision") or "32-true")
         self._memory = memory
+        self._rehearsed: set[str] = set()
 
     def __call__(self, candidate: Candidate, ranks: list[RankMemory]) -> Candidate | Rejection:
         """Returns the candidate with the memory that its shards take, or why it cannot run.
@@ -95,9 +97,9 @@ class RankVerification:
             printed = io.StringIO()
             with warnings.catch_warnings(), redirect_stdout(printed), redirect_stderr(printed):
                 warnings.simplefilter("ignore")
-                tried = self._strategy(candidate, small)
-                rehearse_step(tried, self._task, small, self._datamodule, shortened_only=True)
-                excess = self._excess(self._strategy(candidate), candidate, ranks)
+                self._rehearse(candidate, small)
+                strategy = self._strategy(self._options(candidate), layout.mesh.world_size, self._nodes)
+                excess = self._excess(strategy, candidate, ranks)
         except DloError as error:
             return Rejection(layout, "refused", 1.0, 1.0, str(error))
         memory = candidate.memory
@@ -107,24 +109,38 @@ class RankVerification:
             return Rejection(layout, "memory", memory.total, self._memory)
         return replace(candidate, memory=memory, is_verified=True)
 
-    def _strategy(self, candidate: Candidate, mesh: MeshSpec | None = None) -> MeshStrategy:
-        """Returns the strategy that the candidate's config has, or that strategy with other sizes of its axes.
+    def _rehearse(self, candidate: Candidate, mesh: MeshSpec) -> None:
+        """Runs a step of a candidate's strategy on a mesh with other sizes of its axes, once where steps are equal.
 
-        Those have no split, so that equal blocks can be left out.
+        It has no split, so that equal blocks can be left out.
+
+        Raises:
+            DloError: A rank cannot run it.
         """
-        found = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)
-        if mesh is not None:
-            found["init_args"] = {**found["init_args"], **mesh.sizes, "ep": mesh.ep, "split": None}
+        options = {**self._options(candidate), **mesh.sizes, "ep": mesh.ep, "split": None}
+        strategy = self._strategy(options, mesh.world_size, 1)
+        step = repr({**options, "micro_batches": fewest_micro_batches(strategy.pipelining, mesh)})
+        if step not in self._rehearsed:
+            rehearse_step(strategy, self._task, mesh, self._datamodule, shortened_only=True)
+            self._rehearsed.add(step)
+
+    def _options(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns the options of the strategy that the candidate's config has."""
+        options: dict[str, Any] = mesh_strategy(candidate, copy.deepcopy(self._before), self._state)["init_args"]
+        return options
+
+    def _strategy(self, options: dict[str, Any], ranks: int, nodes: int) -> MeshStrategy:
+        """Returns a strategy with these options."""
         parser = DloParser()
         parser.add_argument("--strategy", type=Strategy)
+        found = {"class_path": "MeshStrategy", "init_args": options}
         strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
         if self._precision.endswith("-true") and not self._precision.startswith("32"):
             strategy.precision_plugin = HalfPrecision(self._precision)  # type: ignore[arg-type]
         elif not self._precision.startswith("32"):  # Lightning takes float16 on accelerators only; bytes are the same.
             strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
-        ranks = (mesh or candidate.layout.mesh).world_size
-        strategy.num_nodes = 1 if mesh is not None else self._nodes
-        strategy.parallel_devices = [torch.device("cpu")] * (ranks // strategy.num_nodes)
+        strategy.num_nodes = nodes
+        strategy.parallel_devices = [torch.device("cpu")] * (ranks // nodes)
         return strategy
 
     def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:

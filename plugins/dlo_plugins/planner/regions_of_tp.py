@@ -28,6 +28,7 @@ class PartParameters(NamedTuple):
         fixed: Bytes of frozen ones with a dtype of their own.
         experts: Number of those in `every` that `ep` divides.
         trained_experts: Number of trained ones.
+        partial: Number of trained ones whose gradients the ranks of `tp` sum.
         cast: Number of those that autocast casts.
     """
 
@@ -36,6 +37,7 @@ class PartParameters(NamedTuple):
     fixed: Amount
     experts: Amount
     trained_experts: Amount
+    partial: Amount
     cast: Amount
 
 
@@ -208,6 +210,7 @@ class TensorRegions:
             cast: Names of the parameters that autocast casts.
         """
         divisions = self._found.divisions if self._found is not None else {}
+        summed = self._found.partial if self._found is not None else set()
         found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
@@ -222,12 +225,13 @@ class TensorRegions:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed, divided, trained_divided, _ = found[part]
+            every, trained, fixed, divided, trained_divided, partial, _ = found[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue
             every[at] += parameter.numel()
             trained[at] += parameter.numel() * parameter.requires_grad
+            partial[at] += parameter.numel() * (parameter.requires_grad and name in summed)
             if name in experts:
                 divided[at] += parameter.numel()
                 trained_divided[at] += parameter.numel() * parameter.requires_grad

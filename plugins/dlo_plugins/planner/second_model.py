@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.step_time import TimeModel, local_bytes
+from dlo_plugins.planner.stage_parameters import local_bytes
+from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part
 
 

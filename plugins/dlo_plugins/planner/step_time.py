@@ -17,11 +17,18 @@ from dlo_plugins.planner.expert_exchange import part_exchange
 from dlo_plugins.planner.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
+from dlo_plugins.planner.stage_parameters import (
+    Stage,
+    cast_count,
+    divides_end,
+    expert_count,
+    local_bytes,
+    local_count,
+    partial_count,
+)
 from dlo_plugins.planner.stage_split import split_blocks
 from dlo_plugins.planner.work import Part, Share
 
-#: Parts of a stage, each with its mode of recomputation and how often it occurs.
-Stage = tuple[tuple[Part, str, int], ...]
 #: Seconds of a micro-batch in a stage: forward, backward, and the parts of a step that they are made of.
 _Seconds = tuple[float, float, dict[str, float]]
 #: Bytes that clipping and an elementwise optimizer read and write for each byte of parameters, gradients and state:
@@ -341,6 +348,7 @@ class TimeModel:
             makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
         sums["recompute"] += count * sum(more[stage] + forward[stage] * (stage in again) for stage in own)
+        sums["tensor"] += self._partial_sums(layout, [stages[stage] for stage in own])
         copies = count * sum(waiting[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
@@ -441,13 +449,13 @@ class TimeModel:
         """Returns a lower bound of the makespan, which equal stages of 1F1B and of its interleaved form reach.
 
         A rank begins when its first stage's input arrives, and after its last backward the stages before have theirs;
-        where weight gradients are apart, only input gradients hold up the stages before.
+        where weight gradients are apart, it may compute these meanwhile.
         """
         where = self.placement(layout)
         if layout.schedule not in self._splits_backward:
             self._splits_backward[layout.schedule] = splits_backward(layout.schedule)
         splits = self._splits_backward[layout.schedule]
-        passes = [f + b * (0.5 if splits else 1.0) for f, b in zip(forward, backward, strict=True)]
+        passes = [f + b * (not splits) for f, b in zip(forward, backward, strict=True)]
         if layout.delays:
             passes = [0.0] * len(passes)
         found = 0.0
@@ -512,6 +520,11 @@ class TimeModel:
             return seconds * times + once
         return self.machine.exposed(seconds + once, backward) + (times - 1) * self.machine.exposed(seconds, backward)
 
+    def _partial_sums(self, layout: Layout, stages: Sequence[Stage]) -> float:
+        """Returns the time in which the ranks of `tp` sum the gradients of parameters that all of them have."""
+        size = sum(partial_count(stage, layout) for stage in stages) * self.state.gradient
+        return self.machine.collective_seconds(size, layout.mesh.tp, 1, reduces_and_gathers=True)
+
     def _part_reduction(self, part: Part, layout: Layout) -> float:
         mesh, one = layout.mesh, ((part, "", 1),)
         experts = expert_count(one, mesh.tp, trained=True) if mesh.ep > 1 else 0.0
@@ -527,46 +540,3 @@ class TimeModel:
         own = trained / layout.state_sharers
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
         return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
-
-
-def divides_end(part: Part, profile: ModelProfile) -> bool:
-    """Returns whether `tp` divides the weights of a part that is the model's stem or head."""
-    if part is not profile.stem and part is not profile.head:
-        return False
-    # A tied weight is among the stem's parameters.
-    return bool(part.parameters.inside + (profile.tied.inside if part is profile.head else 0))
-
-
-def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) -> float:
-    """Returns the number of parameters of a stage on a rank of the axes `tp` and `ep`, before they are sharded.
-
-    With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
-    """
-    amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
-    found = sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
-    return found if ep == 1 else found - expert_count(stage, tp, trained=trained) * (1 - 1 / ep)
-
-
-def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
-    """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
-    amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
-    return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
-
-
-def cast_count(part: Part, tp: int, ep: int) -> float:
-    """Returns the number of a part's parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
-    found = part.cast.inside / tp + part.cast.outside
-    return found - expert_count(((part, "", 1),), tp) * (1 - 1 / ep) if found else 0.0
-
-
-def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:
-    """Returns the bytes of a stage's parameters on a rank of the axes `tp` and `ep`, before they are sharded.
-
-    Args:
-        stage: Parts of the stage.
-        tp: Size of the axis.
-        element: Bytes of a parameter in the run's dtype; others have a size of their own.
-        ep: Size of the axis; see :func:`local_count`.
-    """
-    fixed = sum(times * (part.fixed.inside / tp + part.fixed.outside) for part, _, times in stage)
-    return element * local_count(stage, tp, ep=ep) + fixed

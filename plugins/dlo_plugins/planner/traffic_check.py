@@ -19,7 +19,15 @@ from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, repeats_messages
-from dlo_plugins.planner.step_time import Stage, TimeModel, divides_end, expert_count, local_bytes, local_count
+from dlo_plugins.planner.stage_parameters import (
+    Stage,
+    divides_end,
+    expert_count,
+    local_bytes,
+    local_count,
+    partial_count,
+)
+from dlo_plugins.planner.step_time import TimeModel
 
 #: Kinds of communication that ring and all-to-all attention have, and sharded data parallelism over `cp` has not.
 _PASSED = ("send", "receive", "all_to_all")
@@ -62,7 +70,9 @@ def predict_traffic(times: TimeModel, layout: Layout) -> StepTraffic:
     hidden, count = times.hidden(layout), layout.micro_batches
     ends = sum((number > 0) + (number < layout.stages - 1) for number in numbers)
     return StepTraffic(
-        tensor=count * sum(_tensor(times, layout, stage) for stage in own),
+        tensor=sum(
+            count * _tensor(times, layout, stage) + partial_count(stage, layout) * times.state.gradient for stage in own
+        ),
         context=count * sum(_context(times, layout, stage) for stage in own),
         gathering=sum(_gathering(times, layout, stage) for stage in own),
         gradients=sum(_gradients(times, layout, stage) for stage in own),

@@ -257,11 +257,13 @@ class Peaks:
         forward: Bytes in forward, beyond its output and what it saves.
         backward: Bytes in backward, beyond its output and what it has saved.
         unsaved: Bytes in a forward that saves nothing, beyond its input and its output.
+        selective: Bytes in a forward of mode `selective`, beyond these, with what it saves.
     """
 
     forward: Amount = _NOTHING
     backward: Amount = _NOTHING
     unsaved: Amount = _NOTHING
+    selective: Amount = _NOTHING
 
     def times(self, factor: float) -> Peaks:
         """Returns the peaks times a factor."""
@@ -290,6 +292,8 @@ class Part:
         trained_experts: Numbers of trained ones.
         exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
         cast: Number of parameters that autocast casts in each forward.
+        partial: Number of trained parameters of its divided regions that all ranks of `tp` have, which sum the
+            gradients.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
         gathered: Bytes of its input.
         entered: Bytes of the inputs of its divided regions.
@@ -318,6 +322,7 @@ class Part:
     trained_experts: Amount = _NOTHING
     exchanged: float = 0.0
     cast: Amount = _NOTHING
+    partial: float = 0.0
     entered: float = 0.0
     left: float = 0.0
     gathered_again: float = 0.0

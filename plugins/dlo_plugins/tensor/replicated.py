@@ -59,19 +59,19 @@ def check_sequence(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None
     Raises:
         DloError: If they cannot, or the plan has no rule 'sequence' for a parameter.
     """
-    modules = dict(module.named_modules())
+    modules, blocks = dict(module.named_modules()), dict.fromkeys(plan.block_names(module))
     for around, region in found.regions.items():
         if any(isinstance(base_of(modules[row]), nn.Conv2d) for row in region.rows):
             raise DloError(
                 "sequence_parallel must have activations [batch, sequence, width], got feature maps in"
                 f" '{around}'; set sequence_parallel: false"
             )
-        if around in plan.block_names(module) or len(region.rows) > 1:
+        if around in blocks or len(region.rows) > 1:
             raise DloError(
                 "sequence_parallel must have sharded projections in modules of their own, where it gathers the"
                 f" sequence, got them directly in '{around}'; move them into modules, or set sequence_parallel: false"
             )
-    for block in plan.block_names(module):
+    for block in blocks:
         for name, _ in modules[block].named_parameters():
             full = f"{block}.{name}"
             if region_of(found, full) is None and plan.rule_for(full) is not Rule.SEQUENCE:

@@ -19,7 +19,8 @@ from dlo_plugins.planner.expert_exchange import exchange_seconds
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch, Request
+from dlo_plugins.planner.plan_request import Request
+from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.rank_verification import shorten_axes
 from dlo_plugins.planner.run_layout import read_layout

@@ -1,6 +1,8 @@
 """``dlo plan``: plans of a config are ranked, written, and pass ``dlo mesh``; bad input has a fix."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,18 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
         assert content["model"]["init_args"]["recompute"] is False
         assert main(["mesh", "--config", str(file)]) == 0
         capsys.readouterr()
+
+
+def test_bad_options_are_refused_before_torch_is_imported(config: str) -> None:
+    code = f"""
+import sys
+from dlo_framework.cli.main import main
+assert main(["plan", "--config", {config!r}, "--machine", "h1000"]) == 2
+sys.exit("torch" if "torch" in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "h1000" in done.stderr
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
+from dlo_plugins.planner import rank_verification
 from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_search import PlanSearch, Request
+from dlo_plugins.planner.plan_request import Request
+from dlo_plugins.planner.plan_search import PlanSearch
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification, shorten_axes
 from dlo_plugins.planner.step_time import TimeModel
@@ -94,6 +96,49 @@ def test_others_take_the_place_of_refused_plans() -> None:
     assert all(candidate.is_verified and candidate.layout.mesh != first for candidate in found.candidates)
     assert any(rejection.kind == "refused" for rejection in found.rejections)
     assert len(found.rejections) + 3 == found.count == plain.count
+
+
+def test_a_schedule_that_ranks_cannot_run_is_refused_on_all_meshes() -> None:
+    request = Request(4, 4e9, 16, fix={"pp": "2"}, top=5)
+    machine = replace(load_machine("h100"), reserved=1e6, ranks_per_node=4)
+    model = llama(1024, 2816, 8, 8, 8, 1024, 8192)
+    seen: list[str] = []
+
+    def verify(candidate: Candidate, _: list[RankMemory]) -> Candidate | Rejection:
+        seen.append(candidate.layout.schedule)
+        if candidate.layout.schedule == "ZBV":
+            return Rejection(candidate.layout, "refused", 1.0, 1.0, "rank 0 cannot")
+        return replace(candidate, is_verified=True)
+
+    plain = PlanSearch(model, machine, StateFormat(), request).run()
+    assert "ZBV" in {candidate.layout.schedule for candidate in plain.candidates}
+    found = PlanSearch(model, machine, StateFormat(), request).run(verify)
+    schedules = [candidate.layout.schedule for candidate in found.candidates]
+    assert "ZBV" not in schedules
+    assert len(schedules) == 5
+    assert set(schedules) <= set(seen) | {"1F1B"}
+
+
+def test_equal_steps_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step depends on the axes, not on the sizes of data parallelism, the budget or the number of micro-batches."""
+    found, ranks, verify = _planned(Layout(MeshSpec(dp_shard=4), 1, 1))
+    with_limit(verify, 10.0)
+    rehearsed: list[MeshSpec] = []
+    step = rank_verification.rehearse_step
+
+    def count(strategy: Any, task: Any, mesh: MeshSpec, datamodule: Any, **options: Any) -> None:
+        rehearsed.append(mesh)
+        step(strategy, task, mesh, datamodule, **options)
+
+    monkeypatch.setattr(rank_verification, "rehearse_step", count)
+    for mesh, others in (
+        (MeshSpec(dp_shard=4), {}), (MeshSpec(dp_shard=8), {"micro_batches": 4}), (MeshSpec(dp_shard=4, cp=2), {}),
+        (MeshSpec(dp_shard=2, cp=4), {}), (MeshSpec(dp_shard=4), {"recompute": "full"}),
+    ):  # fmt: skip
+        verified = verify(replace(found, layout=replace(found.layout, mesh=mesh, **others)), ranks)
+        assert isinstance(verified, Candidate), verified
+        assert verified.is_verified
+    assert rehearsed == [MeshSpec(dp_shard=2), MeshSpec(dp_shard=2, cp=2), MeshSpec(dp_shard=2)]
 
 
 def test_a_short_mesh_has_the_same_axes() -> None:

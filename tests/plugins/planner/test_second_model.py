@@ -7,7 +7,8 @@ import pytest
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
-from dlo_plugins.planner.plan_search import PlanSearch, Request
+from dlo_plugins.planner.plan_request import Request
+from dlo_plugins.planner.plan_search import PlanSearch
 from dlo_plugins.planner.second_model import SecondModel, SecondModels
 from dlo_plugins.planner.step_time import TimeModel
 from support.planner_models import llama

@@ -92,6 +92,29 @@ def test_predicted_bytes_are_those_of_a_rank(
         assert residual.predicted == pytest.approx(residual.measured, rel=0.02), residual.name
 
 
+def _loss_bytes(rows: int) -> int:
+    """Returns the bytes that a divided head's loss sums over `tp`: three numbers a token, which are not predicted."""
+    return 3 * 4 * rows * _Data.seq_len
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(dp_shard=1, tp=2), MeshSpec(dp_shard=2, tp=2)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_weights_that_ranks_of_tp_share_are_summed_once_a_step(
+    kind: str, mesh: MeshSpec, sequence: bool
+) -> None:
+    """With a sharded sequence those of norms between regions; without it, those of norms of queries and keys alone."""
+    task: Any = CausalLM(config={**SIZES, "model_type": kind}).on_meta()
+    profile = profile_model(task, task.example_batch(_Data()), task.parallel_plan(), dtype=torch.float32)
+    times = TimeModel(profile, replace(load_machine("cpu"), ranks_per_node=64), SINGLE)
+    layout = Layout(mesh, 2, 1, zero=3 if mesh.dp_shard > 1 else 0, sequence_parallel=sequence)
+    options = {**mesh.sizes, "sequence_parallel": sequence}
+    config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": options}}}
+    counted = count_traffic(config, task, _Data(), layout)
+    assert counted is not None
+    assert counted.tensor - predict_traffic(times, layout).tensor == pytest.approx(_loss_bytes(2), abs=8)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -213,7 +236,7 @@ def test_a_run_records_the_communication_of_a_step(model: tuple[CausalLM, TimeMo
         _train, 2, [*runs, ("ddp", 2), (ZeroStrategy(stage=2), 1)], backend=None, timeout=300
     )
     assert set(other) == {None}  # Only the first rank counts.
-    task, _ = model
+    task, times = model
     for (mesh, count, options), rows in zip(cases, recorded, strict=False):
         one = 1 if mesh.pp > 1 else 4
         layout = Layout(mesh, one, count, zero=3 if mesh.dp_shard * mesh.cp > 1 else 0)
@@ -226,6 +249,9 @@ def test_a_run_records_the_communication_of_a_step(model: tuple[CausalLM, TimeMo
         for name, size in counted.parts.items():
             # A run also logs, and clips no gradients.
             assert found.parts[name] == pytest.approx(size, rel=0.02, abs=200), (str(layout), name)
+        if mesh.tp > 1:
+            beside = found.tensor - predict_traffic(times, layout).tensor
+            assert beside == pytest.approx(_loss_bytes(one * count), abs=200)
     parameters = sum(p.numel() for p in task.parameters())
     for rows, kind in ((recorded[-2], "all_reduce"), (recorded[-1], "reduce_scatter")):
         assert {row["axis"] for row in rows} == {"data"}
