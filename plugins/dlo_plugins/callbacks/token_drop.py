@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
+from dlo_framework.batches import chosen_tokens
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import has_backward
 from dlo_framework.task import Task
@@ -191,7 +192,8 @@ class TokenDrop(BlockSchedule):
             new_args, _ = replace_hidden(args, kwargs, chosen)
             if not args:
                 more = {next(iter(kwargs)): chosen, **more}
-            output = inner(*new_args, **more)
+            with chosen_tokens(index):
+                output = inner(*new_args, **more)
             _, changed = check_hidden(chosen, output, name, "TokenDrop")
             return hidden.index_copy(1, index, changed.to(hidden.dtype))
 

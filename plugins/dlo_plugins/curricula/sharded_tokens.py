@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dlo_framework.batches import chosen_tokens
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.context.gathered_modules import gather_full
 from dlo_plugins.context.shared_sequence import SharedSequence
@@ -122,7 +123,7 @@ class ShardedTokens:
         scope = _Scope(self, torch.from_numpy(index), self._padded(len(index)))
         chosen = _take(hidden, plan.taken, self._ranks(tokens.takes_full))
         more = select_arguments(others, plan.picker, len(hidden), name)
-        with scope.forward(chosen):
+        with scope.forward(chosen), chosen_tokens(plan.picker.index):
             if args:
                 output = inner(chosen, *args[1:], **more)
             else:

@@ -19,7 +19,13 @@ from dlo_framework.errors import DloError
 
 _STREAM = 0x5444  # of the draws, among other hashes of the same seed
 #: Dims of the tokens in arguments of blocks besides the hidden state, counted from the end.
-_DIMS = {"position_ids": (-1,), "attention_mask": (-1, -2), "position_embeddings": (-2,), "cache_position": (-1,)}
+_DIMS = {
+    "position_ids": (-1,),
+    "attention_mask": (-1, -2),
+    "position_embeddings": (-2,),
+    "cache_position": (-1,),
+    "seq_idx": (-1,),
+}
 #: Bounds of the documents of all rows, which the selection moves.
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
