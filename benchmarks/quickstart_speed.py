@@ -81,7 +81,7 @@ CONTESTANTS = {
     "step": Contestant(blocks=True, step=True),
     "bf16": Contestant(half=True),
     "int8": Contestant(int8=True),
-    "sparse": Contestant({"attention": Attention(mask=BSLongformer(32, 3, [0]))}),
+    "sparse": Contestant({"attention": Attention(mask=BSLongformer(32, 5, [0]))}),
     "fastest": Contestant({"attention": "dlo_varlen"}, FUSED, half=True, blocks=True),
 }
 

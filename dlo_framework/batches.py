@@ -6,8 +6,10 @@ subclasses of these for leaves, so that it finds no tensor in a dict of a user's
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +19,26 @@ from torch import Tensor
 FULL_POSITIONS = "full_position_ids"
 #: Key of a batch whose sequence is sharded: place in the full row of each token of this rank, where a mask needs it.
 ROW_PLACES = "row_places"
+_CHOSEN: ContextVar[Tensor | None] = ContextVar("dlo_chosen_tokens", default=None)
+
+
+@contextlib.contextmanager
+def chosen_tokens(index: Tensor) -> Iterator[None]:
+    """Context in which blocks see some of the tokens of each row alone.
+
+    Args:
+        index: Positions of the tokens, int64 `[K]`, ascending; padding behind them repeats one.
+    """
+    token = _CHOSEN.set(index)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def get_chosen_tokens() -> Tensor | None:
+    """Returns the positions of the tokens that blocks see; None for all."""
+    return _CHOSEN.get()
 
 
 def leaves(nest: Any) -> Iterator[Any]:

@@ -96,6 +96,27 @@ def _counts_silently(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
 
 
+class _Later:
+    """Whether the forward that runs now keeps no activations, and runs again before its backward."""
+
+    is_on: bool = False
+
+
+@contextlib.contextmanager
+def recomputed_later() -> Iterator[None]:
+    """Context of a forward without gradients that runs again, with gradients, before its backward."""
+    before, _Later.is_on = _Later.is_on, True
+    try:
+        yield
+    finally:
+        _Later.is_on = before
+
+
+def has_backward() -> bool:
+    """Returns whether the forward that runs now has a backward, at once or after it runs again."""
+    return _Later.is_on or torch.is_grad_enabled()
+
+
 def checkpointed(
     function: Callable[..., Any],
     *args: Any,

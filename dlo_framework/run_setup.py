@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
@@ -49,10 +49,13 @@ def find_start_checkpoint(
         return None, False
     is_auto = ckpt_path == "auto" and trains
     if is_auto:
-        for newest in runs.versions(folder())[:1] if runs.is_first_process() else []:
-            run_lock.check_free(newest)  # Another job may train in it before its first checkpoint.
+        newest = runs.versions(folder())[:1] if runs.is_first_process() else []
+        for other in newest:
+            run_lock.check_free(other)  # Another job may train in it before its first checkpoint.
         found = runs.unfinished(folder())
         ckpt_path = None if found is None else str(found)
+        for other in newest if found is None else []:
+            _report_finished(other)
     if not ckpt_path:
         return None, is_auto
     if ckpt_path in ("last", "best"):
@@ -70,6 +73,17 @@ def find_start_checkpoint(
             " take the run's last checkpoint"
         )
     return path, is_auto
+
+
+def _report_finished(run: Path) -> None:
+    """Logs that `auto` starts a new run because the newest has finished."""
+    summary = runs.current_summary(run)
+    last = run / runs.CHECKPOINTS / runs.LAST  # The word `last` would be the new run's, once that has saved.
+    if summary is not None and summary["status"] == "finished" and last.exists():
+        rank_zero_info(
+            f"ckpt_path auto: {run} has finished after {summary['steps']} steps, so a new run starts; to train that one"
+            f" longer, set ckpt_path to {last}, and trainer.max_epochs or trainer.max_steps to a larger number"
+        )
 
 
 def resumed_run(ckpt_path: str | None, folder: Path) -> Path | None:

@@ -91,6 +91,23 @@ def _format_conflict(name: str, origins: Iterable[str]) -> str:
     return f"command names must be unique, got '{name}' in {' and in '.join(sorted(origins))}; uninstall one"
 
 
+def summarise_installed() -> dict[str, str]:
+    """Returns the summaries of the installed commands by name; of two of one name the first's."""
+    return {name: _summarise(_read_doc(points[0])) for name, points in installed_commands().items()}
+
+
+def _read_doc(point: metadata.EntryPoint) -> str:
+    try:
+        return read_function_doc(point.value.replace(" ", ""))
+    except SourceNotFoundError as error:
+        return f"(not found: {error})"
+
+
+def _summarise(doc: str) -> str:
+    summary = summary_of(doc).removesuffix(".")
+    return summary[:1].lower() + summary[1:]
+
+
 def format_commands() -> tuple[str, str]:
     """Returns, for ``dlo --help``, the commands with their descriptions, and the examples of installed commands."""
     summaries, examples, warnings = RUN_COMMANDS | CORE_COMMANDS, [], []
@@ -99,12 +116,8 @@ def format_commands() -> tuple[str, str]:
         if len(origins) > 1:
             warnings.append(f"warning: {_format_conflict(name, origins)}")
             continue
-        try:
-            doc = read_function_doc(points[0].value.replace(" ", ""))
-        except SourceNotFoundError as error:
-            doc = f"(not found: {error})"
-        summary = summary_of(doc).removesuffix(".")
-        summaries[name] = summary[:1].lower() + summary[1:]
+        doc = _read_doc(points[0])
+        summaries[name] = _summarise(doc)
         examples += re.findall(rf"^\s*(dlo {re.escape(name)}\b.*)$", doc, re.MULTILINE)
     width = max(map(len, summaries))
     lines = [f"  {name:<{width}}  {text}" for name, text in summaries.items()]

@@ -180,7 +180,7 @@ class DloCLI(LightningCLI):
             "--run.predictions",
             type=Literal["pt", "csv", "jsonl", "parquet"],
             default="pt",
-            help="form of dlo predict's file: tensors, or a table of sample names, classes and probabilities",
+            help="form of dlo predict's file: tensors, or a table of the images' classes or the prompts' completions",
         )
         parser.add_argument(
             "--run.stop_grace",

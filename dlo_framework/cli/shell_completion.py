@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
+from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, summarise_installed
 from dlo_framework.cli.run_help import CKPT_PATH
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import KINDS, Registry
 from dlo_framework.registry.class_source import read_class
 
 _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
-#: Shell functions that complete the name of a shipped config, or a file.
-_CONFIG = "_dlo_config"
+#: Shell functions that complete a word or a file: the name of a shipped config, or a checkpoint's.
+_CONFIG, _START, _CHECKPOINT = "_dlo_config", "_dlo_start", "_dlo_checkpoint"
 
 
 def make_parser(registry: Registry) -> argparse.ArgumentParser:
@@ -29,12 +29,14 @@ def make_parser(registry: Registry) -> argparse.ArgumentParser:
     for name, summary in RUN_COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         _add_run_options(command, registry, names, CKPT_PATH[name])
-    for name in (name for name in installed_commands() if " " not in name):
-        command = commands.add_parser(name, help=name)
-        _add_run_options(command, registry, names, CKPT_PATH["fit"])
+    installed = summarise_installed()
+    for name, summary in installed.items():
+        if " " not in name:
+            _add_run_options(commands.add_parser(name, help=summary), registry, names, CKPT_PATH["fit"])
     for name, summary in CORE_COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        _add_words(command, name, names)
+        more = {key.partition(" ")[2]: text for key, text in installed.items() if key.startswith(f"{name} ")}
+        _add_words(command, name, names, more)
     return parser
 
 
@@ -43,13 +45,17 @@ def _add_run_options(
 ) -> None:
     config: Any = command.add_argument("--config", metavar="FILE", help="path, or name of a shipped config")
     config.complete = {"bash": _CONFIG, "zsh": _CONFIG}
-    command.add_argument("--ckpt_path", choices=["last", "best", "auto"], help=ckpt_path)
+    path: Any = command.add_argument("--ckpt_path", metavar="PATH", help=ckpt_path)
+    word = _START if command.prog.endswith(" fit") else _CHECKPOINT
+    path.complete = {"bash": word, "zsh": word}
     strategies = [name for plugin in registry.plugins("strategy") for name in plugin.aliases]
     choices: dict[str, Iterable[str]] = {
         "model": names["task"],
         "data": names["data"],
         "trainer.callbacks+": names["callback"],
         "trainer.strategy": ["auto", "ddp", *strategies],
+        "run.predictions": ["pt", "csv", "jsonl", "parquet"],
+        "run.checkpoint_format": ["canonical", "lightning"],
     }
     for key, values in choices.items():
         command.add_argument(f"--{key}", choices=list(values))
@@ -60,15 +66,22 @@ def _add_run_options(
     for parameter in read_class(_TRAINER).parameters:
         if f"trainer.{parameter.name}" not in choices:
             command.add_argument(f"--trainer.{parameter.name}")
-    for key in ("run.name", "run.dir", "run.async_checkpoints", "run.checkpoint_format", "plugins", "seed_everything"):
+    for key in ("run.name", "run.dir", "run.async_checkpoints", "run.stop_grace", "plugins", "seed_everything"):
         command.add_argument(f"--{key}")
     command.add_argument("--print_config", action="store_true")
     command.add_argument("--help-all", action="store_true")
     command.add_argument("--dry-run", action="store_true")
 
 
-def _add_words(command: argparse.ArgumentParser, name: str, names: dict[str, list[str]]) -> None:
-    """Adds the words that follow a command of the core; shtab leaves out those without a help text."""
+def _add_words(
+    command: argparse.ArgumentParser, name: str, names: dict[str, list[str]], installed: dict[str, str]
+) -> None:
+    """Adds the words that follow a command of the core, also of installed commands of two words.
+
+    shtab leaves out those without a help text.
+    """
+    if name == "completion":
+        command.add_argument("shell", choices=["bash", "zsh"])
     if name == "configs":
         command.add_argument("name", nargs="?", choices=list(list_shipped_configs()))
     if name == "plugins":
@@ -80,10 +93,13 @@ def _add_words(command: argparse.ArgumentParser, name: str, names: dict[str, lis
     if name == "checkpoint":
         words = command.add_subparsers(dest="word")
         for word in ("inspect", "verify", "convert", "export"):
-            path: Any = words.add_parser(word, help=word).add_argument("path")
-            path.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+            path: Any = words.add_parser(word, help=f"{word} a checkpoint").add_argument("path")
+            path.complete = {"bash": _CHECKPOINT, "zsh": _CHECKPOINT}
     if name == "config":
-        diff = command.add_subparsers(dest="word").add_parser("diff", help="compare two configs")
+        words = command.add_subparsers(dest="word")
+        for word, summary in installed.items():
+            words.add_parser(word, help=summary)
+        diff = words.add_parser("diff", help="compare two configs")
         for argument in ("first", "second"):
             config: Any = diff.add_argument(argument)
             config.complete = {"bash": _CONFIG, "zsh": _CONFIG}
@@ -91,8 +107,7 @@ def _add_words(command: argparse.ArgumentParser, name: str, names: dict[str, lis
 
 def make_preamble() -> dict[str, str]:
     """Returns the shell functions that the completion calls, by shell."""
-    configs = " ".join(list_shipped_configs())
-    return {
-        "bash": f'{_CONFIG}() {{\n  compgen -W "{configs}" -- "$1"\n  compgen -f -- "$1"\n}}',
-        "zsh": f"{_CONFIG}() {{\n  compadd -- {configs}\n  _files\n}}",
-    }
+    words = {_CONFIG: " ".join(list_shipped_configs()), _START: "last best auto", _CHECKPOINT: "last best"}
+    bash = [f'{name}() {{\n  compgen -W "{found}" -- "$1"\n  compgen -f -- "$1"\n}}' for name, found in words.items()]
+    zsh = [f"{name}() {{\n  compadd -- {found}\n  _files\n}}" for name, found in words.items()]
+    return {"bash": "\n".join(bash), "zsh": "\n".join(zsh)}

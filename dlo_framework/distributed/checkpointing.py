@@ -207,7 +207,11 @@ class CanonicalStrategy(Strategy, StrategyContract):
         for optimizer in self.optimizers:
             add_step_hooks(optimizer)
             disable_fused_unscale(optimizer)
-            prefer_fused(optimizer, self.lightning_module)
+            self.prefer_fused_step(optimizer)
+
+    def prefer_fused_step(self, optimizer: Optimizer) -> None:
+        """Switches an optimizer to its fused step, unless the user has chosen an implementation."""
+        prefer_fused(optimizer, self.lightning_module)
 
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns the gradients of an unfinished accumulation by parameter name: the mean over the ranks.

@@ -17,7 +17,7 @@ from dlo_framework.atomic_file import open_atomic
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.prediction_table import Form, describe_output, make_table, write_table
+from dlo_framework.watch.prediction_table import Form, check_output, rows_of, write_table
 
 
 class SavePredictions(Callback):
@@ -29,8 +29,9 @@ class SavePredictions(Callback):
     With others, to which Lightning gives a DistributedSampler, rank r of R has every R-th sample; where the batches'
     outputs cannot be one tensor, a warning says that the list is in another order.
 
-    A table has a row for each sample: its name, its class and probability, and up to four further classes. It needs
-    outputs of probabilities ``[n, classes]``, and a datamodule with ``prediction_names()`` and ``class_names``.
+    A table has a row for each sample. Of probabilities ``[n, classes]`` the row has the sample's name, its class and
+    probability, and up to four further classes; the datamodule has ``prediction_names()`` and ``class_names``. Of lists
+    of dicts, such as completions of prompts, the datamodule's ``prediction_rows(outputs)`` returns the rows.
 
     Args:
         path: Path of the file.
@@ -66,13 +67,11 @@ class SavePredictions(Callback):
         Raises:
             DloError: If they cannot be rows of a table.
         """
-        if self.form != "pt" and not (isinstance(outputs, torch.Tensor) and outputs.ndim == 2):
-            raise mark_agreed(
-                DloError(
-                    "run.predictions must be pt for outputs of predict_step that are not probabilities [n, classes],"
-                    f" got {self.form} and {describe_output(outputs)}; set it to pt"
-                )
-            )
+        if self.form != "pt":
+            try:
+                check_output(outputs, trainer.datamodule, self.form)  # type: ignore[attr-defined]
+            except DloError as error:
+                raise mark_agreed(error) from None
         self._batches.append(move_data_to_device(outputs, torch.device("cpu")))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,8 +93,8 @@ class SavePredictions(Callback):
         if self.form == "pt":
             _write(torch.cat(batches) if _fit_together(batches) else batches, self.path)
         else:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            write_table(make_table(torch.cat(batches), data.prediction_names(), data.class_names), self.path, self.form)
+            rows = rows_of(batches, trainer.datamodule)  # type: ignore[attr-defined]
+            write_table(rows, self.path, self.form)
         print(f"predictions: {self.path}{earlier}")
 
 

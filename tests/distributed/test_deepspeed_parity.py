@@ -1,12 +1,15 @@
 """DeepSpeed on several ranks trains as one process does: stages, optimizers, accumulation, clipping, offload."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from dlo_framework.distributed.step_override import overriding_update
 from dlo_framework.testing import Case, assert_parity
+from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.adapters import Lora
@@ -52,11 +55,22 @@ class Still(ImageClassifier):
         return super().training_step(batch, batch_idx)
 
 
+class HostStep(DeepSpeedBridge):
+    """Steps offloaded state as beside an accelerator, by the kernel for the host's memory."""
+
+    steps_on_host = True
+
+    def shard(self, trainer: Trainer) -> None:
+        super().shard(trainer)
+        assert overriding_update(self._started().deepspeed.basic_optimizer) is not None, "the kernel steps"
+
+
 def case(strategy: Any, kind: str = "adamw", **trainer: Any) -> Case:
     return Case(strategy, {"kind": kind}, trainer, f"{strategy.args}, {strategy.keywords}, {kind}, {trainer}")
 
 
 OFFLOADED = {2: ds(2, offload_optimizer="cpu"), 3: ds(3, offload_optimizer="cpu", offload_parameters="cpu")}
+ON_HOST = [functools.partial(HostStep, *bridge.args, **bridge.keywords) for bridge in OFFLOADED.values()]
 
 
 def test_stages_are_one_process() -> None:
@@ -68,6 +82,7 @@ def test_stages_are_one_process() -> None:
         case(OFFLOADED[2], accumulate_grad_batches=2, gradient_clip_val=0.1),
         case(ds(3, config=CUT_ALL), "sgd", accumulate_grad_batches=2, gradient_clip_val=0.1),
         case(OFFLOADED[3]),
+        *(case(bridge, gradient_clip_val=0.1) for bridge in ON_HOST),
     ]
     assert_parity(build, cases, steps=4, rtol=1e-5)
 

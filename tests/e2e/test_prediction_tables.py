@@ -1,4 +1,4 @@
-"""``dlo predict`` of a flat folder of images, as a table of files and classes."""
+"""``dlo predict`` as a table: of a flat folder of images its files and classes, of prompts their completions."""
 
 import csv
 import json
@@ -13,7 +13,8 @@ import torch
 from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_framework.watch.prediction_table import make_table, write_table
+from dlo_framework.watch.prediction_table import check_output, make_table, write_table
+from support.texts import CHATML
 
 CONFIG = """
 trainer: {{max_epochs: 1, accelerator: cpu, limit_train_batches: 1, limit_val_batches: 1, enable_progress_bar: false}}
@@ -23,6 +24,19 @@ model:
     model: vit_tiny_patch16_224
     model_args: {{patch_size: 16, embed_dim: 12, depth: 1, num_heads: 2}}
 data: {{class_path: ImageFolderData, init_args: {{root: {root}, image_size: 32, batch_size: 4, num_workers: 0}}}}
+"""
+
+
+TEXT = """
+trainer: {accelerator: cpu, enable_progress_bar: false, max_steps: 1, limit_val_batches: 0}
+model:
+  class_path: CausalLM
+  init_args:
+    config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}
+    sampling: {max_new_tokens: 4, temperature: 1.0}
+data:
+  class_path: TextData
+  init_args: {train_files: text.txt, vocab_size: 300, seq_len: 32, batch_size: 2, cache_dir: cache, chat_template: chat}
 """
 
 
@@ -66,7 +80,55 @@ def test_a_table_needs_names_before_ranks_start(tmp_path, monkeypatch, capfd):
     text = CONFIG.format(root="x").partition("data:")[0]
     Path("x.yaml").write_text(f"{text}data: {{class_path: DigitsData, init_args: {{image_size: 16}}}}\n")
     assert main(["predict", "--config", "x.yaml", "--run.predictions", "csv"]) == 2
-    assert "run.predictions must be pt for DigitsData, which has no prediction_names" in capfd.readouterr().err
+    assert "run.predictions must be pt for DigitsData, which has neither prediction_rows" in capfd.readouterr().err
+
+
+def test_prompts_are_completed_in_a_table(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(TEXT)
+    Path("chat").write_text(CHATML)
+    Path("text.txt").write_text("the loss falls, and the model learns. " * 20)
+    talk = [{"role": "user", "content": 'wie "groß", und\nwarum?'}]
+    asked = ["the loss, and", talk, "größe", "the model", "falls"]
+    keys = ["messages" if isinstance(prompt, list) else "prompt" for prompt in asked]
+    pairs = zip(keys, asked, strict=True)
+    Path("asked.jsonl").write_text("".join(json.dumps({key: prompt}) + "\n" for key, prompt in pairs))
+    assert main(["fit", "--config", "x.yaml"]) == 0
+    found = {}
+    words = ["predict", "--config", "x.yaml", "--ckpt_path", "last"]
+    for form, file in (("pt", "asked"), ("csv", "asked"), ("parquet", "asked"), ("jsonl", "asked"), ("jsonl", "again")):
+        os.environ.pop(runs.FOUND, None)
+        options = ["--data.predict_files", f"{file}.jsonl", "--run.predictions", form]
+        assert main([*words, *options]) == 0, capfd.readouterr().err
+        found[form, file] = Path(f"runs/x/version_0/predictions-last.{form}")
+        if (form, file) == ("jsonl", "asked"):
+            lines = [json.loads(line) for line in found[form, file].read_text().splitlines()]
+            shutil.copy(found[form, file], "again.jsonl")
+    written = [row for batch in torch.load(found["pt", "asked"], weights_only=True) for row in batch]
+    assert [line["prompt"] for line in lines] == asked
+    completions = {row["index"]: row["completion"] for row in written}
+    assert lines == [{"index": n, "prompt": asked[n], "completion": completions[n]} for n in range(5)]
+    cells = [{**line, "prompt": json.dumps(talk, ensure_ascii=False)} if line["index"] == 1 else line for line in lines]
+    assert list(csv.DictReader(found["csv", "asked"].open(newline=""))) == [
+        {key: str(value) for key, value in row.items()} for row in cells
+    ]
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(found["parquet", "asked"]).to_pylist()
+    assert parquet == cells
+    again = [json.loads(line) for line in found["jsonl", "again"].read_text().splitlines()]
+    assert again == lines, "a table's prompts are read as the file that they are from"
+
+
+def test_outputs_that_are_no_rows_are_refused():
+    class Rows:
+        def prediction_rows(self, outputs):
+            return outputs
+
+    check_output([{"index": 0}], Rows(), "csv")
+    check_output(torch.zeros(1, 2), object(), "csv")
+    with pytest.raises(DloError, match="not dicts, one for each sample, got csv and a tensor of shape"):
+        check_output(torch.zeros(1, 2), Rows(), "csv")
+    with pytest.raises(DloError, match=r"not probabilities \[n, classes\], got jsonl and list; set it to pt"):
+        check_output([{"index": 0}], object(), "jsonl")
 
 
 def test_rows_have_the_most_probable_classes(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.checkpoint import save
+from dlo_framework.run_setup import find_start_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,25 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     with pytest.warns(UserWarning, match="skipping"):
         assert runs.unfinished(tmp_path) == older
+
+
+def test_a_new_run_after_a_finished_one_is_told_of(tmp_path, caplog, monkeypatch):
+    def start() -> str:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            found = find_start_checkpoint("auto", lambda: tmp_path, trains=True)
+        assert found == (None, True)
+        return caplog.text
+
+    assert not start(), "the first run of its name"
+    make_run(tmp_path, 0, 90, "finished", 90)
+    assert f"ckpt_path auto: {tmp_path}/version_0 has finished after 90 steps, so a new run starts" in start()
+    assert f"set ckpt_path to {tmp_path}/version_0/checkpoints/last.ckpt, and trainer.max_epochs or" in start()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not start(), "one line, of the first rank"
+    monkeypatch.delenv("LOCAL_RANK")
+    make_run(tmp_path, 1, None)
+    assert not start(), "the newest has not finished"
 
 
 @pytest.mark.parametrize("step", [30, None])

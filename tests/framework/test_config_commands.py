@@ -208,6 +208,26 @@ def test_bash_completes_commands_options_and_names(completion: str, files: Path)
     assert complete(completion, "config", "diff", "quick") == {"quickstart"}
     assert complete(completion, "fit", "--config", "quick") == {"quickstart"}
     assert complete(completion, "fit", "--config", "one") == {"one.yaml"}
+    assert complete(completion, "predict", "--run.predictions", "") == {"pt", "csv", "jsonl", "parquet"}
+    assert complete(completion, "config", "from") == {"from-accelerate"}
+    assert complete(completion, "completion", "z") == {"zsh"}
+
+
+def test_bash_completes_checkpoints_by_word_and_by_path(completion: str, files: Path) -> None:
+    Path("last.ckpt").touch()
+    assert complete(completion, "fit", "--ckpt_path", "") == {"last", "best", "auto", "last.ckpt", "one.yaml"}
+    assert complete(completion, "validate", "--ckpt_path", "last") == {"last", "last.ckpt"}
+    assert "auto" not in complete(completion, "predict", "--ckpt_path", "")
+    assert complete(completion, "checkpoint", "export", "be") == {"best"}
+
+
+def test_zsh_describes_installed_commands() -> None:
+    shtab = pytest.importorskip("shtab")
+    script = shtab.complete(make_parser(Registry()), "zsh", preamble=make_preamble())
+    assert "lr-find:'try learning rates before a training, and suggest one'" in script
+    assert "from-accelerate:'print a config of Hugging Face Accelerate" in script
+    assert '"--ckpt_path[checkpoint to resume from\\: a path, last, best, or auto' in script
+    assert "_dlo_start() {\n  compadd -- last best auto\n  _files\n}" in script
 
 
 def test_the_script_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

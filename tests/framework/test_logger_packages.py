@@ -86,6 +86,9 @@ def test_trackio_in_its_local_database(tmp_path, monkeypatch):
     assert merged["train/loss"] == 0.25
     assert "a *text*" in json.dumps(merged["val/said"])
     assert merged["val/confusion"]["_type"] == "trackio.image"
+    from trackio.context_vars import current_run
+
+    assert current_run.get() is None, "Trackio's exit handler finishes no run again"
 
 
 @needs("comet_ml")

@@ -178,6 +178,13 @@ def test_what_a_size_is_a_multiple_of():
     assert size_multiple(build("coatnet")) == 32
     assert size_multiple(timm.create_model("vit_tiny_r_s16_p8_224", img_size=64)) == 32
     assert size_multiple(timm.create_model("resnet18")) is None
+    assert size_multiple(timm.create_model("cait_xxs24_224", patch_size=14, img_size=56, depth=1)) == 14
+    few = {"patch_size": 14, "img_size": 56, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    seen = timm.create_model("deepseek_vit_412m", **few)
+    assert size_multiple(seen) == 14
+    with pytest.raises(DloError, match="multiples of 14 pixels, got 64; use 56 or 70"):
+        check_sizes(seen, [(64, 64)], (56, 56))
+    assert size_multiple(timm.create_model("deepseek_vit_412m", **few, dynamic_img_pad=True)) is None
     assert size_multiple(nn.ModuleList([build("vit"), build("coatnet")])) == 32
 
 

@@ -67,6 +67,8 @@ OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "num_key_value_heads": 4},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    # Short texts reach compressors of few tokens.
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots3_note": {"audio_config": {"adapter_in_dim": 32}},
     "dots3_note_text": {"head_dim": 16},
     "gemma3n": {

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.token_drop import TokenDrop
+from dlo_plugins.curricula.block_handlers import handle_calls
+from dlo_plugins.curricula.model_blocks import ModelBlocks
 from dlo_tasks.llm import families
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.document_isolation import document_spans, documents_of
@@ -114,6 +117,41 @@ def test_every_type_keeps_documents_apart_or_is_padded(kind: str) -> None:
     assert task._traits.isolates_documents is (kind not in PADDED)
     if task._traits.isolation is not None:
         check_isolated(kind)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["mamba", "gpt_oss", "qwen3_next"])
+def test_blocks_that_see_some_tokens_keep_documents_apart(kind: str) -> None:
+    """A change of one document changes no token of the next one, whichever tokens blocks see."""
+    task = double_task(kind).train()
+    index = torch.tensor([0, 2, 3, 6, 7, 8, 11, 15, 16, 20, 23])
+    drop = TokenDrop()
+    drop._draw = lambda number, length: index.numpy()  # type: ignore[method-assign]
+    layers = ModelBlocks(task, "TokenDrop")
+    seen: list[int] = []
+    for name in layers.names:
+        layers.block(name).register_forward_hook(lambda *_: seen.append(1))
+        handle_calls(layers.block(name), drop._handler(0, name, layers.block(name)), 0)
+    batch = packed_batch()
+
+    def hidden(batch: dict[str, Tensor]) -> Tensor:
+        found = task(**task.inputs(batch)[1])
+        return found[0] if isinstance(found, tuple) else found
+
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][0, : ROWS[0][0]] = 7
+    one, other = hidden(batch), hidden(changed)
+    assert seen
+    assert one.requires_grad
+    atol = 1e-12 * float(one.abs().max())
+    torch.testing.assert_close(other[0, ROWS[0][0] :], one[0, ROWS[0][0] :], rtol=0, atol=atol)
+    assert not torch.allclose(other[0, : ROWS[0][0]], one[0, : ROWS[0][0]])
+
+
+def test_spans_of_chosen_tokens() -> None:
+    spans = document_spans(torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]]))
+    chosen = spans.select(torch.tensor([1, 2, 4, 6, 7, 7]))  # The last one is padding.
+    assert chosen.position_ids.tolist() == [[0, 1, 0, 1, 2, 0]]
 
 
 @pytest.mark.filterwarnings("ignore")

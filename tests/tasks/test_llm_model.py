@@ -399,6 +399,7 @@ def test_prompts_without_a_tokenizer_are_refused() -> None:
         ({}, "model must be set for trained weights, or config"),
         ({"model": "x", "config": {}}, "model must be set for trained weights, or config"),
         ({"config": {"model_type": "llamaa"}}, "got llamaa; did you mean 'llama'?"),
+        ({"config": {"hidden_size": 32}}, "model_type must be a family of transformers, got None; llama, for example"),
         (
             {"config": {**LLAMA, "hiden_size": 3}},
             "config must have settings of llama, got 'hiden_size'; did you mean 'hidden_size'?",

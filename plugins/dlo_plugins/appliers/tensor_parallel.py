@@ -46,6 +46,8 @@ class TensorParallel(Applier):
 
     Attributes:
         communicator: Communicator of the axis, which counts its traffic; None before :meth:`apply`.
+        stream: Sequence that the ranks shard between the cut projections; None before :meth:`apply`, and without
+            `sequence_parallel`.
     """
 
     phase = Phase.TENSOR
@@ -56,7 +58,7 @@ class TensorParallel(Applier):
             raise DloError(f"async_tp must be true, false or at least 2 chunks, got {async_tp}; set async_tp: true")
         self.sequence_parallel, self.async_tp = sequence_parallel, async_tp
         self.communicator: Communicator | None = None
-        self._stream: ShardedSequence | None = None
+        self.stream: ShardedSequence | None = None
         #: Inferred rules, by the names and shapes of a model's parameters; ranks get those of the launching process.
         self._inferred: dict[Any, InferredRules] = {}
 
@@ -86,7 +88,7 @@ class TensorParallel(Applier):
         self.communicator = communicator
         found = make_tp_plan(module, plan, communicator.size, self.sequence_parallel)
         random = LocalRandom(communicator.rank)
-        self._stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
+        self.stream = stream = ShardedSequence(communicator, random) if self.sequence_parallel else None
         products = None
         if self.async_tp:
             chunks = CHUNKS if self.async_tp is True else int(self.async_tp)
@@ -104,8 +106,8 @@ class TensorParallel(Applier):
             plan: Plan of the model.
             starts: Names of the first blocks of all stages but the first.
         """
-        if self._stream is not None:
-            self._stream.gather_between_stages(module, plan.block_names(module), starts)
+        if self.stream is not None:
+            self.stream.gather_between_stages(module, plan.block_names(module), starts)
 
     def complete_plan(self, task: Any, plan: ParallelPlan, tp: int, datamodule: Any = None) -> ParallelPlan:
         """Returns a plan with tensor rules: its own, and inferred ones where it has none.

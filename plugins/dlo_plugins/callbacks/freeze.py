@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import BlockSchedule
@@ -192,7 +193,7 @@ class Freeze(BlockSchedule):
 
     def _handler(self, unit: int, name: str, block: nn.Module) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not (torch.is_grad_enabled() and block.training) or not self.frozen:
+            if not (has_backward() and block.training) or not self.frozen:
                 return inner(*args, **kwargs)
             if unit < self.frozen:
                 return call_with_forward(block, _frozen_forward(block, name), *args, **kwargs)

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import BlockSchedule
@@ -27,7 +28,9 @@ from dlo_plugins.curricula.block_handlers import (
     pass_gradient,
 )
 from dlo_plugins.curricula.model_blocks import ModelBlocks
+from dlo_plugins.curricula.sharded_tokens import as_returned
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
 class LayerDrop(BlockSchedule):
@@ -78,6 +81,7 @@ class LayerDrop(BlockSchedule):
         self._names: list[str] = []
         self._probabilities: list[float] = []
         self._kept: list[bool] = []
+        self._stream: ShardedSequence | None = None
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -104,22 +108,6 @@ class LayerDrop(BlockSchedule):
             blocks = ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "LayerDrop")
             blocks.without(self.skip, "LayerDrop")
 
-    def check_trainer(self, trainer: Trainer) -> None:
-        """Checks the strategy and the other callbacks.
-
-        Raises:
-            DloError: If they do not go with blocks that are left out.
-        """
-        super().check_trainer(trainer)
-        strategy = trainer.strategy
-        if not isinstance(strategy, MeshStrategy):
-            return
-        if strategy.appliers.tensor.sequence_parallel and strategy.mesh_spec().tp > 1:
-            raise DloError(
-                "LayerDrop: a block that is left out must keep the length of its input, got sequence_parallel: true,"
-                " where the last block joins the sequence; set sequence_parallel: false, or leave the callback out"
-            )
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
         self.check_run(trainer, pl_module)
@@ -127,6 +115,8 @@ class LayerDrop(BlockSchedule):
         blocks = ModelBlocks(pl_module, "LayerDrop")
         self._names = blocks.without(self.skip, "LayerDrop")
         self._draw()
+        strategy = trainer.strategy
+        self._stream = strategy.sharded_stream() if isinstance(strategy, MeshStrategy) else None
         self._handles = [
             handle_calls(blocks.block(name), self._handler(number, name, blocks.block(name)), self.order)
             for number, name in enumerate(self._names)
@@ -156,14 +146,17 @@ class LayerDrop(BlockSchedule):
 
     def _handler(self, number: int, name: str, block: nn.Module) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not (torch.is_grad_enabled() and block.training):
+            if not (has_backward() and block.training):
                 return inner(*args, **kwargs)
             if not self._kept[number]:
                 return call_with_forward(block, _identity(block), *args, **kwargs)
             output = inner(*args, **kwargs)
             if number == 0:
                 return output  # It always runs.
-            hidden, changed = check_hidden(hidden_of(args, kwargs), output, name, "LayerDrop")
+            given = hidden_of(args, kwargs)
+            if self._stream is not None and isinstance(given, Tensor):
+                given = as_returned(given, block, self._stream)
+            hidden, changed = check_hidden(given, output, name, "LayerDrop")
             keep = self._probabilities[number]
             # Under autocast a block may return another dtype than it gets.
             return torch.lerp(hidden.to(changed.dtype), changed, 1 / keep) if self.scale and keep < 1 else changed

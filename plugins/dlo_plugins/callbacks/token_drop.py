@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
+from dlo_framework.batches import chosen_tokens
 from dlo_framework.errors import DloError
+from dlo_framework.recompute import has_backward
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import BlockSchedule
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
 from dlo_plugins.curricula.block_handlers import check_hidden, handle_calls, hidden_of, replace_hidden
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
+from dlo_plugins.curricula.sharded_tokens import ShardedTokens
+from dlo_plugins.curricula.token_draws import TokenPicker, draw_tokens, kept_tokens, select_arguments
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -46,8 +50,8 @@ class TokenDrop(BlockSchedule):
         seed: Seed of the draws.
 
     Raises:
-        DloError: If a value is out of range, the model has fewer than three blocks, a block has another hidden state or
-            unknown arguments per token, or the mesh shards sequences.
+        DloError: If a value is out of range, the model has fewer than three blocks, or a block has another hidden state
+            or unknown arguments per token.
     """
 
     #: Place of the handler among those of other callbacks: inside all others.
@@ -73,7 +77,8 @@ class TokenDrop(BlockSchedule):
         self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
         self._always = 0
-        self._index: dict[tuple[int, int], Tensor] = {}  # Of the current step, by block and length.
+        self._index: dict[tuple[int, int], np.ndarray] = {}  # Of the current step, by block and length.
+        self._shards: ShardedTokens | None = None  # Ranks that share sequences.
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -101,16 +106,6 @@ class TokenDrop(BlockSchedule):
             DloError: If they do not go with blocks that see some tokens only.
         """
         super().check_trainer(trainer)
-        strategy = trainer.strategy
-        if isinstance(strategy, MeshStrategy):
-            spec = strategy.mesh_spec()
-            shards = [f"cp={spec.cp}"] if spec.cp > 1 else []
-            shards += ["sequence_parallel: true"] if strategy.appliers.tensor.sequence_parallel and spec.tp > 1 else []
-            if shards:
-                raise DloError(
-                    f"TokenDrop: each rank must have full sequences, got {' and '.join(shards)}, which shards them; use"
-                    " the other axes, or leave the callback out"
-                )
         self._until = run_fraction(trainer, self.until, "TokenDrop", "until")
 
     def _choose_blocks(self, blocks: ModelBlocks) -> list[str]:
@@ -133,6 +128,8 @@ class TokenDrop(BlockSchedule):
         self.check_run(trainer, pl_module)
         blocks = ModelBlocks(pl_module, "TokenDrop")
         self._always = int(getattr(blocks.model, "num_prefix_tokens", 0))
+        strategy = trainer.strategy
+        self._shards = strategy.sharded_tokens() if isinstance(strategy, MeshStrategy) else None
         self._handles = [
             handle_calls(
                 blocks.block(name), self._handler(blocks.names.index(name), name, blocks.block(name)), self.order
@@ -142,7 +139,7 @@ class TokenDrop(BlockSchedule):
 
     def _remove(self) -> None:
         super()._remove()
-        self._index = {}
+        self._index, self._shards = {}, None
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -156,6 +153,8 @@ class TokenDrop(BlockSchedule):
         if not self._clock.update(trainer):
             return
         self._index = {}
+        if self._shards is not None:
+            self._shards.begin_step()
         step = trainer.global_step + 1
         if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             share = self.start + (1 - self.start) * min(1.0, self._clock.fraction / self._until)
@@ -164,7 +163,7 @@ class TokenDrop(BlockSchedule):
 
     def _handler(self, number: int, name: str, block: nn.Module) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not (torch.is_grad_enabled() and block.training) or self._clock.fraction >= self._until:
+            if not (has_backward() and block.training) or self._clock.fraction >= self._until:
                 return inner(*args, **kwargs)
             hidden = hidden_of(args, kwargs)
             if not isinstance(hidden, Tensor) or hidden.ndim != 3:
@@ -173,7 +172,9 @@ class TokenDrop(BlockSchedule):
                     f"TokenDrop: a block's hidden state must be [B, N, D], got {shape} for '{name}'; leave it out by"
                     f" skip: ['{name}']"
                 )
-            rows, length, _ = hidden.shape
+            shards = self._shards
+            tokens = None if shards is None else shards.tokens(hidden, block)
+            length = hidden.shape[1] if tokens is None else tokens.count
             if self.kept(length) == length:
                 return inner(*args, **kwargs)
             if len(args) > 1 and any(isinstance(arg, Tensor) for arg in args[1:]):
@@ -181,23 +182,27 @@ class TokenDrop(BlockSchedule):
                     f"TokenDrop: a block must get all tensors but the hidden state by name, got positional ones for"
                     f" '{name}'; leave it out by skip: ['{name}']"
                 )
-            index = self._select(number, length, hidden.device)
+            drawn = self._draw(number, length)
+            others = kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
+            if shards is not None and tokens is not None:
+                return shards.run(inner, args, kwargs, others, drawn, tokens, name, block)
+            index = torch.from_numpy(drawn).to(hidden.device, non_blocking=True)
             chosen = hidden.index_select(1, index)
-            own = kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
-            others = select_arguments(own, index, length, rows, name)
+            more = select_arguments(others, TokenPicker(index, length), len(hidden), name)
             new_args, _ = replace_hidden(args, kwargs, chosen)
             if not args:
-                others = {next(iter(kwargs)): chosen, **others}
-            output = inner(*new_args, **others)
+                more = {next(iter(kwargs)): chosen, **more}
+            with chosen_tokens(index):
+                output = inner(*new_args, **more)
             _, changed = check_hidden(chosen, output, name, "TokenDrop")
             return hidden.index_copy(1, index, changed.to(hidden.dtype))
 
         return call
 
-    def _select(self, number: int, length: int, device: torch.device) -> Tensor:
+    def _draw(self, number: int, length: int) -> np.ndarray:
+        """Returns the positions of the tokens that a block sees in the current step, int64 `[K]`."""
         key = number, length
         if key not in self._index:
             step = max(0, self._clock.step)
-            drawn = draw_tokens(length, self.kept(length), self._always, step, number, self.seed)
-            self._index[key] = torch.from_numpy(drawn).to(device, non_blocking=True)
+            self._index[key] = draw_tokens(length, self.kept(length), self._always, step, number, self.seed)
         return self._index[key]

@@ -322,12 +322,12 @@ def _check_left_to_others(config: Mapping[str, Any], source: str) -> None:
 
 
 def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
-    """Checks that no option needs the state of DeepSpeed's CPUAdam; warns of its name, whose step is torch's too."""
+    """Checks that no option needs the state of DeepSpeed's CPUAdam; warns of its name, whose step is dlo's too."""
     section = OFFLOADED["offload_optimizer"]
     if get(config, "zero_force_ds_cpu_optimizer") is True and offload_device(config, section):
         rank_zero_warn(
-            f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state with torch's optimizer,"
-            " whose step is the same and needs no compilation; remove it"
+            f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state by its own kernel,"
+            " whose step is the same, with the state of torch's optimizer; remove it"
         )
     own = (
         (f"{section}.super_offload", get(config, f"{section}.super_offload") is True),

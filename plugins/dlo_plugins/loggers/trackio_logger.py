@@ -100,9 +100,14 @@ class TrackioLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Writes what is left and ends the run."""
-        if self._experiment is not None:
-            self._experiment.finish()
-            self._experiment = None
+        if self._experiment is None:
+            return
+        from trackio.context_vars import current_run
+
+        self._experiment.finish()
+        if current_run.get() is self._experiment:
+            current_run.set(None)  # Trackio would finish it once more when the process ends, and say so twice.
+        self._experiment = None
 
 
 def _plain(value: Any) -> Any:

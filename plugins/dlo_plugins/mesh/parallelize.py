@@ -25,6 +25,7 @@ from dlo_framework.task import Task
 from dlo_framework.tensor_slice import Layout, get_layout
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
@@ -137,12 +138,14 @@ class ParallelState:
     Attributes:
         sharded: Sharding of the module.
         context: Applier that shards its sequences; None if no axis cuts the model.
+        tensor: Applier that shards its layers; None if no axis cuts the model.
         pipelined: Task with the pipeline's stages; None without a pipeline.
         cut_options: Options of the strategy, by name, that cannot change after the model has been cut.
     """
 
     sharded: ShardedModule
     context: ContextParallel | None = None
+    tensor: TensorParallel | None = None
     pipelined: PipelinedTask | None = None
     cut_options: dict[str, Any] = field(default_factory=dict)
 
@@ -303,7 +306,8 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
             _overlap_exchanges(run.pipelined.pipeline, options)
     state = ParallelState(run.sharded, pipelined=run.pipelined)
     if run.plan is not None:
-        state.context, state.cut_options = options.appliers.context, options.cut_options()
+        state.context, state.tensor = options.appliers.context, options.appliers.tensor
+        state.cut_options = options.cut_options()
     state.attach(module)
     return state
 
@@ -316,6 +320,9 @@ def _overlap_exchanges(pipeline: Pipeline, options: MeshOptions) -> None:
     sequence: Any = options.appliers.context.sequence
     if sequence is not None:  # Its rows are those of one micro-batch.
         turns.keep(lambda: sequence.selection, lambda value: setattr(sequence, "selection", value))
+    stream: Any = options.appliers.tensor.stream
+    if stream is not None:
+        turns.keep(lambda: stream.selected, lambda value: setattr(stream, "selected", value))
 
 
 def _move_to_device(task: Any, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.experts.step_counts import in_micro_batch
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.recompute import BufferGuard
+from dlo_framework.recompute import BufferGuard, recomputed_later
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
 from dlo_plugins.pipeline.costs import PartCosts
@@ -540,7 +540,8 @@ class Pipeline:
         once, again = self._buffers.contexts()
         builds = key not in self._has_gradient
         step.inputs[stage, number] = _StageInput(received, get_random_state(self.device), again, builds)
-        with once, torch.set_grad_enabled(builds), contextlib.nullcontext() if builds else uncached(self.device.type):
+        uncaches = contextlib.nullcontext() if builds else uncached(self.device.type)
+        with once, torch.set_grad_enabled(builds), uncaches, recomputed_later():
             result = self._passage(step, stage, number, received)
         needs = self._has_gradient.setdefault(key, result.requires_grad)
         return result.detach().requires_grad_(needs)

@@ -25,6 +25,7 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
+from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import memory_of
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
@@ -265,12 +266,25 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
         module = self._module()
         self.engine = DeepSpeedEngine(module, optimizer, config, self.root_device)
+        if self.steps_on_host:
+            prefer_fused(optimizer, on_cpu=True)
         module.__dict__[OWNER] = self._owner(self.engine)
         environment.limit_groups(self.engine.deepspeed, self._timeout)
         self._set_deepspeed_activation_checkpointing()
         self.optimizers = [self.engine.optimizer]
         _optimizers_to_device(self.optimizers, self.root_device)
         self.model = self.engine.deepspeed
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps parameters in the host's memory, beside an accelerator."""
+        storage = get(self.config, "zero_optimization.offload_optimizer.device")
+        return storage in ("cpu", "nvme") and self.root_device.type != "cpu"
+
+    def prefer_fused_step(self, optimizer: Optimizer) -> None:
+        """Switches to the fused step; to that of host memory once the engine has moved the parameters there."""
+        if not self.steps_on_host:
+            super().prefer_fused_step(optimizer)
 
     def _checkpoint_activations(self, module: LightningModule) -> None:
         """Makes a task's blocks recompute, with their inputs on the CPU, if `cpu_checkpointing` is set."""
@@ -304,6 +318,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
                 raise DloError(_alone(get_source(self.config)))
             kind, arguments = made
             own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
+            self.prefer_fused_step(own)
         schedule = build_scheduler(self.config, own, **compute_lengths(self.config, self._module(), trainer))
         if schedule is not None:
             self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]

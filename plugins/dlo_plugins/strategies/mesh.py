@@ -32,6 +32,7 @@ from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.curricula.sharded_tokens import ShardedTokens
 from dlo_plugins.fsdp.data_mesh import check_reshard
 from dlo_plugins.mesh.frozen_mesh import FrozenMesh, frozen_options
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
@@ -45,6 +46,7 @@ from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, chec
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
+from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
 class MeshStrategy(ShardedStrategy):
@@ -632,6 +634,19 @@ class MeshStrategy(ShardedStrategy):
             self.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
         with self._context.use_full_sequences():
             yield
+
+    def sharded_tokens(self) -> ShardedTokens | None:
+        """Returns the ranks that share the sequences of this rank; None if it has full ones. All ranks call it."""
+        sequence, stream = self._context.sequence, self.sharded_stream()
+        if sequence is None and stream is None:
+            return None
+        axes = [axis for axis, shared in (("cp", sequence), ("tp", stream)) if shared is not None]
+        return ShardedTokens(sequence, stream, self.groups.group(*axes))
+
+    def sharded_stream(self) -> ShardedSequence | None:
+        """Returns the sequence that ranks of `tp` share between their layers; None without `sequence_parallel`."""
+        state = ParallelState.of(self._module())
+        return None if state is None or state.tensor is None else state.tensor.stream
 
     def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""

@@ -37,8 +37,12 @@ class ShardedSequence:
 
     def __init__(self, communicator: Communicator, random: LocalRandom) -> None:
         self.communicator, self.random = communicator, random
+        #: Full length inside a block that sees some of the tokens; None for all.
+        self.selected: int | None = None
         self._by_part: dict[int, int] = {}
         self._ambiguous: set[int] = set()
+        self._first: list[nn.Module] = []
+        self._last: list[nn.Module] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedSequence:
         return self  # A process group cannot be copied.
@@ -50,8 +54,8 @@ class ShardedSequence:
             module: Model.
             blocks: Names of its blocks, in order.
         """
-        change_first_input(module.get_submodule(blocks[0]), self.split)
-        module.get_submodule(blocks[-1]).register_forward_hook(functools.partial(_gather, self))
+        self._begin(module.get_submodule(blocks[0]))
+        self._end(module.get_submodule(blocks[-1]))
         for name in blocks:
             for part in module.get_submodule(name).modules():
                 if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -68,12 +72,26 @@ class ShardedSequence:
         """
         for before, name in itertools.pairwise(blocks):
             if name in starts:
-                module.get_submodule(before).register_forward_hook(functools.partial(_gather, self))
-                change_first_input(module.get_submodule(name), self.split)
+                self._end(module.get_submodule(before))
+                self._begin(module.get_submodule(name))
+
+    def _begin(self, block: nn.Module) -> None:
+        change_first_input(block, self.split)
+        self._first.append(block)
+
+    def _end(self, block: nn.Module) -> None:
+        block.register_forward_hook(functools.partial(_gather, self))
+        self._last.append(block)
+
+    def edges(self, block: nn.Module) -> tuple[bool, bool]:
+        """Returns whether a block gets a full sequence, and whether it returns one."""
+        return any(block is one for one in self._first), any(block is one for one in self._last)
 
     def split(self, whole: Tensor) -> Tensor:
         """Returns this rank's shard `[B, l, D]` of `[B, L, D]`."""
         part = scatter_sequence(whole, self.communicator)
+        if self.selected is not None:
+            return part
         length = part.shape[1]
         if self._by_part.setdefault(length, whole.shape[1]) != whole.shape[1]:
             self._ambiguous.add(length)
@@ -91,6 +109,8 @@ class ShardedSequence:
             DloError: In a recomputation, if several full lengths have had shards of this length.
         """
         length = part.shape[1]
+        if self.selected is not None:
+            return self.selected
         if length in self._ambiguous and torch._C._current_graph_task_id() != -1:
             raise DloError(
                 "sequence lengths must have shards of different lengths for sequence_parallel with recomputation, got"

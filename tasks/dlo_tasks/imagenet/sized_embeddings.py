@@ -71,8 +71,6 @@ def embedding_multiples(part: nn.Module) -> list[int]:
         return [int(model.patch_embed1.patch_size[0]) * 8]
     if isinstance(part, Nest):
         return [int(model.patch_size) * math.isqrt(model.levels[0].pos_embed.shape[1])]
-    if isinstance(part, Cait | ConVit | Eva) and isinstance(model.patch_embed, PatchEmbed):
-        return [int(side) for side in model.patch_embed.patch_size]
     return []
 
 

@@ -57,6 +57,8 @@ class TimmModels(ImageModels):
             return [int(side) for side in part.patch_embed.feat_ratio(as_scalar=False)]
         if isinstance(part, ByobNet):
             return _halo_multiples(part)
+        if isinstance(part, PatchEmbed):  # In any model: it pads images or refuses a rest.
+            return [] if part.dynamic_img_pad else [int(side) for side in part.patch_size]
         return [*window_multiples(part), *bias_multiples(part), *embedding_multiples(part)]
 
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.batches import get_chosen_tokens
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batch_counts import mark_document_starts
 
@@ -62,6 +63,19 @@ class DocumentSpans(NamedTuple):
     same: Tensor
     groups: tuple[Tensor, ...]
     places: Tensor
+
+    def select(self, index: Tensor) -> DocumentSpans:
+        """Returns the documents of some of the tokens, which are then the tokens of shorter rows.
+
+        Args:
+            index: Positions of the tokens, int64 `[K]`, ascending; each position of a padding that repeats one is a
+                document of its own.
+        """
+        number = mark_document_starts(self.position_ids).cumsum(1)[:, index.to(self.position_ids.device)]
+        begins = torch.ones_like(number, dtype=torch.bool)
+        begins[:, 1:] = (number.diff(dim=1) != 0) | (index.diff() <= 0).to(number.device)
+        place = torch.arange(len(index), device=number.device)
+        return document_spans(place - torch.where(begins, place, 0).cummax(1).values)
 
 
 def document_spans(position_ids: Tensor) -> DocumentSpans:
@@ -278,8 +292,10 @@ def _takes_bool(model: Any) -> bool:
 
 
 def _add_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    spans = _CURRENT.get()
-    return None if spans is None else (args, {**kwargs, _ARGUMENT: spans})
+    spans, index = _CURRENT.get(), get_chosen_tokens()
+    if spans is None:
+        return None
+    return args, {**kwargs, _ARGUMENT: spans if index is None else spans.select(index)}
 
 
 class _Carrying:

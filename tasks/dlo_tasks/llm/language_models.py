@@ -126,7 +126,7 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
 
     kind = settings.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
-        hint = did_you_mean(str(kind), CONFIG_MAPPING)
+        hint = "" if kind is None else did_you_mean(str(kind), CONFIG_MAPPING)
         raise DloError(
             f"config.model_type must be a family of transformers, got {kind}{hint or '; llama, for example'}"
         )

@@ -542,6 +542,19 @@ class TextData(ResumableDataModule):
         """Returns the loader of the prompts of `predict_files`."""
         return self.eval_loader(self._datasets["predict"], name="predict")
 
+    def prediction_rows(self, outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the rows of a table of completions: `{index, prompt, completion}`, in the order of the prompts.
+
+        Args:
+            outputs: Outputs of `predict_step`, one for each prompt. A row's prompt is that of the file: a text or a
+                conversation.
+        """
+        rows = sorted(outputs, key=lambda row: row["index"])
+        return [
+            {"index": row["index"], "prompt": self.prompts[row["index"]], "completion": row["completion"]}
+            for row in rows
+        ]
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.llm.batch_counts`."""
         if self.shape_batch is not None and self.trainer is not None and self.trainer.training:
