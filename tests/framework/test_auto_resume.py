@@ -6,9 +6,8 @@ import os
 import pytest
 import torch
 
-from dlo_framework import runs
+from dlo_framework import run_setup, runs
 from dlo_framework.checkpoint import save
-from dlo_framework.run_setup import find_start_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +69,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
         assert runs.unfinished(tmp_path) == older
 
 
-def test_a_new_run_after_a_finished_one_is_told_of(tmp_path, caplog, monkeypatch):
+def test_a_new_run_after_a_finished_one_is_told_of(tmp_path, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(run_setup, "rank_zero_info", lines.append)
+
     def start() -> str:
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            found = find_start_checkpoint("auto", lambda: tmp_path, trains=True)
-        assert found == (None, True)
-        return caplog.text
+        lines.clear()
+        assert run_setup.find_start_checkpoint("auto", lambda: tmp_path, trains=True) == (None, True)
+        return "".join(lines)
 
     assert not start(), "the first run of its name"
     make_run(tmp_path, 0, 90, "finished", 90)

@@ -246,6 +246,7 @@ def test_processes_tokenise_as_one_does(tmp_path, make):
 
 
 def _pids(records):
+    time.sleep(0.01)  # Else one process may do all before the others have run.
     return [os.getpid()] * len(records)
 
 
