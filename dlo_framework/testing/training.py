@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, map_rows, rebuild
 from dlo_framework.distributed.norms import total_norm
-from dlo_framework.distributed.precision import ShardedClipping
+from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
 from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
@@ -214,11 +213,10 @@ def _clip_precisely(trainer: Trainer) -> None:
     torch's norm of a large CPU tensor is off by up to 1e-4 in single precision, by which clipped gradients would
     differ: see :func:`~dlo_framework.distributed.norms.split_for_norm`.
     """
-    plugin = trainer.precision_plugin
-    whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+    plugin, strategy = trainer.precision_plugin, trainer.strategy
+    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and getattr(plugin, "scaler", None) is None
     if whole and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-        plugin.gradient_norm = total_norm  # type: ignore[attr-defined]
-        plugin.clip_grad_by_norm = MethodType(ShardedClipping.clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        strategy.precision_plugin = with_sharded_clipping(plugin, total_norm)
 
 
 def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:
