@@ -142,7 +142,7 @@ class ParallelPlan:
         if best is not None:
             blocks, sides = best
             names = {*blocks, *sides.between}
-            in_order = tuple(name for name, _ in module.named_modules() if name in names)
+            in_order = tuple(name for name, _ in module.named_modules(remove_duplicate=False) if name in names)
             return cls(blocks=in_order, stem=sides.stem, head=sides.head, tied=tied_groups(module))
         raise NoBlocksError(
             f"{type(module).__name__} must hold two or more consecutive blocks of one class in a ModuleList or"
@@ -204,7 +204,7 @@ class ParallelPlan:
                 with two, and tied groups that are not the tensors that are in fact shared.
         """
         tensors = dict(_named_tensors(module))
-        names = [name for name, _ in module.named_modules() if name]
+        names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
         self._check_patterns(names, list(tensors))
         blocks = self.block_names(module)
         inner = next((name for name in blocks if any(name.startswith(other + ".") for other in blocks)), None)
@@ -352,16 +352,18 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repeated(module: nn.Module) -> Iterator[list[str]]:
-    """Yields, for each class of children that containers repeat, the names of all those children."""
+    """Yields, for each class of children that containers repeat, the names of all those children.
+
+    A module that is registered twice is a child under its first name.
+    """
     from torch import nn
 
     found: dict[type[nn.Module], list[str]] = {}
-    for name, container in module.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
-            continue
-        for child_name, child in container.named_children():
-            if next(child.parameters(), None) is not None:
-                found.setdefault(type(child), []).append(f"{name}.{child_name}" if name else child_name)
+    modules = dict(module.named_modules())
+    for name, child in modules.items():
+        is_repeated = name and isinstance(modules[name.rpartition(".")[0]], nn.ModuleList | nn.Sequential)
+        if is_repeated and next(child.parameters(), None) is not None:
+            found.setdefault(type(child), []).append(name)
     for names in found.values():
         outer = [name for name in names if not any(name.startswith(other + ".") for other in names)]
         if Counter(name.rpartition(".")[0] for name in outer).most_common(1)[0][1] >= 2:
@@ -395,7 +397,7 @@ def _sides(module: nn.Module, blocks: list[str]) -> _Sides:
     stem: dict[str, None] = {}
     between: dict[str, None] = {}
     head: dict[str, None] = {}
-    order = [name for name, _ in module.named_modules()]
+    order = [name for name, _ in module.named_modules(remove_duplicate=False)]
     first, last = order.index(blocks[0]), order.index(blocks[-1])
     parents = {".".join(pieces[:i]) for b in blocks for pieces in [b.split(".")] for i in range(len(pieces))}
     for name, _ in _named_tensors(module):

@@ -28,7 +28,8 @@ def find_units(module: nn.Module) -> list[str]:
         return ParallelPlan.infer(module).block_names(module)
     except NoBlocksError:
         most = SHARE * sum(parameter.numel() for parameter in module.parameters())
-        return list(_by_size(module, "", most))
+        first_names = {name for name, _ in module.named_modules()}  # A module that is registered twice is one unit.
+        return [name for name in _by_size(module, "", most) if name in first_names]
 
 
 def _by_size(module: nn.Module, prefix: str, most: float) -> Iterator[str]:

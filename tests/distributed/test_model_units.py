@@ -58,6 +58,16 @@ class Bare(Without):
             self.model = nn.Linear(WIDTH, 5)
 
 
+class Twice(Without):
+    """A layer that a container has twice, in a model whose blocks are inferred."""
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            torch.manual_seed(0)
+            again = nn.Linear(9, 9)
+            self.model = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), again, again, nn.Linear(9, 5))
+
+
 def made(kind: type[Task]) -> Task:
     task = kind()
     task.configure_model()
@@ -67,6 +77,8 @@ def made(kind: type[Task]) -> Task:
 def test_a_task_without_blocks_is_sharded_by_size() -> None:
     assert find_units(made(Without)) == ["model.left", "model.norm", "model.right", "model.out"]
     assert find_units(made(Bare)) == ["model"]
+    shared = nn.Linear(4, 4)
+    assert find_units(nn.Sequential(shared, nn.ReLU(), nn.ModuleDict({"again": shared}))) == ["0"]
     for name in ("dla34", "regnetv_040"):
         task = ImageClassifier(name, num_classes=3).on_meta()
         with pytest.raises(NoBlocksError):
@@ -88,7 +100,7 @@ def test_an_error_in_a_plan_of_ones_own_stays_one() -> None:
 def _trained(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for name, strategy in STRATEGIES.items():
-        for kind in (Without, Bare):
+        for kind in (Without, Bare, Twice):
             run = trainer(world, strategy())
             run.fit(kind(), mine(rank, world))
             found[f"{name} {kind.__name__}"] = gather_full_weights(run)
@@ -97,7 +109,7 @@ def _trained(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
 
 def test_a_task_without_blocks_trains_sharded_as_in_one_process() -> None:
     found = run_distributed(_trained, 2)[0]
-    for kind in (Without, Bare):
+    for kind in (Without, Bare, Twice):
         task, before = kind(), made(kind).state_dict()
         trainer(1, "auto").fit(task, mine(0, 1))
         expected = task.state_dict()

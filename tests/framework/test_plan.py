@@ -184,6 +184,18 @@ def test_infer_takes_modules_between_stages_as_blocks_where_no_other_class_has_m
         ParallelPlan.infer(scattered)
 
 
+def test_infer_counts_a_module_that_is_registered_twice_once():
+    again = Block()
+    for net, blocks in (
+        (nn.Sequential(Block(), nn.ReLU(), again, again), ["0", "2"]),
+        (nn.Sequential(again, Block(), again), ["0", "1"]),
+        (nn.ModuleDict({"first": again, "net": nn.Sequential(Block(), Block(), again)}), ["net.0", "net.1"]),
+    ):
+        plan = ParallelPlan.infer(net)
+        plan.validate(net)
+        assert plan.block_names(net) == blocks
+
+
 def test_infer_says_what_to_do_when_nothing_repeats():
     with pytest.raises(
         DloError, match=r"Linear must hold two or more consecutive blocks.*name them in Task.parallel_plan"
