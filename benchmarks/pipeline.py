@@ -37,7 +37,7 @@ from dlo_plugins.pipeline.simulation import theoretical_bubble
 from dlo_plugins.pipeline.timeline_plot import simulate_ideal
 
 SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
-    name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV")
+    name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV")
 }
 VOCABULARY = 128
 #: What is to be reached: a step over theory's; and, by one zero-bubble schedule, idle time over 1F1B's.
@@ -69,8 +69,6 @@ def measure(
     pipelines: dict[str, Any] = {}
     for name in names:
         schedule = SCHEDULES[name]
-        if schedule == "DualPipeV" and micro_batches < 2 * world_size:
-            continue
         model: Any = build(layers, width)
         stages = world_size * (1 if schedule in ("GPipe", "1F1B", "ZBH1") else 2)
         pipeline = Pipeline(model, PLAN, dist.group.WORLD, schedule=schedule, split=[layers // stages] * stages)

@@ -8,6 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+#: Names that earlier versions had, in lower case, and what to use instead; docs/breaking.md has them too.
+REMOVED = {
+    "dualpipev": "use ZBV",
+    "overlaps": "a schedule runs its actions one after the other; leave it out",
+}
+
 
 class DloError(ValueError):
     """Error in user input. The message holds the rule, the value, and the fix."""
@@ -22,7 +28,10 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'x'?"``, or an empty string if no option is similar."""
+    """Returns ``"; did you mean 'x'?"``, or an empty string if no option is similar; of a removed name, what to use."""
+    instead = REMOVED.get(str(name).lower())
+    if instead is not None:
+        return f"; removed in 0.2: {instead}."
     option = nearest(name, options)
     return f"; did you mean '{option}'?" if option else ""
 

@@ -38,7 +38,6 @@ def _entry(name: str, minutes: float, arguments: str = "", quick: str = "") -> E
 
 
 _SMALL_LOSS = "--rounds 1 --tokens 64 --width 32 --vocabularies 512"
-_SMALL_OVERLAP = "--rounds 1 --share 1 --micro-batches 2 --length 8 --width 16 --layers 2 --experts 2"
 ENTRIES = (
     _entry("overhead", 10, "", "--rounds 1 --model mlp"),
     _entry("callbacks", 4, "", "--rounds 1 --steps 20"),
@@ -57,7 +56,6 @@ ENTRIES = (
     _entry("attention", 6, "", "--rounds 1 --lengths 512 --window 256 --heads 1"),
     _entry("mixtures", 3, "", "--rounds 1 --experts 4 --tokens 32 --width 16 --hidden 16"),
     _entry("expert_parallel", 4, "", "--rounds 1 --steps 1 --rows 1 --length 16 --width 16 --layers 1 --experts 2"),
-    _entry("expert_overlap", 3, "", _SMALL_OVERLAP),
     _entry("mixture_perplexity", 40, "", "--seeds 1 --steps 2 --validated 1"),
     _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
     _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),

@@ -40,20 +40,6 @@ def in_micro_batch(key: Hashable, recomputes: bool = False) -> Iterator[None]:
         _Current.key, _Current.recomputes = before
 
 
-def get_micro_batch() -> tuple[Hashable | None, bool]:
-    """Returns what :func:`in_micro_batch` has set, for :func:`set_micro_batch`."""
-    return _Current.key, _Current.recomputes
-
-
-def set_micro_batch(state: tuple[Hashable | None, bool]) -> None:
-    """Sets the micro-batch that runs now, where a forward and a backward take turns inside their contexts.
-
-    Args:
-        state: Result of :func:`get_micro_batch` for the one that continues.
-    """
-    _Current.key, _Current.recomputes = state
-
-
 def is_recomputed() -> bool:
     """Returns whether the current forward is a recomputation, whose tokens have been counted."""
     # As torch's checkpoint asks (2.11 to 2.15).

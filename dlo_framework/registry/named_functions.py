@@ -13,6 +13,7 @@ A user's file under ``plugins:`` registers in the same way. An installed package
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -50,8 +51,15 @@ class NamedFunctions(Generic[Value]):
             **options: Options of ``make``.
 
         Raises:
-            DloError: If the set has another function of this name.
+            DloError: If the set has another function of this name, or no such option.
         """
+
+        known = [] if self._make is None else list(inspect.signature(self._make).parameters)[1:]
+        for option in options.keys() - set(known):
+            raise DloError(
+                f"{self.what} {name} must be registered with options among {', '.join(known) or 'none'}, got"
+                f" {option}{did_you_mean(option, known) or '; leave it out'}"
+            )
 
         def add(function: Function) -> Function:
             other = self._functions.get(name)

@@ -91,7 +91,7 @@ TWO: tuple[dict[str, Any], ...] = (
 ASYNC: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "async_tp": True}
 SHARED: tuple[dict[str, Any], ...] = ({"cp": 2}, {"cp": 2, "cp_method": "ulysses"})
 SCHEDULES: tuple[dict[str, Any], ...] = tuple(
-    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "DualPipeV", "Varuna")
+    {"pp": 2, "schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBH1", "ZBV", "Varuna")
 )
 PAIRS = tuple({a: 2, b: 2} for a, b in itertools.combinations(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 2))
 THREES = tuple(

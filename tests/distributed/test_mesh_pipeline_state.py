@@ -175,8 +175,8 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
         found[kind] = statistics_of(world_size, pipeline(micro_batches=1), kind, Path(folder))
     for schedule in ("1F1B", "ZBV"):
         found[schedule] = losses_of(world_size, pipeline(schedule=schedule, micro_batches=8), batches(8))
-    with pytest.raises(DloError, match=r"DualPipeV on 2 ranks cannot run .* set drop_last=True"):
-        losses_of(world_size, pipeline(schedule="DualPipeV", micro_batches=8, split=[1] * 4), batches(19))
+    with pytest.raises(DloError, match=r"PipeDream2BW on 2 ranks cannot run .* set drop_last=True"):
+        losses_of(world_size, pipeline(schedule="PipeDream2BW", micro_batches=8), batches(17))
     task = Classify("pair")
     trainer(world_size, pipeline(micro_batches=2), limit_val_batches=0).fit(task, batches(8))
     again = pipeline(micro_batches=3)

@@ -54,7 +54,7 @@ def fitted(folder: Path, strategy: Any, devices: int, data: type[Tokens], **opti
 def on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
     silence_lightning()
     pipeline: dict[str, Any] = {"pp": 2, "dp_shard": 1, "micro_batches": MICRO_BATCHES}
-    strategies = [MeshStrategy(**pipeline, schedule=name) for name in ("GPipe", "1F1B", "Varuna", "DualPipeV")]
+    strategies = [MeshStrategy(**pipeline, schedule=name) for name in ("GPipe", "1F1B", "Varuna", "ZBV")]
     strategies.append(MeshStrategy(**pipeline, appliers=[ActivationCheckpoint()]))
     found = [fitted(folder, strategy, world_size, Joined) for strategy in strategies]
     leave_group()

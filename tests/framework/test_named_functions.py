@@ -58,6 +58,10 @@ def test_options_of_register_make_the_value():
     found: NamedFunctions = NamedFunctions("colour", GROUP, make=lambda function, shade=0: (function(), shade))
     found.register("red", shade=7)(red)
     assert found.get("red") == (1, 7)
+    with pytest.raises(DloError, match="colour blue must be registered with options among shade, got shades; did you"):
+        found.register("blue", shades=7)
+    with pytest.raises(DloError, match=r"among none, got overlaps; removed in 0\.2: a schedule runs its actions one"):
+        NamedFunctions("schedule", GROUP).register("blue", overlaps=True)
 
 
 def test_two_functions_of_one_name_are_refused_and_one_twice_is_not(colours):

@@ -81,7 +81,7 @@ AXES = {
     "ulysses": mesh(cp=2, cp_method="ulysses"),
     "recomputed": mesh(tp=2, appliers=[ActivationCheckpoint()]),
 }
-SCHEDULES = {name: mesh(pp=2, schedule=name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")}
+SCHEDULES = {name: mesh(pp=2, schedule=name) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBV")}
 PAIRS = {
     "hsdp": mesh(dp_replicate=2, dp_shard=2),
     "pp and tp": mesh(pp=2, tp=2),

@@ -139,7 +139,7 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
     assert table(found)["tp", "all_gather"] == (6 * LAYERS + 2, (6 * LAYERS + 2) * activations)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
     counted = simulate_ranks(task(), strategy, spec, [3], batch(rows=8))

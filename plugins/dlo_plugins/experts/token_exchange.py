@@ -12,7 +12,7 @@ size, and the gradient of their inputs is multiplied by it again. Both are exact
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 #: Function that computes rows `[R, D]` with this rank's experts, whose numbers are `[R]`.
 Compute = Callable[[Tensor, Tensor], Tensor]
-
-
-class Turns(Protocol):
-    """Protocol of the turns that two micro-batches take, by which a pipeline overlaps exchanges."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether another micro-batch can compute."""
-        ...
-
-    def pass_on(self) -> bool:
-        """Lets another micro-batch compute; returns whether there was one."""
-        ...
 
 
 class TokenExchange:
@@ -47,16 +34,12 @@ class TokenExchange:
         size: Number of ranks.
         sent: Number of elements that this rank has sent to others so far, in forward and backward.
         sent_bytes: Bytes of these elements.
-        turns: Turns that another micro-batch takes while an exchange is under way; None without one.
-        overlapped_bytes: Bytes of :attr:`sent_bytes` that were under way while another micro-batch computed.
     """
-
-    turns: Turns | None = None
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self.group, self.experts = group, experts
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.sent = self.sent_bytes = self.overlapped_bytes = 0
+        self.sent = self.sent_bytes = 0
         assert experts % self.size == 0
 
     @property
@@ -122,13 +105,7 @@ class TokenExchange:
         self.sent += elements
         self.sent_bytes += elements * rows.element_size()
         out, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
-        overlaps = self.turns is not None and self.turns.is_shared
-        work = dist.all_to_all_single(out, rows, list(received), list(sent), group=self.group, async_op=overlaps)
-        if work is not None:
-            assert self.turns is not None
-            if self.turns.pass_on():
-                self.overlapped_bytes += elements * rows.element_size()
-            work.wait()  # On an accelerator, its stream waits.
+        dist.all_to_all_single(out, rows, list(received), list(sent), group=self.group)
         return out
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,9 +29,8 @@ from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
 from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import flushes, overlaps
+from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.pipeline.stage_assignment import Split
-from dlo_plugins.pipeline.turns import Turns
 from dlo_plugins.sharding.bf16_weights import Bf16Weights
 
 #: Key of a module's :class:`ParallelState` in its ``__dict__``.
@@ -302,27 +300,12 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
     assert run.sharded is not None, "FullyShard is among the appliers"
     if run.pipelined is not None:
         run.pipelined.pipeline.weight_gradients_ready = run.sharded.accumulate_gradients
-        if spec.ep > 1 and overlaps(options.pipelining.schedule) and dist.get_backend() != "fake":
-            _overlap_exchanges(run.pipelined.pipeline, options)
     state = ParallelState(run.sharded, pipelined=run.pipelined)
     if run.plan is not None:
         state.context, state.tensor = options.appliers.context, options.appliers.tensor
         state.cut_options = options.cut_options()
     state.attach(module)
     return state
-
-
-def _overlap_exchanges(pipeline: Pipeline, options: MeshOptions) -> None:
-    """Makes the forwards and backwards that the schedule pairs take turns at the exchanges of experts."""
-    turns = pipeline.turns = Turns(options.device)
-    for exchange in options.appliers.experts.exchanges.values():
-        exchange.turns = turns
-    sequence: Any = options.appliers.context.sequence
-    if sequence is not None:  # Its rows are those of one micro-batch.
-        turns.keep(lambda: sequence.selection, lambda value: setattr(sequence, "selection", value))
-    stream: Any = options.appliers.tensor.stream
-    if stream is not None:
-        turns.keep(lambda: stream.selected, lambda value: setattr(stream, "selected", value))
 
 
 def _move_to_device(task: Any, device: torch.device) -> None:

@@ -42,19 +42,18 @@ class PipelineOptions:
         """Returns the number of micro-batches of a batch for a pipeline of this number of ranks."""
         return self.micro_batches or 4 * ranks
 
-    def check_schedule(self, ranks: int, has_exchanges: bool = False) -> None:
+    def check_schedule(self, ranks: int) -> None:
         """Checks that the schedule can run on this number of ranks.
 
         Args:
             ranks: Number of ranks of the pipeline.
-            has_exchanges: Whether ranks exchange tokens of experts, so that pairs of the schedule run together.
 
         Raises:
             DloError: The schedule cannot; the message computes the fix.
         """
         schedule = make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
         # Raises where ranks wait for one another.
-        simulate(schedule, StageCosts.equal(schedule.placement.stages), overlaps=has_exchanges)
+        simulate(schedule, StageCosts.equal(schedule.placement.stages))
 
     def check_delay(self, precision: str) -> None:
         """Checks that a schedule whose gradients have a delay of one step can run with a precision.

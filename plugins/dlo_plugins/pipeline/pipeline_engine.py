@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,6 @@ from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
-from dlo_plugins.pipeline.turns import Turns
 from dlo_plugins.pipeline.weight_grads import WeightGradients
 from dlo_plugins.pipeline.weight_versions import WeightVersion, parameter_places, set_gradients, take_gradients
 
@@ -162,9 +161,7 @@ class Pipeline:
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
         runs_ahead: Whether a rank may run forwards ahead of its order where the schedule and the transport can: the
             ranks of other axes would have to do the same.
-        turns: Turns in which a forward and a backward run that the schedule pairs; None runs them one after the other.
-        record: Whether to record a timeline; if so, all ranks start each step together, and pairs run one after the
-            other, so that each action has a time of its own.
+        record: Whether to record a timeline; if so, all ranks start each step together.
         delays: Whether a step's gradients are set by the next step.
         delayed: Gradients that are complete and not applied, after :meth:`drain` or in an accumulation, and a loss.
         has_gradients: Whether the last training step has set gradients.
@@ -217,7 +214,6 @@ class Pipeline:
         self.loss_ready: Callable[[Tensor], None] | None = None
         self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.runs_ahead = False
-        self.turns: Turns | None = None
         self.record = False
         self._recorder = Recorder(self.device)
         self._exchange = Exchange(self._transport, self.placement, self.device)
@@ -285,27 +281,22 @@ class Pipeline:
             take_gradients(self.model)  # Those of the last optimizer step.
         if self.record:
             self._recorder.begin(self.group)
-        self._run(step, own, schedule.pairs[self.rank] if self.turns is not None and not self.record else frozenset())
+        self._run(step, own)
         total = self._delay(step, ends_window) if self.delays else self._broadcast_total(step.total)
         if sum_tied and self.has_gradients:
             self.tied.sum_gradients()
         return total
 
-    def _run(self, step: _Step, order: Sequence[Action], pairs: Collection[int] = ()) -> None:
+    def _run(self, step: _Step, order: Sequence[Action]) -> None:
         """Runs this rank's actions of a step, with those that the step before has left to it.
 
         Args:
             step: Step.
             order: Actions.
-            pairs: Places of forwards that run together with the backward after them.
         """
         before = self._carried
-        for place, action in enumerate(self._actions(step, order)):
-            if place in pairs:
-                self._run_pair(step, action, order[place + 1])
-            elif place - 1 in pairs:
-                continue
-            elif action.micro_batch < 0:
+        for action in self._actions(step, order):
+            if action.micro_batch < 0:
                 if before is not None:
                     # Blocks that recompute use the weights of their forward.
                     with contextlib.nullcontext() if before.version is None else before.version.applied():
@@ -354,17 +345,6 @@ class Pipeline:
             return False
         wait([gradient, hidden], return_when=FIRST_COMPLETED)
         return not gradient.done()
-
-    def _run_pair(self, step: _Step, forward: Action, backward: Action) -> None:
-        """Runs a forward and a backward in turns; messages are sent in the order of the schedule."""
-        turns, number = self.turns, backward.micro_batch
-        assert turns is not None
-        found: list[Tensor | None] = []
-        turns.run(
-            lambda: self._forward(step, forward),
-            lambda: found.append(self._compute_backward(step, backward, number, turns)),
-        )
-        self._end_backward(step, backward, number, found.pop())
 
     # --- delayed gradients ---------------------------------------------------------------------------------
 
@@ -572,10 +552,7 @@ class Pipeline:
         return result
 
     def _backward(self, step: _Step, action: Action, number: int) -> None:
-        self._end_backward(step, action, number, self._compute_backward(step, action, number))
-
-    def _compute_backward(self, step: _Step, action: Action, number: int, turns: Turns | None = None) -> Tensor | None:
-        """Computes the gradients of a stage; returns that of the received hidden state, None if it has none."""
+        """Computes the gradients of a stage, and sends that of the received hidden state to the stage before."""
         kind, stage, _ = action
         received, result = step.saved.pop((stage, number))
         last_stage = stage + 1 == self.stages.count
@@ -586,30 +563,21 @@ class Pipeline:
             gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
         if kind is ActionKind.BACKWARD:
             step.left[stage] -= 1
+        is_complete = kind is ActionKind.BACKWARD and not step.left[stage]
         if self.micro_batch_state is not None:
             self.micro_batch_state.load(step.states.pop((stage, number)))
         if self.before_backward is not None:
-            self.before_backward(stage, number, self._is_complete(step, action))
+            self.before_backward(stage, number, is_complete)
         named = in_micro_batch((step.key, stage, number))
         with self._timed(action), self._deferring(step, action), no_autocast(self.device.type), named:
             if result.requires_grad:
-                torch.autograd.backward(result if turns is None else turns.end_last(result), gradient)
-        if received is None or not received.requires_grad:
-            return None
-        found, received.grad = received.grad, None
-        return torch.zeros_like(received) if found is None else found
-
-    def _end_backward(self, step: _Step, action: Action, number: int, gradient: Tensor | None) -> None:
-        """Sends the gradient of a hidden state to the stage before."""
-        if gradient is not None:
-            step.exchange.send_gradient(action.stage - 1, step.first + number, gradient)
-        if self._is_complete(step, action) and self.gradients_ready is not None:
-            self.gradients_ready(action.stage)
-
-    @staticmethod
-    def _is_complete(step: _Step, action: Action) -> bool:
-        """Returns whether a stage's gradients are complete after a backward."""
-        return action.kind is ActionKind.BACKWARD and not step.left[action.stage]
+                torch.autograd.backward(result, gradient)
+        if received is not None and received.requires_grad:
+            found, received.grad = received.grad, None
+            found = torch.zeros_like(received) if found is None else found
+            step.exchange.send_gradient(stage - 1, step.first + number, found)
+        if is_complete and self.gradients_ready is not None:
+            self.gradients_ready(stage)
 
     def _compute_weight_gradients(self, step: _Step, action: Action) -> None:
         _, stage, number = action

@@ -6,20 +6,16 @@ Interleaved1F1B: Efficient Large-Scale Language Model Training on GPU Clusters. 
 2104.04473.
 ZBH1: Zero Bubble Pipeline Parallelism. Qi, Wan, Huang & Lin, 2024, arXiv 2401.10241.
 ZBV: Pipeline Parallelism with Controllable Memory. Qi, Wan, Amar & Lin, 2024, arXiv 2405.15362.
-DualPipeV: DeepSeek-V3 Technical Report. 2024, arXiv 2412.19437, section 3.2.1, cut in half along its symmetry.
-
 Varuna: Varuna: Scalable, Low-cost Training of Massive Deep Learning Models. Athlur, Saran, Sivathanu, Ramjee & Kwatra,
 2022, arXiv 2111.04007, section 3.2; its orders are those of the authors' own generator.
 PipeDream2BW: Memory-Efficient Pipeline-Parallel DNN Training. Narayanan et al., 2021, arXiv 2006.09503, section 3.1.
 
-Interleaved1F1B has two or more stages a rank, ZBV and DualPipeV have two, the others one.
+Interleaved1F1B has two or more stages a rank, ZBV has two, the others one.
 
 Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
-long, whatever the actual costs. In DualPipeV, the forward and the backward of different micro-batches, which the paper
-overlaps, run one after the other, as one device computes them no faster together; with experts on several ranks they
-take turns (:mod:`.turns`). ZBH1 bounds the number of deferred
-weight gradients, not memory itself. In Varuna, a rank whose gradient is late runs at most two forwards ahead of its
-order, and only in a run on CPUs with no other axis; the paper's runs as many as it has hidden states.
+long, whatever the actual costs. ZBH1 bounds the number of deferred weight gradients, not memory itself. In Varuna, a
+rank whose gradient is late runs at most two forwards ahead of its order, and only in a run on CPUs with no other axis;
+the paper's runs as many as it has hidden states.
 PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where the paper's ranks apply them one
 after the other, as each has them; the weights are the same, with one more set of gradients in memory.
 
@@ -30,7 +26,6 @@ in an installed package with an entry point in the group ``dlo_framework.pipelin
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +50,6 @@ class Schedule:
         orders: Actions of each rank, in the order in which it runs them.
         flushes: Whether a step ends with all its backwards. Otherwise the backwards of its last micro-batches run in
             the next step, with negative numbers: -1 is the last micro-batch of the step before.
-        overlaps: Whether pairs of actions may run together; see :attr:`pairs`.
         ahead: Number of forwards that a rank may run ahead of its order, while the gradient of a backward is late.
     """
 
@@ -64,23 +58,7 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Action, ...], ...]
     flushes: bool = True
-    overlaps: bool = False
     ahead: int = 0
-
-    @functools.cached_property
-    def pairs(self) -> tuple[frozenset[int], ...]:
-        """Places in each rank's order of forwards that may run together with the full backward after them.
-
-        The two are of different stages: what computes one stage, such as FSDP, runs one of its passes at a time.
-        """
-        return tuple(
-            frozenset(
-                place
-                for place, (one, other) in enumerate(itertools.pairwise(order))
-                if self.overlaps and self.flushes and one.kind is F and other.kind is B and one.stage != other.stage
-            )
-            for order in self.orders
-        )
 
     @property
     def splits_backward(self) -> bool:
@@ -126,8 +104,6 @@ class ScheduleRule:
             order that has any is refused.
         flushes: Whether a step ends with all its backwards; see :class:`Schedule`. Without it, weights have a delay of
             one step.
-        overlaps: Whether a forward and the full backward after it, of two stages, may run together; see
-            :attr:`Schedule.pairs`. They do where experts are on several ranks.
         ahead: Number of forwards that a rank may run ahead of its order; see :class:`Schedule`. Each rank must have one
             stage, and a step end with all its backwards.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
@@ -139,7 +115,6 @@ class ScheduleRule:
     shape: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
     flushes: bool = True
-    overlaps: bool = False
     ahead: int = 0
     check: Callable[[int, int], None] | None = None
 
@@ -211,7 +186,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
                 f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
             )
-    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.overlaps, rule.ahead)
+    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.ahead)
 
 
 def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
@@ -299,11 +274,6 @@ def flushes(name: str) -> bool:
 def splits_backward(name: str) -> bool:
     """Returns whether a schedule computes weight gradients separately from input gradients."""
     return _find_rule(name)[1].splits_backward
-
-
-def overlaps(name: str) -> bool:
-    """Returns whether a schedule pairs forwards and backwards that may run together."""
-    return _find_rule(name)[1].overlaps
 
 
 def forward_only(where: Placement, micro_batches: int) -> Schedule:
@@ -447,53 +417,6 @@ def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
         while any(waiting == stage for waiting, _ in write.waiting):
             write.weight(stage)
     return [action for action in write.order if action.micro_batch < micro_batches]
-
-
-def _check_dualpipe_v(ranks: int, micro_batches: int) -> None:
-    if micro_batches < 2 * ranks:
-        raise DloError(
-            f"micro_batches must be at least {2 * ranks}, the number of stages, for DualPipeV on {ranks} ranks, got"
-            f" {micro_batches}; set {2 * ranks}, or schedule=ZBV"
-        )
-
-
-@SCHEDULES.register(
-    "DualPipeV", stages_per_rank=2, shape="v", splits_backward=True, overlaps=True, check=_check_dualpipe_v
-)
-def _dualpipe_v(where: Placement, rank: int, number: int) -> list[Action]:
-    ranks, write = where.ranks, _Writer(where, rank)
-    down, up = write.down, write.up
-    for _ in range(2 * (ranks - rank - 1)):
-        write.add(F, down)
-    for _ in range(rank + 1):
-        write.add(F, down)
-        write.add(F, up)
-    for _ in range(ranks - rank - 1):
-        write.add(I, up)
-        write.weight()
-        write.add(F, up)
-    for _ in range(number - 2 * ranks + rank + 1):
-        write.add(F, down)
-        write.add(B, up)
-        write.add(F, up)
-        write.add(B, down)
-    for _ in range(ranks - rank - 1):
-        write.add(B, up)
-        write.add(F, up)
-        write.add(B, down)
-    split = False
-    for n in range(rank + 1):
-        # From the middle on, weight gradients are deferred: they fill the bubble at the end.
-        split = split or (n == (rank + 1) // 2 and rank % 2 == 1)
-        write.add(I if split else B, up)
-        split = split or (n == (rank + 1) // 2 and rank % 2 == 0)
-        write.add(I if split else B, down)
-    for _ in range(ranks - rank - 1):
-        write.weight()
-        write.add(I if split else B, down)
-    while write.waiting:
-        write.weight()
-    return write.order
 
 
 @SCHEDULES.register("Varuna", ahead=2)

@@ -1,4 +1,4 @@
-"""Random states of the CPU and of a device, which recomputation and turns of two micro-batches set."""
+"""Random states of the CPU and of a device, which recomputation sets."""
 
 from __future__ import annotations
 

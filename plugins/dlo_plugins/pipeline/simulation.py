@@ -117,7 +117,7 @@ def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
     return [(True, action.stage)]
 
 
-def simulate(schedule: Schedule, costs: ActionCosts, *, overlaps: bool = False) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
 
     What a schedule without flushes has left to this step from the one before is ready when the step begins.
@@ -125,8 +125,6 @@ def simulate(schedule: Schedule, costs: ActionCosts, *, overlaps: bool = False) 
     Args:
         schedule: Schedule.
         costs: Costs of its actions.
-        overlaps: Whether pairs of the schedule run together: the forward begins when both can, and the backward ends
-            after both of their costs.
 
     Raises:
         Deadlock: If no rank can continue; the message says what each rank waits for.
@@ -143,9 +141,6 @@ def simulate(schedule: Schedule, costs: ActionCosts, *, overlaps: bool = False) 
             while at[rank] < len(order):
                 action = order[at[rank]]
                 ready = _ready(action, ends, where, costs.transfer)
-                if ready is not None and overlaps and at[rank] in schedule.pairs[rank]:
-                    other = _ready(order[at[rank] + 1], ends, where, costs.transfer)
-                    ready = None if other is None else max(ready, other)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
@@ -234,15 +229,14 @@ def theoretical_bubble(
 ) -> float:
     """Returns the time that a step takes beyond its work, by the papers' formulas, for equal stages.
 
-    The formulas of the two V schedules hold where the three costs are equal; the rest is the wait for the first
-    forward. That of Varuna, whose paper has none, holds where a backward takes twice as long as a forward; its work
-    includes recomputation. PipeDream2BW waits before its first step and after its last one only.
+    The formula of ZBV holds where the three costs are equal; the rest is the wait for the first forward. Varuna's paper
+    has none; its formula here holds where a backward takes twice as long as a forward, and its work includes
+    recomputation. PipeDream2BW waits before its first step and after its last one only.
 
     Args:
         name: Name of the schedule.
         ranks: Number of ranks in the pipeline.
-        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules, 2 `ranks` for
-            DualPipeV.
+        micro_batches: Number of micro-batches in a step: at least `ranks` for the zero-bubble schedules.
         costs: Costs of a micro-batch on a rank, over all its stages: forward, input gradient, weight gradient.
         chunks: Number of stages that each rank holds.
 
@@ -257,7 +251,6 @@ def theoretical_bubble(
         "Interleaved1F1B": (ranks - 1) * (forward + backward) / chunks,
         "ZBH1": (ranks - 1) * (forward + input - weight),
         "ZBV": (ranks - 1) * forward / 2,
-        "DualPipeV": (ranks - 1) * forward / 2,
         "Varuna": (ranks - 1) * (forward + backward) - (1 + (micro_batches - 1) % 3) * forward * (ranks > 1),
         "PipeDream2BW": 0.0,
     }

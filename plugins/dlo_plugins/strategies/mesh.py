@@ -67,7 +67,7 @@ class MeshStrategy(ShardedStrategy):
         tp: Number of ranks that shard each layer.
         ep: Number of ranks among which the experts of each mixture are divided. It divides dp_shard x cp, and takes no
             further ranks; see ExpertParallel.
-        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`, `DualPipeV`,
+        schedule: Name of the pipeline's schedule: `GPipe`, `1F1B`, `Interleaved1F1B`, `ZBH1`, `ZBV`,
             `Varuna`, which recomputes, `PipeDream2BW`, whose gradients have a delay of one step, or one that a file
             under `plugins:` or an installed package registers.
         micro_batches: Number of micro-batches of each rank's batch in the pipeline; by default four per rank of `pp`.
@@ -173,7 +173,7 @@ class MeshStrategy(ShardedStrategy):
         check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
-            self.pipelining.check_schedule(spec.pp, spec.ep > 1)
+            self.pipelining.check_schedule(spec.pp)
             self.pipelining.check_delay(str(self.precision_plugin.precision))
             if options.full_parameters:
                 self.zero_stage = 1

@@ -1,6 +1,5 @@
 """Schedules as data: complete, in order, without deadlock, as fast and as sparing as their papers say."""
 
-import dataclasses
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,6 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     forward_only,
     make_placement,
     make_schedule,
-    overlaps,
     splits_backward,
 )
 from dlo_plugins.pipeline.simulation import Deadlock, StageCosts, dependencies, simulate, theoretical_bubble
@@ -43,8 +41,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     number = draw(st.integers(1, 20))
     if name == "Interleaved1F1B":
         number = ranks * draw(st.integers(1, 4))
-    if name == "DualPipeV":
-        number += 2 * ranks
     if name == "PipeDream2BW":
         return make_schedule(name, ranks, max(number, ranks)).unroll(draw(st.integers(1, 3)))
     return make_schedule(name, ranks, number, chunks)
@@ -134,7 +130,6 @@ def test_activations_in_flight_are_bounded(schedule: Schedule) -> None:
             "Interleaved1F1B": 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1,
             "ZBH1": ranks,
             "ZBV": 2 * ranks,
-            "DualPipeV": 2 * ranks + 1,
             "Varuna": 3 * (ranks - rank - 1) + (rank == ranks - 1),
             "PipeDream2BW": ranks - rank,
         }[schedule.name]
@@ -207,76 +202,18 @@ def test_a_step_without_flushes_hands_backwards_to_the_next() -> None:
 
 
 def test_torch_has_the_same_orders() -> None:
-    """ZBV, DualPipeV and Interleaved1F1B against torch.distributed.pipelining, an implementation of their own."""
+    """ZBV against torch.distributed.pipelining, an implementation of their own."""
     from torch.distributed.pipelining import schedules as theirs
 
     for ranks in (2, 4):
         for number in (2 * ranks, 4 * ranks):
-            for name, known in (("ZBV", "ZBVZeroBubble"), ("DualPipeV", "DualPipeV")):
-                made = object.__new__(theirs.get_schedule_class(known))
-                made.pp_group_size, made.num_stages, made._n_microbatches = ranks, 2 * ranks, number
-                for rank, order in enumerate(make_schedule(name, ranks, number).orders):
-                    found = [a for a in made._calculate_single_rank_operations(rank) if a is not None]
-                    flat = [s for a in found for s in (a.sub_actions or (a,))]
-                    assert [(str(a.kind), a.stage, a.micro_batch) for a in order] == [
-                        (s.computation_type.value, s.stage_index, s.microbatch_index) for s in flat
-                    ]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_pairs_of_dualpipe_v_are_those_of_torch_and_can_run_together(ranks: int) -> None:
-    from torch.distributed.pipelining import schedules as theirs
-
-    for number in (2 * ranks, 2 * ranks + 1, 4 * ranks):
-        schedule = make_schedule("DualPipeV", ranks, number)
-        made = object.__new__(theirs.get_schedule_class("DualPipeV"))
-        made.pp_group_size, made.num_stages, made._n_microbatches = ranks, 2 * ranks, number
-        for rank, (order, pairs) in enumerate(zip(schedule.orders, schedule.pairs, strict=True)):
-            found = [a.sub_actions for a in made._calculate_single_rank_operations(rank) if a and a.sub_actions]
-            own = [(order[place], order[place + 1]) for place in sorted(pairs)]
-            # torch runs the first pair of the last rank apart, where it has just filled the pipeline.
-            assert [tuple((s.stage_index, s.microbatch_index) for s in two) for two in found] == [
-                tuple((a.stage, a.micro_batch) for a in two) for two in own[rank == ranks - 1 :]
-            ]
-            assert len(own) == 2 * (number - 2 * ranks + rank + 1) + ranks - rank - 1
-        costs = StageCosts.equal(2 * ranks)
-        together = simulate(schedule, costs, overlaps=True)
-        # Each rank's first pair waits until its backward can run.
-        assert together.makespan == simulate(schedule, costs).makespan + ranks - 1
-
-
-def test_only_two_stages_of_a_schedule_that_asks_for_it_run_together() -> None:
-    assert overlaps("DualPipeV")
-    assert [name for name in SCHEDULES.loaded() if overlaps(name)] == ["DualPipeV"]
-    assert not any(make_schedule("ZBV", 2, 8).pairs)
-    orders = {"Apart": "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1", "Cycle": "F1.0 B0.0", "Behind": "F0.0 F0.1 F1.0 B1.0"}
-    place = Placement(1, 2, "v")
-    made = {name: Schedule(name, place, 2, (tuple(_actions(order)),)) for name, order in orders.items()}
-    assert all(schedule.pairs == (frozenset(),) for schedule in made.values())
-    together = {name: dataclasses.replace(schedule, overlaps=True) for name, schedule in made.items()}
-    assert {name: set(schedule.pairs[0]) for name, schedule in together.items()} == {
-        "Apart": set(), "Cycle": {0}, "Behind": set(),
-    }  # fmt: skip
-    with pytest.raises(Deadlock):
-        simulate(together["Cycle"], StageCosts.equal(2), overlaps=True)
-
-
-def test_a_pair_whose_backward_waits_for_its_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Rank 1 sends the gradient that B2.0 waits for after a forward that waits for F0.1.
-    orders = ["F0.0 F2.0 F0.1 B2.0 F2.1 B0.0 B2.1 B0.1", "F1.0 F3.0 F1.1 B3.0 B1.0 F3.1 B3.1 B1.1"]
-    own: NamedFunctions[ScheduleRule] = NamedFunctions("schedule", "no_group", ScheduleRule)
-    own.register("Crossed", stages_per_rank=2, overlaps=True)(
-        lambda placement, rank, micro_batches: _actions(orders[rank])
-    )
-    monkeypatch.setattr(pipeline_schedules, "SCHEDULES", own)
-    options = PipelineOptions("Crossed", micro_batches=2)
-    options.check_schedule(2)
-    with pytest.raises(DloError, match=r"under schedule Crossed, got rank 0 at F0\.1, rank 1 at F1\.1 wait for one"):
-        options.check_schedule(2, has_exchanges=True)
-
-
-def _actions(order: str) -> list[Action]:
-    return [Action(ActionKind(a[0]), int(a[1]), int(a[3])) for a in order.split()]
+            made = object.__new__(theirs.get_schedule_class("ZBVZeroBubble"))
+            made.pp_group_size, made.num_stages, made._n_microbatches = ranks, 2 * ranks, number
+            for rank, order in enumerate(make_schedule("ZBV", ranks, number).orders):
+                found = [a for a in made._calculate_single_rank_operations(rank) if a is not None]
+                assert [(str(a.kind), a.stage, a.micro_batch) for a in order] == [
+                    (a.computation_type.value, a.stage_index, a.microbatch_index) for a in found
+                ]
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 17))
@@ -302,7 +239,7 @@ def test_a_deadlock_is_found() -> None:
         (("Interleaved1F1B", 4, 6), r"multiple of the pipeline's 4 ranks for Interleaved1F1B, got 6; set 4 or 8"),
         (("Interleaved1F1B", 4, 3), r"got 3; set 4, or"),
         (("Interleaved1F1B", 4, 8, 1), r"stages_per_rank must be 2 or more for Interleaved1F1B, got 1"),
-        (("DualPipeV", 4, 6), r"at least 8, the number of stages, for DualPipeV on 4 ranks, got 6; set 8"),
+        (("dualpipev", 4, 8), r"unknown schedule 'dualpipev'; removed in 0\.2: use ZBV\. available: GPipe, "),
         (("ZBV", 4, 6, 3), r"stages_per_rank must be 2 for ZBV, got 3"),
         (
             ("pipedream-2bw", 4, 3),

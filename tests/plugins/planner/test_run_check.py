@@ -163,9 +163,7 @@ def test_experts_on_other_ranks_are_read() -> None:
     assert (layout.mesh, layout.zero) == (MeshSpec(dp_shard=2, ep=2), 3)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1F1B", 1), ("ZBV", 2), ("DualPipeV", 2), ("Interleaved1F1B", 2), ("Varuna", 1)]
-)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBV", 2), ("Interleaved1F1B", 2), ("Varuna", 1)])
 def test_a_layout_has_the_stages_of_its_schedule(schedule: str, chunks: int) -> None:
     options = {"pp": 2, "schedule": schedule, "micro_batches": 4}
     assert read_layout(_config({"class_path": "MeshStrategy", "init_args": options}), 2).stages == 2 * chunks
