@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
@@ -33,6 +32,7 @@ from dlo_framework.registry import Registry
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
 from dlo_framework.task import Task
+from dlo_framework.yaml_text import read_yaml
 
 #: Dtypes of a second model's parameters, by their names in a config.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -364,7 +364,7 @@ def task_of(path: Path) -> Task:
     class_path, by_parser = settings.pop("_class_path", None), settings.pop("_instantiator", None) is not None
     config = path.parent.parent / "config.yaml"
     if class_path is None and config.is_file():
-        model = (yaml.safe_load(config.read_text()) or {}).get("model") or {}
+        model = (read_yaml(config) or {}).get("model") or {}
         class_path = model.get("class_path")
         if not settings:
             settings, by_parser = dict(model.get("init_args") or {}), True

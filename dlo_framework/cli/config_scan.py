@@ -16,6 +16,7 @@ import yaml
 from dlo_framework.cli.launcher_args import translate_options
 from dlo_framework.cli.shipped_configs import resolve_config
 from dlo_framework.errors import DloError
+from dlo_framework.yaml_text import load_yaml, parse_yaml, read_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def scan(argv: list[str]) -> ConfigScan:
             words += [option, path]
             continue
         if option.rstrip("+") == "--plugins" and value is not None:
-            plugins += parse_plugin_list(yaml.safe_load(value))
+            plugins += parse_plugin_list(parse_yaml(value, "--plugins"))
         if option == "--print_config" and value is not None:
             words.append(f"{option}={value}")  # jsonargparse takes its value only in the same word.
             continue
@@ -87,17 +88,9 @@ def read_config(path: str) -> dict[str, Any]:
     """Reads one YAML config.
 
     Raises:
-        DloError: If it cannot be read, is not YAML (the message has line and column), or is not a mapping.
+        DloError: If :func:`~dlo_framework.yaml_text.read_yaml` refuses it, or it is not a mapping.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except UnicodeDecodeError as error:
-        raise DloError(f"{path}: a config must be a text file, got binary data") from error
-    except OSError as error:
-        raise DloError(f"cannot read the config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise DloError(f"{path}: a config must be valid YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, "config")
     if content is None:
         raise DloError(f"{path}: the config is empty; `dlo configs quickstart` prints one to start from")
     if not isinstance(content, dict):
@@ -133,6 +126,6 @@ def _collect_inline_strings(text: str) -> list[str]:
     if not text.lstrip().startswith(("{", "[")):
         return []
     try:
-        return collect_strings(yaml.safe_load(text))
+        return collect_strings(load_yaml(text, "a value on the command line"))
     except yaml.YAMLError:
         return []  # The real parser reports the error.

@@ -25,6 +25,7 @@ from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 from dlo_framework.run_setup import OTHER_NAMES, explain_precision
+from dlo_framework.yaml_text import load_yaml
 
 #: Kind of class that a key takes: that of a plug-in, or a logger.
 KINDS = {
@@ -237,7 +238,7 @@ def _find_given_options(key: str, found: ConfigScan) -> list[str]:
         if option == f"--{key}.init_args":
             text = value or "".join(found.argv[number + 1 : number + 2])
             with contextlib.suppress(yaml.YAMLError):
-                options = yaml.safe_load(text)
+                options = load_yaml(text, option)
                 return list(map(str, options)) if isinstance(options, dict) else []
     return []
 

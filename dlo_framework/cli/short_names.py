@@ -11,6 +11,7 @@ from typing import Any
 
 from dlo_framework.cli.parse_errors import KINDS
 from dlo_framework.registry import Plugin
+from dlo_framework.yaml_text import load_yaml
 
 
 def expand_short_names(content: Any, class_paths: Mapping[str, str]) -> Any:
@@ -74,6 +75,7 @@ def prefer_plugins(plugins: Iterable[Plugin]) -> None:
     class_paths = get_class_paths(plugins)
 
     def load(text: str) -> Any:
+        load_yaml(text, "a value")  # For what it refuses; jsonargparse reads numbers in another way.
         return expand_short_names(loader(text), class_paths)
 
     load.without_plugins = loader  # type: ignore[attr-defined]

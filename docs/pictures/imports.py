@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "errors",
                 "extensions",
                 "units",
+                "yaml_text",
                 "atomic_file",
                 "disk_space",
                 "agreement",

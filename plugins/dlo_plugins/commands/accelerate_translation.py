@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.yaml_text import read_yaml
 
 #: Keys of Accelerate's ``ClusterConfig`` that have no effect on a run of dlo, each with the reason; None needs none.
 _WITHOUT_EFFECT: dict[str, str | None] = {
@@ -73,12 +74,7 @@ def to_yaml(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too.
-    except OSError as error:
-        raise DloError(f"from-accelerate: cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DloError(f"from-accelerate: {path} must be YAML or JSON, got {str(error).splitlines()[0]}") from error
+    content = read_yaml(path, "config of Accelerate")  # JSON is YAML too.
     if not isinstance(content, dict) or "distributed_type" not in content:
         raise DloError(
             f"from-accelerate: {path} must be a config that `accelerate config` wrote, got one without"

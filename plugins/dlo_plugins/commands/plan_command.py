@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.config_scan import ConfigScan, read_config
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
@@ -105,7 +103,7 @@ def check_command(options: argparse.Namespace, found: ConfigScan) -> int:
     Raises:
         DloError: The run cannot be compared.
     """
-    config = yaml.safe_load((options.check / "config.yaml").read_text())
+    config = read_config(str(options.check / "config.yaml"))
     with prepared_process(found):
         from dlo_plugins.commands.unplanned_run import UnplannedRun
         from dlo_plugins.planner.run_check import check_run

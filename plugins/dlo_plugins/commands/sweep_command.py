@@ -20,6 +20,7 @@ import yaml
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.yaml_text import read_yaml
 
 _HELP = """Search the hyperparameters of a config: each trial is a run of `dlo fit` in a process of its own.
 
@@ -215,10 +216,7 @@ def read_space(name: str) -> Any:
             near = did_you_mean(name, shipped) or f"; shipped: {', '.join(shipped)}"
             raise DloError(f"sweep: --space must be a file or a shipped space, got {name}{near}")
         path = shipped[name]
-    try:
-        return yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DloError(f"sweep: --space must be valid YAML, got {path}: {' '.join(str(error).split())}") from error
+    return read_yaml(path, "space")
 
 
 def count_trials(options: argparse.Namespace, space: Any) -> int:

@@ -170,10 +170,8 @@ class Rounds:
 
     def _seed(self) -> int:
         """Returns the seed of the dense round, from the config that it has kept; 0 if it has none."""
-        import yaml
-
         run = self._version("round_0")
-        seed = yaml.safe_load((run / "config.yaml").read_text()).get("seed_everything") if run is not None else 0
+        seed = read_config(str(run / "config.yaml")).get("seed_everything") if run is not None else 0
         return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
 
     def _prune(self, masks: Path) -> dict[str, Any]:

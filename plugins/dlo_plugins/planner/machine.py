@@ -9,9 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.yaml_text import read_yaml
 from dlo_plugins.planner.kernel_kind import Kind
 from dlo_plugins.planner.kernel_rates import KernelRates, read_rates
 from dlo_plugins.planner.work import Product, Share, Work
@@ -391,17 +390,13 @@ def load_machine(name: str) -> Machine:
         path = Path(name)
         if not path.is_file():
             raise DloError(f"machine must be a file that exists, got {name}; copy one of {_FOLDER}")
-        text = path.read_text()
     elif name in machine_names():
-        text = _FOLDER.joinpath(f"{name}.yaml").read_text()
+        path = Path(str(_FOLDER.joinpath(f"{name}.yaml")))
     else:
         known = machine_names()
         hint = did_you_mean(name.lower(), known) or f"; set --machine {known[0]}"
         raise DloError(f"machine must be one of {', '.join(known)}, or a file, got {name}{hint}")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DloError(f"machine must be a YAML file, got {name}: {error}; correct it") from error
+    content = read_yaml(path, "machine")
     if not isinstance(content, dict):
         raise DloError(
             f"machine must be a YAML file of constants, got {name} with {type(content).__name__}; correct it"

@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
+from dlo_framework.yaml_text import read_yaml
 from dlo_plugins.sweep.search_methods import best_value
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_plots import write_plots
@@ -129,7 +130,7 @@ def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> st
     path = folder / run / "config.yaml" if run else None
     if path is None or not path.exists():
         path = folder / "trials" / f"{trial.number:04d}" / CONFIG
-    config = yaml.safe_load(path.read_text())
+    config = read_yaml(path)
     config.pop("run", None)
     callbacks = (config.get("trainer") or {}).get("callbacks") or []
     own = [one for one in callbacks if str(one.get("class_path", "")).rpartition(".")[2] != CALLBACK]
