@@ -63,7 +63,6 @@ ENTRIES = (
     _entry("quantisation", 25, "--compiled", "--seeds 1 --epochs 1 --rounds 1 --models narrow"),
     _entry("preference", 1),
     _entry("quickstart_speed", 4, "", "--random --rounds 1 --only plain fused bf16"),
-    _entry("cpu_adam", 2, "", "--rounds 1 --elements 4096"),
     _entry("muon", 5, "--deepspeed", "--rounds 1 --width 32 --depth 1"),
     _entry("backward_step", 2, "", "--blocks 2 --width 16"),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dlo_framework.distributed.cpu_adam import use_cpu_kernel
-
 #: Keys of a parameter group in torch's optimizers that choose the implementation.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 _FUSED = (Adam, AdamW, SGD)
@@ -34,8 +32,6 @@ def prefer_fused(optimizer: Optimizer, module: nn.Module | None = None, *, on_cp
         return
     for group in optimizer.param_groups:
         group["fused"] = True
-    if on_cpu:
-        use_cpu_kernel(optimizer)
     if isinstance(optimizer, SGD):
         optimizer.register_step_pre_hook(_complete_momentum)
 

@@ -322,11 +322,11 @@ def _check_left_to_others(config: Mapping[str, Any], source: str) -> None:
 
 
 def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
-    """Checks that no option needs the state of DeepSpeed's CPUAdam; warns of its name, whose step is dlo's too."""
+    """Checks that no option needs the state of DeepSpeed's CPUAdam; warns where it is asked for by name."""
     section = OFFLOADED["offload_optimizer"]
     if get(config, "zero_force_ds_cpu_optimizer") is True and offload_device(config, section):
         rank_zero_warn(
-            f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state by its own kernel,"
+            f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state by torch's fused kernel,"
             " whose step is the same, with the state of torch's optimizer; remove it"
         )
     own = (
