@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
@@ -24,9 +22,7 @@ from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate, newest_valid
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
-from dlo_framework.checkpoint.manifest import MANIFEST
 from dlo_framework.errors import DloError, did_you_mean, shown_names
-from dlo_framework.frozen_cache import INFO, OutputCache, join_samples, sample_keys, split_samples
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
@@ -56,8 +52,6 @@ class FrozenModel:
             the Trainer's precision.
         offload: Whether parameters are in CPU memory, and each block's are copied to the device while the block before
             computes.
-        cache: Folder of outputs on disk. A batch whose samples are all in it, by the content of their inputs, needs no
-            forward; so it pays where a sample's inputs come again. Any number of processes and runs share it.
 
     Raises:
         DloError: The model has no source, or two; or the dtype is unknown.
@@ -70,7 +64,6 @@ class FrozenModel:
         average: float | None = None,
         dtype: str | None = None,
         offload: bool = False,
-        cache: str | None = None,
     ) -> None:
         sources = {"checkpoint": checkpoint, "task": task, "average": average}
         given = [name for name, value in sources.items() if value is not None]
@@ -88,7 +81,7 @@ class FrozenModel:
             raise DloError(
                 f"dtype of a second model must be one of {', '.join(DTYPES)}, got {dtype}{did_you_mean(dtype, DTYPES)}"
             )
-        own = {"dtype": dtype, "offload": offload or None, "cache": cache}
+        own = {"dtype": dtype, "offload": offload or None}
         option = next((name for name, value in own.items() if value is not None), None)
         if average is not None and option is not None:
             raise DloError(
@@ -97,10 +90,8 @@ class FrozenModel:
             )
         self.checkpoint, self.task, self.average, self.offload = checkpoint, task, average, offload
         self.dtype = None if dtype is None else DTYPES[dtype]
-        self.cache = cache
         #: Whether :meth:`check` has been called with the run's strategy.
         self.checked = False
-        self._cache: OutputCache | None = None
         self._made: Task | None = None  # task without a model, of the last check
         self._placed: PlacedModel | None = None
 
@@ -144,8 +135,6 @@ class FrozenModel:
                 contract.check_frozen(twin, datamodule)
             except DloError as error:
                 raise DloError(f"second model: {error}") from error
-            if self.cache is not None and self.checkpoint is not None and (Path(self.cache) / INFO).exists():
-                OutputCache(self.cache, self._fingerprint(task, _precision(contract))).close()
         self._made = task
         return twin
 
@@ -190,9 +179,6 @@ class FrozenModel:
         else:
             _cast(task, self.dtype)
         task.eval().requires_grad_(False)
-        if self.cache is not None:
-            found = self._fingerprint(task, _precision(contract))
-            self._cache = OutputCache(self.cache, strategy.broadcast(found))
         loads = self.checkpoint is not None
         placed = contract.place_frozen(task, dtype=self.dtype, offload=self.offload, loads_weights=loads)
         _update_properties(task, device=device)
@@ -232,42 +218,7 @@ class FrozenModel:
         """
         if self.dtype is not None:
             batch = map_leaves(self._cast_input, batch)
-        if self._cache is None:
-            return self.placed.outputs(batch)
-        return self._cached_outputs(self._cache, batch)
-
-    def _cached_outputs(self, cache: OutputCache, batch: Any) -> Any:
-        """Returns the outputs from the cache, or computes those of the full batch and adds what is missing."""
-        placed, keys = self.placed, list[bytes]()
-        stored: list[Any] = []
-        if placed.has_outputs:
-            keys = sample_keys(placed.task.cached_inputs(batch), placed.part)
-            if not all(key in cache for key in keys):
-                cache.refresh()
-            stored = [cache.read(key) if key in cache else None for key in keys]
-        misses = any(sample is None for sample in stored)
-        if placed.communicates and dist.is_initialized():
-            anywhere = torch.tensor(int(misses), device=placed.device)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-            misses = bool(anywhere)
-        if not misses:
-            return join_samples(stored, placed.device) if placed.has_outputs else None
-        outputs = placed.outputs(batch)
-        if placed.has_outputs and placed.is_first_copy and any(sample is None for sample in stored):
-            for key, had, sample in zip(keys, stored, split_samples(outputs, len(keys)), strict=True):
-                if had is None and key not in cache:  # A batch may have a sample twice.
-                    cache.write(key, sample)
-        return outputs
-
-    def _fingerprint(self, task: Task, precision: str) -> dict[str, Any]:
-        """Returns what tells the outputs of two models apart: their task, weights and precision."""
-        kind = f"{type(task).__module__}.{type(task).__qualname__}"
-        computes = f"trainer's {precision}" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        if self.checkpoint is not None:
-            weights = _hash_checkpoint(find_checkpoint(self.checkpoint))
-        else:
-            weights = _hash_state(task)
-        return {"task": kind, "weights": weights, "dtype": computes}
+        return self.placed.outputs(batch)
 
     def _cast_input(self, leaf: Any) -> Any:
         return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -285,11 +236,8 @@ class FrozenModel:
     def stop(self) -> None:
         """Frees the model; does nothing without one."""
         placed, self._placed = self._placed, None
-        cache, self._cache = self._cache, None
         if placed is not None:
             placed.close()
-        if cache is not None:
-            cache.close()
 
 
 def find_frozen_models(owners: Iterable[Any]) -> list[FrozenModel]:
@@ -467,39 +415,3 @@ def _cast(task: Task, dtype: torch.dtype) -> None:
 
 
 # --- fingerprints ----------------------------------------------------------------------------------------------
-
-
-def _precision(contract: StrategyContract) -> str:
-    strategy: Any = contract.strategy if isinstance(contract, ForeignStrategy) else contract
-    return str(strategy.precision_plugin.precision)
-
-
-def _hash_checkpoint(path: Path) -> str:
-    """Returns a hash of a checkpoint's content: of its manifest, which has those of its files."""
-    found = locate(path)
-    assert found is not None
-    file = found / MANIFEST if found.is_dir() else found
-    digest = hashlib.sha256()
-    with open(file, "rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _hash_state(task: Task) -> str:
-    """Returns a hash of a task's weights.
-
-    Raises:
-        DloError: They are on the meta device.
-    """
-    digest = hashlib.sha256()
-    for name, value in task.state_dict().items():
-        if isinstance(value, Tensor):
-            if value.is_meta:
-                raise DloError(
-                    f"cache of a second model must come with checkpoint under meta_init, got weights of"
-                    f" {type(task).__name__} that are read later; set checkpoint, or leave cache out"
-                )
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(name.encode() + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""))
-    return digest.hexdigest()

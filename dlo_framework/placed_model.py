@@ -54,21 +54,6 @@ class PlacedModel:
         """Whether this rank gets the outputs; under a pipeline only the last stage's ranks do."""
         return True
 
-    @property
-    def part(self) -> str:
-        """Description of this rank's part of a sample's outputs; empty where it is the full outputs."""
-        return ""
-
-    @property
-    def communicates(self) -> bool:
-        """Whether :meth:`outputs` needs all ranks."""
-        return False
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether no earlier rank has the same outputs of the same samples."""
-        return True
-
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch on the device, without a graph; None where :attr:`has_outputs` is not.
 

@@ -274,14 +274,6 @@ class Task(LightningModule, ABC):
             return (), batch
         return (batch[0] if isinstance(batch, tuple | list) else batch,), {}
 
-    def cached_inputs(self, batch: Any) -> Any:
-        """Returns what a sample's outputs depend on, by which a second model's cache finds them.
-
-        Tensors ``[B, ...]`` in dicts, lists and tuples. The default is :meth:`inputs`; override it if these have
-        values that no sample has alone.
-        """
-        return self.inputs(batch)
-
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates the current stage's metrics with a batch, and returns the values to log at the epoch's end.
 

@@ -49,7 +49,7 @@ def main() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", width_ratios=[1.35, 1])
     box(left, 1.5, 4.2, "checkpoint, task,\nor average", GREY)
     box(left, 5, 4.2, "second model, frozen,\nsharded as the first", BLUE)
-    box(left, 8.5, 4.2, "outputs, or from\nthe cache folder", BLUE)
+    box(left, 8.5, 4.2, "outputs", BLUE)
     box(left, 1.5, 1.2, "batch", GREY)
     box(left, 5, 1.2, "model that trains", ORANGE)
     box(left, 8.5, 1.2, "loss", GREEN)

@@ -75,7 +75,6 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "run_lock",
                 "weight_average",
                 "averaged_model",
-                "frozen_cache",
                 "frozen_model",
                 "run_checker",
                 "optimizers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
-from dlo_framework.frozen_cache import OutputCache
 from dlo_framework.frozen_model import FrozenModel, find_checkpoint, find_frozen_models
-from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from support import frozen_runs as runs
 from support.fsdp_nets import Batches
@@ -238,56 +235,3 @@ def test_a_model_that_reads_values_while_it_is_built_is_refused() -> None:
 def test_owners_list_their_models() -> None:
     frozen = FrozenModel("somewhere")
     assert find_frozen_models([LightningModule(), runs.Teacher(frozen)]) == [frozen]
-
-
-# --- the cache -------------------------------------------------------------------------------------------------
-
-
-def count_forwards(callback: runs.Teacher) -> None:
-    """Notes the number of forwards of a second model after each batch."""
-
-    def look(own: runs.Teacher, trainer: Any) -> None:
-        model = own.frozen.placed.task.called()
-        if "hook" not in own.notes:
-            own.notes["forwards"] = 0
-            own.notes["hook"] = model.register_forward_hook(
-                lambda *_: own.notes.update(forwards=own.notes["forwards"] + 1)
-            )
-
-    callback.look = look
-
-
-@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_hit_needs_no_forward_and_gives_the_same_outputs(
-    teacher: tuple[str, Path], tmp_path: Path, dtype: str | None
-) -> None:
-    kind, folder = teacher
-    options: Any = {"checkpoint": str(folder), "dtype": dtype, "cache": str(tmp_path / "cache")}
-    found = []
-    for epoch in range(2):
-        callback = runs.Teacher(FrozenModel(**options))
-        count_forwards(callback)
-        torch.manual_seed(1)
-        runs.make_trainer("auto", callbacks=[callback]).fit(runs.TASKS[kind](), runs.loader(kind))
-        found.append(callback.found)
-        # The hook is there from the second batch on.
-        assert callback.notes["forwards"] == (0 if epoch else runs.STEPS - 1)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    cache = OutputCache(tmp_path / "cache", json.loads((tmp_path / "cache" / "cache.json").read_text()))
-    assert len(cache) == runs.STEPS * runs.ROWS
-
-
-def test_a_cache_of_another_model_or_dtype_is_refused_before_the_run(images: Path, tmp_path: Path) -> None:
-    cache = str(tmp_path / "cache")
-    fit("images", FrozenModel(str(images), cache=cache))
-    student, trainer = runs.image_task(), runs.make_trainer("auto")
-    strategy = contract_of(trainer.strategy)
-    FrozenModel(str(images), cache=cache).check(student, None, strategy)
-    with pytest.raises(DloError, match=r"of another \(dtype trainer's 32-true instead of bfloat16\); choose"):
-        FrozenModel(str(images), cache=cache, dtype="bfloat16").check(student, None, strategy)
-    other = runs.make_teacher("images", tmp_path / "version_0", label_smoothing=0.5)
-    with pytest.raises(DloError, match=r"of another \(weights "):
-        FrozenModel(str(other), cache=cache).check(student, None, strategy)
-    with pytest.raises(DloError, match=r"of another \(weights "):
-        fit("images", FrozenModel(task=runs.image_task(width=48), cache=cache))

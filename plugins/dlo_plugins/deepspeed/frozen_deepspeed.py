@@ -60,11 +60,6 @@ class FrozenDeepSpeed(PlacedModel):
             if is_partitioned(parameter) and not name.startswith(blocks or ("",))
         ]
 
-    @property
-    def communicates(self) -> bool:
-        """Whether a forward gathers parameters."""
-        return True
-
     def outputs(self, batch: Any) -> Any:
         """Returns the task's outputs for a batch, without a graph."""
         with torch.no_grad():

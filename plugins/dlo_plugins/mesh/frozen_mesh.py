@@ -72,24 +72,6 @@ class FrozenMesh(PlacedModel):
         pipelined = self._state.pipelined
         return pipelined is None or pipelined.pipeline.is_last
 
-    @property
-    def part(self) -> str:
-        """Description of this rank's shard of the sequences; empty for full ones."""
-        groups, context = self.sharded.groups, self._state.context
-        if context is None or context.sequence is None:
-            return ""
-        return f"cp {groups.coordinates.cp} of {groups.spec.cp}, {context.method}"
-
-    @property
-    def communicates(self) -> bool:
-        """Whether a forward gathers parameters or exchanges activations."""
-        return self.sharded.groups.spec.world_size > 1
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those of tensor parallelism, which have the same outputs."""
-        return self.sharded.groups.coordinates.tp == 0
-
     def own_part(self, batch: Any) -> Any:
         """Returns this rank's shard of the batch's sequences, or the batch where ranks do not share them."""
         context = self._state.context

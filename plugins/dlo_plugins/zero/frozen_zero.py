@@ -35,11 +35,6 @@ class FrozenZero(PlacedModel):
         super().__init__(task, device, context=context, moved=True)
 
     @property
-    def communicates(self) -> bool:
-        """Whether a forward gathers parameters."""
-        return self.engine.communicator.size > 1
-
-    @property
     def _gathering(self) -> UnitGatherer:
         assert self.engine.gathering is not None, "the engine is of stage 3"
         return self.engine.gathering

@@ -418,11 +418,6 @@ class CausalLM(Task):
             found.pop("position_ids", None)
         return (), found | told
 
-    def cached_inputs(self, batch: Any) -> dict[str, Tensor]:
-        """Returns the tokens, positions and padding of each row, from which all other inputs are computed."""
-        names = ("input_ids", "position_ids", "attention_mask")
-        return {name: batch[name] for name in names if batch.get(name) is not None}
-
     def forward(self, documents: DocumentSpans | None = None, **inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the hidden states before the head, `[B, L, D]`; the logits of all tokens are never computed at once.
 
