@@ -240,13 +240,6 @@ BESIDE: dict[str, With] = {
         rtol=2**-4,
         model_args=(("hidden_size", 64), ("intermediate_size", 64), ("num_key_value_heads", 4)),
     ),
-    # One process has nothing to gather.
-    "LowPrecision, float8 gathers": With(
-        lambda: [LowPrecision("fp8", min_features=8, emulate=True, float8_all_gather=True)],
-        tasks=TEXTS,
-        alone=False,
-        rtol=2**-5,
-    ),
     "LRFinder": With(lambda: [LRFinder(num_steps=20, min_lr=1e-4, max_lr=1e-2, apply=False)]),
     "MicroBatchFinder": With(lambda: [MicroBatchFinder(memory_limit_bytes=4 * 10**9, max_size=4, steps_per_trial=1)]),
     "OneCycle": With(lambda: [OneCycle(max_lr=1e-3)]),

@@ -12,7 +12,6 @@ sharded, and blocks are compiled at their first call. So one mechanism serves th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +24,11 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.quantisation.low_precision_schemes import check_device, check_emulation, check_torchao, find_scheme
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dlo_framework.distributed.collectives import Communicator
-    from dlo_plugins.quantisation.float8_gather import Float8Gather
-    from dlo_plugins.quantisation.float8_zero_gather import Float8ZeroGather
     from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
 
@@ -53,8 +48,6 @@ class LowPrecision(Callback):
         min_features: Least number of input and of output features of a layer, in this rank's slice of it.
         emulate: Whether float8 is emulated on any device: the factors are rounded, and multiplied in single precision.
             It is slower than training without the callback, and shows the numerics.
-        float8_all_gather: Whether FSDP or stage 3 of ZeRO gathers the weights of these layers in float8, with the
-            scheme `fp8`: half the bytes of bf16, and the same products.
 
     Raises:
         DloError: An option is invalid, or the device has no kernels for the scheme.
@@ -67,14 +60,8 @@ class LowPrecision(Callback):
         skip: list[str] | None = None,
         min_features: int = 64,
         emulate: bool = False,
-        float8_all_gather: bool = False,
     ) -> None:
-        self.scheme, self.emulate, self.float8_all_gather = find_scheme(scheme), emulate, float8_all_gather
-        if float8_all_gather and scheme != "fp8":
-            raise DloError(
-                "LowPrecision: scheme must be fp8 for float8_all_gather, whose weights have one scale, got"
-                f" {scheme}; set scheme: fp8, or leave float8_all_gather out"
-            )
+        self.scheme, self.emulate = find_scheme(scheme), emulate
         if emulate:
             check_emulation(self.scheme)
         check_torchao(self.scheme)
@@ -82,8 +69,6 @@ class LowPrecision(Callback):
             raise DloError(f"LowPrecision: min_features must be at least 1, got {min_features}; 64 is usual")
         self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
         self._installed: LowPrecisionForward | None = None
-        self._gather: Float8Gather | Float8ZeroGather | None = None
-        self._reshard: Callable[[], None] = _nothing
 
     # --- the layers ----------------------------------------------------------------------------------------
 
@@ -135,9 +120,7 @@ class LowPrecision(Callback):
         sizes = layer.in_features, layer.out_features
         return min(sizes) >= self.min_features and not any(size % self.scheme.multiple for size in sizes)
 
-    def _install(
-        self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str, strategy: Any
-    ) -> None:
+    def _install(self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str) -> None:
         from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
         names = self.choose_layers(module, plan)
@@ -153,60 +136,8 @@ class LowPrecision(Callback):
                 cut = state.sharded.layout.slices.get(f"{prefix}{name}.weight")
                 sliced: Any = None if cut is None else cut.dim  # 0 or 1: a weight has two dims.
                 self._installed.install(module.get_submodule(name), sliced, tp.group.group_name)
-        if self.float8_all_gather:
-            self._install_gather(module, names, state, prefix, strategy)
         count = len(self._linear_layers(module, plan))
         rank_zero_info(f"LowPrecision: {len(names)} of the blocks' {count} linear layers compute in {self.scheme.text}")
-
-    def _install_gather(
-        self, module: nn.Module, names: list[str], state: ParallelState | None, prefix: str, strategy: Any
-    ) -> None:
-        from dlo_plugins.quantisation.float8_gather import Float8Gather
-        from dlo_plugins.quantisation.float8_zero_gather import Float8ZeroGather
-
-        if isinstance(strategy, ZeroStrategy):
-            assert strategy.engine is not None
-            assert strategy.engine.gathering is not None
-            self._reshard = strategy.engine.gathering.release_all
-            self._gather = Float8ZeroGather(strategy.engine, {f"{prefix}{name}.weight" for name in names})
-        else:
-            assert state is not None
-            sharded, slices = state.sharded, state.sharded.layout.slices
-            self._reshard = sharded.reshard
-            layers = [(module.get_submodule(name), f"{prefix}{name}.weight" in slices) for name in names]
-            self._reshard()
-            over = sharded.sharers.maximum, sharded.tensor_parallel.maximum
-            self._gather = Float8Gather(sharded.module, layers, *over)
-        rank_zero_info(f"LowPrecision: {len(self._gather)} weights are gathered in float8")
-
-    def _refresh(self) -> None:
-        if self._gather is not None:
-            self._gather.refresh()
-
-    def _check_gather(self, trainer: Trainer) -> None:
-        if not self.float8_all_gather:
-            return
-        strategy, must = trainer.strategy, "LowPrecision: float8_all_gather must have"
-        if isinstance(strategy, ZeroStrategy):
-            if strategy.stage < 3:
-                raise DloError(
-                    f"{must} parameters that ranks shard, got stage {strategy.stage} of ZeRO, whose ranks step and save"
-                    " the full weights that they gather; set stage 3, or leave it out"
-                )
-            return
-        if not isinstance(strategy, MeshStrategy):
-            raise DloError(
-                f"{must} FSDP or stage 3 of ZeRO, whose all-gathers it changes, got {type(strategy).__name__}; set"
-                " strategy fsdp or zero3, or leave it out"
-            )
-        spec, shard = strategy.mesh_spec(), strategy.fully_shard
-        if spec.dp_shard * spec.cp == 1:
-            raise DloError(f"{must} parameters that ranks shard, got {spec}; set dp_shard, or leave it out")
-        if type(shard.reshard_after_forward) is int:
-            raise DloError(
-                f"{must} shards that FSDP2 gathers over all ranks, got reshard_after_forward:"
-                f" {shard.reshard_after_forward}, for which it has no extension; leave one of the two out"
-            )
 
     # --- hooks ---------------------------------------------------------------------------------------------
 
@@ -218,7 +149,6 @@ class LowPrecision(Callback):
         """
         check_device(self.scheme, trainer.strategy.root_device, self.emulate)
         self._check_callbacks(trainer)
-        self._check_gather(trainer)
         if isinstance(module, Task):
             twin = module.on_meta()
             self.choose_layers(twin.model, twin.parallel_plan())
@@ -251,17 +181,13 @@ class LowPrecision(Callback):
     def _begin(self, module: LightningModule) -> None:
         if self._installed is not None:
             return
-        state, strategy = ParallelState.of(module), module.trainer.strategy
+        state = ParallelState.of(module)
         if isinstance(module, Task):
-            self._install(module.model, module.parallel_plan(), state, "model.", strategy)
+            self._install(module.model, module.parallel_plan(), state, "model.")
         else:
-            self._install(module, ParallelPlan.infer(module), state, "", strategy)
+            self._install(module, ParallelPlan.infer(module), state, "")
 
     def _remove(self) -> None:
-        if self._gather is not None:
-            self._reshard()
-            self._gather.remove()
-            self._gather, self._reshard = None, _nothing
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
@@ -269,28 +195,6 @@ class LowPrecision(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the products, after the strategy has cut and sharded the model."""
         self._begin(pl_module)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Finds the scales of weights that are gathered in float8."""
-        self._refresh()
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Finds the scales, because a callback may have exchanged the weights."""
-        self._refresh()
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Finds the scales, as in validation."""
-        self._refresh()
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Finds the scales, as in validation."""
-        self._refresh()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the products for a validation of its own."""
@@ -324,10 +228,6 @@ class LowPrecision(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Makes the layers compute as they did before."""
         self._remove()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _agree(names: list[str], all_names: list[str], ranks: Communicator, device: torch.device) -> list[str]:

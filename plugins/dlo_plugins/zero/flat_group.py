@@ -16,7 +16,6 @@ own in all stages. Gradients are computed in half precision, and summed and kept
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,6 @@ from dlo_plugins.sharding.flat_partition import FlatPartition
 
 #: Alignment in bytes, which tensor cores and vector instructions require.
 _ALIGNMENT = 16
-
-
-class GatherEncoding(Protocol):
-    """Form in which a group's segments travel."""
-
-    def all_gather(self, full: Tensor) -> Pending:
-        """Gathers all ranks' segments into the full buffer, of which each rank has filled its own."""
 
 
 class FlatGroup:
@@ -60,10 +52,7 @@ class FlatGroup:
         pieces: Views of the shard, one for each parameter of which this rank owns elements.
         gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
         partition: Partition of the buffer over the ranks.
-        encoding: Form in which segments are gathered, in stage 3; None for their own.
     """
-
-    encoding: GatherEncoding | None = None
 
     def __init__(
         self,
@@ -252,12 +241,12 @@ class FlatGroup:
         if self.shard_device == self.device:
             if not self.shares_memory:
                 own.copy_(sent)
-            self._gathering = (self.encoding or self.communicator).all_gather(self.full)
+            self._gathering = self.communicator.all_gather(self.full)
             return
         # Overlapped: the next unit's parameters are copied from the CPU while this unit computes.
         self._from_shard = self._copies.up.copy(own, sent)
         with self._from_shard.stream_context():
-            self._gathering = (self.encoding or self.communicator).all_gather(self.full)
+            self._gathering = self.communicator.all_gather(self.full)
 
     def _staged_shard(self) -> Tensor:
         """Returns the shard in the gathered dtype: a copy to a device that casts would block the host."""
