@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 #: Names that earlier versions had, in lower case, and what to use instead; docs/breaking.md has them too.
 REMOVED = {
     "dualpipev": "use ZBV",
+    "ahead": "a rank never leaves its schedule's order; leave it out",
     "overlaps": "a schedule runs its actions one after the other; leave it out",
     "float8_all_gather": "leave it out; weights are gathered in their own dtype",
 }

@@ -251,9 +251,6 @@ class CutIntoStages(Applier):
             device=self._options.device,
         )
         firsts = [pipeline.stages.blocks[first] for first in pipeline.stages.first[1:-1]]
-        spec = self._options.spec
-        # What ranks of other axes exchange within a stage has one order on all of them.
-        pipeline.runs_ahead = spec.pp == spec.world_size
         self._options.appliers.tensor.gather_between_stages(module, plan, firsts)
         names, own = [name for name, _ in _tensors(module)], pipeline.ownership
         layout.other_stages |= {name for name in names if not own(name)}

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from dlo_plugins.pipeline.actions import ActionKind, Placement
 from dlo_plugins.pipeline.autocast import autocast_dtype
 from dlo_plugins.pipeline.gates import StageShapes
 from dlo_plugins.pipeline.pipeline_schedules import Schedule
-from dlo_plugins.pipeline.transport import Arrivals, ReceiveQueue, SendQueue, Transport
+from dlo_plugins.pipeline.transport import ReceiveQueue, SendQueue, Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +103,10 @@ class Exchange:
         device: Device of the messages.
 
     Attributes:
-        ahead: Number of forwards that a rank may run ahead of its order. If there are any, the exchange knows which
-            messages have arrived.
         most_in_flight: Largest number of this rank's messages in flight at one time of the last step.
     """
 
     most_in_flight = 0
-    ahead = 0
 
     def __init__(self, transport: Transport, placement: Placement, device: torch.device) -> None:
         self._transport, self._placement, self._device = transport, placement, device
@@ -122,7 +118,6 @@ class Exchange:
         self._positions: list[dict[tuple[bool, int, int], int]] = []
         self._inboxes: dict[int, ReceiveQueue] = {}
         self._local: dict[Message, Tensor] = {}
-        self._arrivals: dict[int, Arrivals] = {}
 
     def start(self, schedule: Schedule, signatures: Sequence[Any], first: int = 0) -> Exchange:
         """Begins a step.
@@ -154,10 +149,7 @@ class Exchange:
                 self._inboxes[source].expect(items)
                 continue
             link = self._transport.link(source, incoming=True)
-            if self.ahead and source not in self._arrivals:
-                self._arrivals[source] = Arrivals()
-            arrivals = self._arrivals[source] if self.ahead else None
-            self._inboxes[source] = ReceiveQueue(link, items, self._buffer_for, self._store_header, arrivals)
+            self._inboxes[source] = ReceiveQueue(link, items, self._buffer_for, self._store_header)
         return self
 
     def receive_hidden(self, stage: int, micro_batch: int) -> Tensor:
@@ -169,18 +161,6 @@ class Exchange:
     def receive_gradient(self, stage: int, micro_batch: int) -> Tensor:
         """Returns the gradient of the hidden state that a stage has sent."""
         return self._receive(Message(True, stage, micro_batch), stage + 1)
-
-    def arrival(self, is_gradient: bool, stage: int, micro_batch: int) -> Future[None] | None:
-        """Returns a future that is done once a message of another rank has arrived; None if it has no layout yet.
-
-        Args:
-            is_gradient: Whether it is the gradient of the hidden state that the stage has sent, not the hidden state
-                with which it begins.
-            stage: Stage that receives it.
-            micro_batch: Number of its micro-batch.
-        """
-        source = self._placement.rank_of(stage + 1 if is_gradient else stage - 1)
-        return self._inboxes[source].arrival(Message(is_gradient, stage, micro_batch))
 
     def get_shapes(self, stage: int, signature: Any) -> StageShapes:
         """Returns the shapes of earlier stages' outputs; they came with the first hidden state of a signature."""
@@ -239,9 +219,7 @@ class Exchange:
         if source == self._rank:
             return self._local.pop(item)
         flat = self._inboxes[source].receive(item)
-        # A forward that is ahead shows nothing of what its order has before it; one that many forwards before it does.
-        shown = item.micro_batch if item.is_gradient else item.micro_batch - self.ahead
-        self._sends.release(source, self._place(source, item.is_gradient, sender, shown, -1))
+        self._sends.release(source, self._place(source, item.is_gradient, sender, item.micro_batch, -1))
         return self._layout(item).unflatten(flat)
 
     def _place(self, rank: int, is_backward: bool, stage: int, micro_batch: int, otherwise: float) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,8 +158,6 @@ class Pipeline:
         drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
         weight_gradients_ready: Callback after each action that has computed deferred weight gradients.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
-        runs_ahead: Whether a rank may run forwards ahead of its order where the schedule and the transport can: the
-            ranks of other axes would have to do the same.
         record: Whether to record a timeline; if so, all ranks start each step together.
         delays: Whether a step's gradients are set by the next step.
         delayed: Gradients that are complete and not applied, after :meth:`drain` or in an accumulation, and a loss.
@@ -213,7 +210,6 @@ class Pipeline:
         self.weight_gradients_ready: Callable[[], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
         self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.runs_ahead = False
         self.record = False
         self._recorder = Recorder(self.device)
         self._exchange = Exchange(self._transport, self.placement, self.device)
@@ -295,7 +291,7 @@ class Pipeline:
             order: Actions.
         """
         before = self._carried
-        for action in self._actions(step, order):
+        for action in order:
             if action.micro_batch < 0:
                 if before is not None:
                     # Blocks that recompute use the weights of their forward.
@@ -310,41 +306,6 @@ class Pipeline:
             else:
                 self._compute_weight_gradients(step, action)
         step.exchange.finish()
-
-    def _actions(self, step: _Step, order: Sequence[Action]) -> Iterator[Action]:
-        """Yields a rank's actions in their order, but the next forwards before a backward whose gradient is late.
-
-        Forwards keep their order among themselves, as do backwards, so that the numbers are the same.
-        """
-        most = step.exchange.ahead
-        forwards = deque(action for action in order if action.kind is ActionKind.FORWARD)
-        early: set[Action] = set()
-        for action in order:
-            if action in early:
-                early.remove(action)
-                continue
-            if action.is_backward:
-                while len(early) < most and forwards and self._is_late(step, action, forwards[0]):
-                    early.add(forwards[0])
-                    yield forwards.popleft()
-            elif action.kind is ActionKind.FORWARD:
-                forwards.popleft()
-            yield action
-
-    def _is_late(self, step: _Step, backward: Action, forward: Action) -> bool:
-        """Waits until a backward or a forward can run; returns whether it is the forward, not the backward."""
-        _, stage, number = backward
-        if stage + 1 == self.stages.count or not step.saved[stage, number][1].requires_grad:
-            return False
-        gradient = step.exchange.arrival(True, stage, step.first + number)
-        assert gradient is not None, "the forward has sent a hidden state"
-        if stage == 0 or gradient.done():
-            return not gradient.done()
-        hidden = step.exchange.arrival(False, stage, step.first + forward.micro_batch)
-        if hidden is None:
-            return False
-        wait([gradient, hidden], return_when=FIRST_COMPLETED)
-        return not gradient.done()
 
     # --- delayed gradients ---------------------------------------------------------------------------------
 
@@ -619,7 +580,6 @@ class Pipeline:
         self._limit_shapes(known)
         before = self._carried
         first = before.first + len(before.micro_batches) if before is not None else 0
-        self._exchange.ahead = schedule.ahead if self.runs_ahead and self._transport.knows_arrivals else 0
         return _Step(micro_batches, known, self._exchange.start(schedule, known, first), forward, first=first)
 
     def _limit_shapes(self, known: Sequence[Any]) -> None:

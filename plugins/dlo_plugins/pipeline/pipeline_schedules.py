@@ -14,8 +14,7 @@ Interleaved1F1B has two or more stages a rank, ZBV has two, the others one.
 
 Departures: ZBV always uses the order that has no bubble where forward, input gradient and weight gradient take equally
 long, whatever the actual costs. ZBH1 bounds the number of deferred weight gradients, not memory itself. In Varuna, a
-rank whose gradient is late runs at most two forwards ahead of its order, and only in a run on CPUs with no other axis;
-the paper's runs as many as it has hidden states.
+rank runs its order also where a gradient is late; the paper's then runs forwards whose hidden states it has.
 PipeDream2BW applies a step's gradients on all ranks at the end of the next step, where the paper's ranks apply them one
 after the other, as each has them; the weights are the same, with one more set of gradients in memory.
 
@@ -50,7 +49,6 @@ class Schedule:
         orders: Actions of each rank, in the order in which it runs them.
         flushes: Whether a step ends with all its backwards. Otherwise the backwards of its last micro-batches run in
             the next step, with negative numbers: -1 is the last micro-batch of the step before.
-        ahead: Number of forwards that a rank may run ahead of its order, while the gradient of a backward is late.
     """
 
     name: str
@@ -58,7 +56,6 @@ class Schedule:
     micro_batches: int
     orders: tuple[tuple[Action, ...], ...]
     flushes: bool = True
-    ahead: int = 0
 
     @property
     def splits_backward(self) -> bool:
@@ -104,8 +101,6 @@ class ScheduleRule:
             order that has any is refused.
         flushes: Whether a step ends with all its backwards; see :class:`Schedule`. Without it, weights have a delay of
             one step.
-        ahead: Number of forwards that a rank may run ahead of its order; see :class:`Schedule`. Each rank must have one
-            stage, and a step end with all its backwards.
         check: Function of the numbers of ranks and of micro-batches that raises a DloError for numbers that the
             schedule cannot run; None where it can run any.
     """
@@ -115,7 +110,6 @@ class ScheduleRule:
     shape: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
     flushes: bool = True
-    ahead: int = 0
     check: Callable[[int, int], None] | None = None
 
 
@@ -168,12 +162,6 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     known, rule = _find_rule(name)
     if micro_batches < 1:
         raise DloError(f"micro_batches must be at least 1, got {micro_batches}; set {2 * ranks}")
-    if rule.ahead and (where.stages_per_rank > 1 or not rule.flushes):
-        got = "flushes=False" if not rule.flushes else f"{where.stages_per_rank}"
-        raise DloError(
-            f"schedule {known} must have one stage a rank, and flush, to be registered with ahead={rule.ahead}, got"
-            f" {got}; remove ahead"
-        )
     if rule.check is not None:
         rule.check(ranks, micro_batches)
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
@@ -186,7 +174,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
                 f" (I, W), got them on rank {rank}; add it to register(), or use full backwards (B)"
             )
-    return Schedule(known, where, micro_batches, orders, rule.flushes, rule.ahead)
+    return Schedule(known, where, micro_batches, orders, rule.flushes)
 
 
 def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_batches: int) -> tuple[Action, ...]:
@@ -419,7 +407,7 @@ def _zbv(where: Placement, rank: int, micro_batches: int) -> list[Action]:
     return [action for action in write.order if action.micro_batch < micro_batches]
 
 
-@SCHEDULES.register("Varuna", ahead=2)
+@SCHEDULES.register("Varuna")
 def _varuna(where: Placement, rank: int, number: int) -> list[Action]:
     """Each stage but the last recomputes, and a forward runs only while no gradient is on its way."""
     return list(_varuna_orders(where.ranks, number)[rank])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -157,49 +155,6 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
             f"ranks must not wait for each other in a cycle under schedule {schedule.name}, got {', '.join(stuck)} wait"
             " for one another; order each rank's actions so that what they wait for comes first"
         )
-    return timeline
-
-
-def simulate_ahead(schedule: Schedule, costs: ActionCosts) -> Timeline:
-    """Returns the timeline of a schedule whose ranks run forwards ahead while the gradient of a backward is late.
-
-    A rank decides by what has arrived, so that the earliest action of all ranks runs first.
-
-    Args:
-        schedule: Schedule with one stage a rank, whose attribute `ahead` bounds the forwards; it flushes.
-        costs: Costs of its actions; they are positive.
-    """
-    where, orders = schedule.placement, [deque(order) for order in schedule.orders]
-    forwards = [deque(a for a in order if a.kind is ActionKind.FORWARD) for order in orders]
-    early: list[set[Action]] = [set() for _ in orders]
-    ends: dict[tuple[bool, int, int], float] = {}
-    timeline, clock = Timeline([[] for _ in orders]), [0.0] * where.ranks
-
-    def start_of(action: Action) -> float:
-        ready = _ready(action, ends, where, costs.transfer)
-        return math.inf if ready is None else max(clock[action.stage], ready)
-
-    while any(orders):
-        found: list[tuple[float, int, Action]] = []
-        for rank, order in enumerate(orders):
-            if order:
-                choices = [order[0]]
-                if order[0].is_backward and forwards[rank] and len(early[rank]) < schedule.ahead:
-                    choices.append(forwards[rank][0])
-                found.append(min(((start_of(action), rank, action) for action in choices), key=lambda item: item[0]))
-        start, rank, action = min(found, key=lambda item: item[0])
-        clock[rank] = end = start + costs.cost_of(action)
-        timeline.rows[rank].append(TimedAction(action, start, end))
-        if action.kind is not ActionKind.RECOMPUTE:
-            ends[action.is_backward, action.stage, action.micro_batch] = end
-        if action.kind is ActionKind.FORWARD:
-            forwards[rank].popleft()
-        if action is orders[rank][0]:
-            orders[rank].popleft()
-        else:
-            early[rank].add(action)
-        while orders[rank] and orders[rank][0] in early[rank]:
-            early[rank].remove(orders[rank].popleft())
     return timeline
 
 

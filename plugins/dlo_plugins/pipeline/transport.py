@@ -6,14 +6,10 @@ The messages from one rank to another are one stream, in the order of the sender
 from __future__ import annotations
 
 import pickle
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +20,6 @@ from dlo_framework.distributed.collectives import HostReceive, backend_of, excha
 
 #: Number of receives that are posted in advance for each sender, but on NCCL.
 _AHEAD = 2
-#: Receives to wait for, each with its wait; None is the end.
-_Receives: TypeAlias = "SimpleQueue[tuple[Future[None], Callable[[], None]] | None]"
 
 
 class Link:
@@ -65,11 +59,9 @@ class Link:
         assert work is not None
         return HostReceive(work, into, tensor) if self._by_host else work
 
-    def wait(self, work: dist.Work | HostReceive | Future[None]) -> None:
+    def wait(self, work: dist.Work | HostReceive) -> None:
         """Waits until a send or receive is complete; on an accelerator, the current stream waits."""
-        if isinstance(work, Future):
-            work.result()
-        elif self._limit is None:
+        if self._limit is None:
             work.wait()
         else:
             work.wait(self._limit)
@@ -105,9 +97,6 @@ class Transport:
     Args:
         group: Process group of the pipeline's ranks.
         device: Device of the messages.
-
-    Attributes:
-        knows_arrivals: Whether :class:`Arrivals` can tell which messages have arrived: with gloo, of CPU tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -123,7 +112,6 @@ class Transport:
             self._apart = made  # type: ignore[assignment]
         self._limit = exchange_limit(group) if backend == "gloo" else None
         self._by_host = collectives.is_sent_by_host(group, device)
-        self.knows_arrivals = backend == "gloo" and not self._by_host
         self._is_fake = backend == "fake"
         self._ahead = 0 if backend == "nccl" else _AHEAD
 
@@ -211,49 +199,6 @@ class SendQueue:
         self._under_way.clear()
 
 
-class Arrivals:
-    """Thread that waits for receives from one rank, so that others can ask which have arrived.
-
-    gloo (torch 2.11 to 2.15) does not report an arrival unless one waits for it. The thread ends with this object.
-    """
-
-    def __init__(self) -> None:
-        self._receives: _Receives = SimpleQueue()
-        thread = threading.Thread(target=_wait_in_order, args=(self._receives,), daemon=True, name="dlo-arrivals")
-        thread.start()
-        weakref.finalize(self, _end_thread, thread, self._receives)
-
-    def follow(self, link: Link, work: dist.Work | HostReceive) -> Future[None]:
-        """Returns a future that is done once a receive is complete, or has failed.
-
-        Args:
-            link: Link of the receive.
-            work: Receive; those of a link are complete in their order.
-        """
-        future: Future[None] = Future()
-        self._receives.put((future, lambda: link.wait(work)))
-        return future
-
-
-def _end_thread(thread: threading.Thread, receives: _Receives) -> None:
-    """Ends a thread, which must not run while the interpreter shuts down; it may wait for a rank that has died."""
-    receives.put(None)
-    if thread is not threading.current_thread():  # The garbage collector runs in any thread.
-        thread.join(timeout=5)
-
-
-def _wait_in_order(receives: _Receives) -> None:
-    while (one := receives.get()) is not None:
-        future, wait = one
-        try:
-            wait()
-        except Exception as error:  # The rank that uses the message raises it.
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del one, future, wait  # They would keep the process group until the next receive.
-
-
 class ReceiveQueue:
     """Receives of a step from one other rank, in the order in which that rank sends.
 
@@ -263,7 +208,6 @@ class ReceiveQueue:
         buffer: Function that returns a flat tensor to receive an item into, None if its size is not known yet, or
             False if the item is not sent.
         header: Callback with an item whose size was not known, and the header that was sent before it.
-        arrivals: Thread that waits for the receives; None to wait where an item is used.
     """
 
     def __init__(
@@ -272,11 +216,10 @@ class ReceiveQueue:
         expected: Iterable[Any],
         buffer: Callable[[Any], Tensor | Literal[False] | None],
         header: Callable[[Any, Any], None],
-        arrivals: Arrivals | None = None,
     ) -> None:
-        self._link, self._buffer, self._header, self._arrivals = link, buffer, header, arrivals
+        self._link, self._buffer, self._header = link, buffer, header
         self._expected = deque(expected)
-        self._posted: dict[Any, tuple[dist.Work | HostReceive | Future[None], Tensor]] = {}
+        self._posted: dict[Any, tuple[dist.Work | HostReceive, Tensor]] = {}
 
     def expect(self, items: Iterable[Any]) -> None:
         """Adds items that the other rank sends after those that are expected already."""
@@ -295,19 +238,6 @@ class ReceiveQueue:
         self._link.wait(work)
         return buffer
 
-    def arrival(self, item: Any) -> Future[None] | None:
-        """Returns a future that is done once an item has arrived; None if its size is not known yet.
-
-        Needs the thread of arrivals.
-        """
-        while item not in self._posted:
-            assert self._expected, f"{item} is not sent"
-            if not self._post():
-                return None
-        work, _ = self._posted[item]
-        assert isinstance(work, Future)
-        return work
-
     def _post(self) -> bool:
         """Posts the next receive, unless its size is not known yet."""
         buffer = self._buffer(self._expected[0])
@@ -315,6 +245,5 @@ class ReceiveQueue:
             return False
         item = self._expected.popleft()
         if buffer is not False:
-            work = self._link.receive(buffer)
-            self._posted[item] = work if self._arrivals is None else self._arrivals.follow(self._link, work), buffer
+            self._posted[item] = self._link.receive(buffer), buffer
         return True

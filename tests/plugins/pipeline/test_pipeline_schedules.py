@@ -297,16 +297,6 @@ def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch:
         make_schedule("Wrong", 2, 2)
 
 
-@pytest.mark.parametrize(("option", "got"), [({"stages_per_rank": 2}, "2"), ({"flushes": False}, "flushes=False")])
-def test_a_schedule_of_several_stages_a_rank_runs_no_forwards_ahead(
-    option: dict[str, Any], got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    isolate_named_sets(monkeypatch)
-    SCHEDULES.register("Wrong", ahead=1, **option)(lambda placement, rank, micro_batches: [])
-    with pytest.raises(DloError, match=f"one stage a rank, and flush, .* with ahead=1, got {got}; remove ahead"):
-        make_schedule("Wrong", 2, 2)
-
-
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
