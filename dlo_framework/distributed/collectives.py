@@ -159,19 +159,6 @@ class Communicator:
         dist.all_to_all_single(result, torch.cat(sent), received, lengths, group=self.group)
         return list(result.split(received))
 
-    def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends each rank some rows of a tensor, and returns the rows that this rank gets (all-to-all).
-
-        Args:
-            rows: Tensor `[n, ...]`, the rows for the first rank first.
-            sent: Number of rows for each rank.
-            received: Number of rows from each rank.
-        """
-        self.elements["exchange"] += rows.numel()
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
-        return result
-
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks as a new tensor.
 

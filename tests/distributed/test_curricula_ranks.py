@@ -42,6 +42,9 @@ TEXTS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
 #: Cells that a strategy refuses: `dlo fit` says so before processes start.
 REFUSED: dict[tuple[str, str], str] = {
     ("LayerDrop", "deepspeed_3"): "DeepSpeed's stage 3",
+    ("TokenDrop", "cp"): "TokenDrop does not support cp 2",
+    ("TokenDrop", "sp"): "TokenDrop does not support sequence_parallel: true",
+    ("all", "sp"): "TokenDrop does not support sequence_parallel: true",
     **{
         (name, f"deepspeed_{stage}"): "as one flat tensor"
         for name in ("Freeze", "Freeze, unfreeze", "all")
@@ -66,7 +69,7 @@ def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("strategy", "kind"), [("deepspeed_3", "images")])
+@pytest.mark.parametrize(("strategy", "kind"), [("deepspeed_3", "images"), ("cp", "texts"), ("sp", "texts")])
 def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
     for found in run_distributed(_refused, 2, folder, strategy, kind, timeout=200):
         assert found

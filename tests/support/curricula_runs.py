@@ -18,7 +18,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
-from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -50,12 +49,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tp": lambda: MeshStrategy(tp=2),
     "sp": lambda: MeshStrategy(tp=2, sequence_parallel=True),
     "cp": lambda: MeshStrategy(cp=2),
-    "ulysses": lambda: MeshStrategy(cp=2, cp_method="ulysses"),
-    "cp of four": lambda: MeshStrategy(cp=4),
-    "cp recomputed": lambda: MeshStrategy(cp=2, appliers=[ActivationCheckpoint()]),
-    "cp compiled": lambda: MeshStrategy(cp=2, appliers=[CompileBlocks(backend="aot_eager")]),
-    "cp gathered": lambda: MeshStrategy(cp=2, appliers=[ContextParallel(gather="all")]),
-    "sp recomputed": lambda: MeshStrategy(tp=2, sequence_parallel=True, appliers=[ActivationCheckpoint()]),
     "pp": lambda: MeshStrategy(pp=2, micro_batches=2),
     "Varuna": lambda: MeshStrategy(pp=2, micro_batches=2, schedule="Varuna"),
     "zero bubble": lambda: MeshStrategy(pp=2, micro_batches=2, schedule="ZBH1"),
@@ -63,14 +56,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "compiled": lambda: MeshStrategy(dp_shard=2, appliers=[CompileBlocks(backend="aot_eager")]),
     "ep": lambda: MeshStrategy(dp_shard=2, ep=2),
     "shard x sp": lambda: MeshStrategy(dp_shard=2, tp=2, sequence_parallel=True),
-    "cp x shard": lambda: MeshStrategy(cp=2, dp_shard=2),
     "cp x tp": lambda: MeshStrategy(cp=2, tp=2),
-    "cp x sp": lambda: MeshStrategy(cp=2, tp=2, sequence_parallel=True),
-    "ulysses x sp": lambda: MeshStrategy(cp=2, tp=2, sequence_parallel=True, cp_method="ulysses"),
-    "cp x pp": lambda: MeshStrategy(cp=2, pp=2, micro_batches=2),
-    "sp x pp": lambda: MeshStrategy(
-        tp=2, pp=2, sequence_parallel=True, micro_batches=2, appliers=[ActivationCheckpoint()]
-    ),
     "ep x tp": lambda: MeshStrategy(dp_shard=2, tp=2, ep=2),
     "copies": lambda: MeshStrategy(dp_replicate=2),
     "copies x shard": lambda: MeshStrategy(dp_replicate=2, dp_shard=2),

@@ -28,7 +28,6 @@ from dlo_plugins.curricula.block_handlers import (
     pass_gradient,
 )
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.sharded_tokens import as_returned
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
@@ -155,7 +154,7 @@ class LayerDrop(BlockSchedule):
                 return output  # It always runs.
             given = hidden_of(args, kwargs)
             if self._stream is not None and isinstance(given, Tensor):
-                given = as_returned(given, block, self._stream)
+                given = self._stream.as_returned(given, block)
             hidden, changed = check_hidden(given, output, name, "LayerDrop")
             keep = self._probabilities[number]
             # Under autocast a block may return another dtype than it gets.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from dlo_plugins.callbacks.block_schedule import BlockSchedule
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
 from dlo_plugins.curricula.block_handlers import check_hidden, handle_calls, hidden_of, replace_hidden
 from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.sharded_tokens import ShardedTokens
-from dlo_plugins.curricula.token_draws import TokenPicker, draw_tokens, kept_tokens, select_arguments
+from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -50,8 +48,8 @@ class TokenDrop(BlockSchedule):
         seed: Seed of the draws.
 
     Raises:
-        DloError: If a value is out of range, the model has fewer than three blocks, or a block has another hidden state
-            or unknown arguments per token.
+        DloError: If a value is out of range, the model has fewer than three blocks, a block has another hidden state or
+            unknown arguments per token, or the mesh shards sequences.
     """
 
     #: Place of the handler among those of other callbacks: inside all others.
@@ -77,8 +75,7 @@ class TokenDrop(BlockSchedule):
         self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
         self._always = 0
-        self._index: dict[tuple[int, int], np.ndarray] = {}  # Of the current step, by block and length.
-        self._shards: ShardedTokens | None = None  # Ranks that share sequences.
+        self._index: dict[tuple[int, int], Tensor] = {}  # Of the current step, by block and length.
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -106,6 +103,16 @@ class TokenDrop(BlockSchedule):
             DloError: If they do not go with blocks that see some tokens only.
         """
         super().check_trainer(trainer)
+        strategy = trainer.strategy
+        if isinstance(strategy, MeshStrategy):
+            spec = strategy.mesh_spec()
+            shards = [f"cp {spec.cp}"] if spec.cp > 1 else []
+            shards += ["sequence_parallel: true"] if strategy.appliers.tensor.sequence_parallel and spec.tp > 1 else []
+            if shards:
+                raise DloError(
+                    f"TokenDrop does not support {' and '.join(shards)}: each rank must have full sequences; use the"
+                    " other axes, or leave the callback out"
+                )
         self._until = run_fraction(trainer, self.until, "TokenDrop", "until")
 
     def _choose_blocks(self, blocks: ModelBlocks) -> list[str]:
@@ -128,8 +135,6 @@ class TokenDrop(BlockSchedule):
         self.check_run(trainer, pl_module)
         blocks = ModelBlocks(pl_module, "TokenDrop")
         self._always = int(getattr(blocks.model, "num_prefix_tokens", 0))
-        strategy = trainer.strategy
-        self._shards = strategy.sharded_tokens() if isinstance(strategy, MeshStrategy) else None
         self._handles = [
             handle_calls(
                 blocks.block(name), self._handler(blocks.names.index(name), name, blocks.block(name)), self.order
@@ -139,7 +144,7 @@ class TokenDrop(BlockSchedule):
 
     def _remove(self) -> None:
         super()._remove()
-        self._index, self._shards = {}, None
+        self._index = {}
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -153,8 +158,6 @@ class TokenDrop(BlockSchedule):
         if not self._clock.update(trainer):
             return
         self._index = {}
-        if self._shards is not None:
-            self._shards.begin_step()
         step = trainer.global_step + 1
         if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             share = self.start + (1 - self.start) * min(1.0, self._clock.fraction / self._until)
@@ -172,9 +175,7 @@ class TokenDrop(BlockSchedule):
                     f"TokenDrop: a block's hidden state must be [B, N, D], got {shape} for '{name}'; leave it out by"
                     f" skip: ['{name}']"
                 )
-            shards = self._shards
-            tokens = None if shards is None else shards.tokens(hidden, block)
-            length = hidden.shape[1] if tokens is None else tokens.count
+            rows, length, _ = hidden.shape
             if self.kept(length) == length:
                 return inner(*args, **kwargs)
             if len(args) > 1 and any(isinstance(arg, Tensor) for arg in args[1:]):
@@ -182,13 +183,10 @@ class TokenDrop(BlockSchedule):
                     f"TokenDrop: a block must get all tensors but the hidden state by name, got positional ones for"
                     f" '{name}'; leave it out by skip: ['{name}']"
                 )
-            drawn = self._draw(number, length)
+            index = self._draw(number, length, hidden.device)
             others = kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
-            if shards is not None and tokens is not None:
-                return shards.run(inner, args, kwargs, others, drawn, tokens, name, block)
-            index = torch.from_numpy(drawn).to(hidden.device, non_blocking=True)
             chosen = hidden.index_select(1, index)
-            more = select_arguments(others, TokenPicker(index, length), len(hidden), name)
+            more = select_arguments(others, index, length, rows, name)
             new_args, _ = replace_hidden(args, kwargs, chosen)
             if not args:
                 more = {next(iter(kwargs)): chosen, **more}
@@ -199,10 +197,11 @@ class TokenDrop(BlockSchedule):
 
         return call
 
-    def _draw(self, number: int, length: int) -> np.ndarray:
+    def _draw(self, number: int, length: int, device: torch.device) -> Tensor:
         """Returns the positions of the tokens that a block sees in the current step, int64 `[K]`."""
         key = number, length
         if key not in self._index:
             step = max(0, self._clock.step)
-            self._index[key] = draw_tokens(length, self.kept(length), self._always, step, number, self.seed)
+            drawn = draw_tokens(length, self.kept(length), self._always, step, number, self.seed)
+            self._index[key] = torch.from_numpy(drawn).to(device, non_blocking=True)
         return self._index[key]

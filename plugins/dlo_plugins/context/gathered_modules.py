@@ -184,7 +184,10 @@ class GatheredModules:
     def _full(self, tensor: Tensor) -> Tensor:
         assert self.lengths is not None
         dim = _dim_of(tensor, *self.lengths, self._rows)
-        return tensor if dim is None else gather_full(tensor, dim, self.sequence.ring)
+        if dim is None:
+            return tensor
+        found: Tensor = _Gather.apply(tensor, dim, self.sequence.ring)
+        return found
 
 
 class _GatheredForward:
@@ -227,12 +230,6 @@ class _GatheredForward:
     def _padding(self) -> Tensor | None:
         documents = self._gathering.sequence.current
         return None if documents is None or documents.real is None else documents.real.long()
-
-
-def gather_full(x: Tensor, dim: int, ring: Ring) -> Tensor:
-    """Returns the full tensor of all ranks' shards; backward sums the gradient and keeps this rank's positions."""
-    found: Tensor = _Gather.apply(x, dim, ring)
-    return found
 
 
 class _Gather(torch.autograd.Function):

@@ -93,7 +93,7 @@ class SharedSequence:
             self._batch = find_documents(whole["position_ids"], mask, chunks, read_counts(described))
         else:  # One document in each row; its tokens do not see the padding after it.
             self._batch = Documents(ids.shape[1], chunks)
-        self._batch.sparse, self._batch.tokens = self.sparse, batch["input_ids"].shape[1]
+        self._batch.sparse = self.sparse
         self._current, self.rows = self._batch, len(ids)
         self._ticket = operators.issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
@@ -172,17 +172,6 @@ class SharedSequence:
     @selection.setter
     def selection(self, selected: tuple[Documents | None, int, Tensor]) -> None:
         self._current, self.rows, self._ticket = selected
-
-    def select_tokens(self, index: Tensor, length: int) -> tuple[Documents, int, Tensor]:
-        """Returns a :attr:`selection` of some of the tokens of the current rows.
-
-        Args:
-            index: Positions of the tokens, ascending, int64 [K] on the CPU.
-            length: Positions with the padding behind them, a multiple of twice the ranks.
-        """
-        assert self._current is not None
-        chosen = self._current.select(index, length, self._chunks(length))
-        return chosen, self.rows, operators.issue(self.ring, chosen)
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """Returns the full tensor from the ranks' shards, in the order of the sequence; without gradients."""

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -103,15 +102,11 @@ class ChunkEnds(NamedTuple):
         first_start: Index at which the document of each chunk's first token begins, int64 [B, C] on the CPU.
         last_start: Index at which the document of each chunk's last token begins, int64 [B, C] on the CPU.
         padded: Whether each chunk has padding, bool [B, C] on the CPU.
-        starts: Index at which each token's document begins, int64 [B, L] on the CPU; None if the device counted.
-        real: Mask of tokens, bool [B, L] on the CPU, false for padding; None if the device counted.
     """
 
     first_start: Tensor
     last_start: Tensor
     padded: Tensor
-    starts: Tensor | None = None
-    real: Tensor | None = None
 
 
 @dataclass
@@ -127,11 +122,6 @@ class Documents:
         last_start: Index as in :class:`ChunkEnds`, [B, C]; None for one document a row.
         padded: Mask as in :class:`ChunkEnds`, [B, C]; None without padding.
         sparse: Sparse mask of the attention; None without one.
-        tokens: Positions before the sequence was padded; None for all.
-        host_starts: `starts` on the CPU.
-        host_real: `real` on the CPU.
-        places: Positions of the tokens in the sequence that they are chosen from, int64 [L] on the CPU, for windows;
-            None where all tokens are there.
     """
 
     length: int
@@ -142,10 +132,6 @@ class Documents:
     last_start: Tensor | None = None
     padded: Tensor | None = None
     sparse: SparseMask | None = None
-    tokens: int | None = None
-    host_starts: Tensor | None = None
-    host_real: Tensor | None = None
-    places: Tensor | None = None
     _known: dict[tuple[int, int, int | None], Visibility] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Documents] = field(default_factory=dict, repr=False)
     _masks: dict[tuple[int, int, int | None, torch.device], PairMask] = field(default_factory=dict, repr=False)
@@ -171,46 +157,10 @@ class Documents:
             return self._rows[first, count]
         cut = {
             name: value[first : first + count]
-            for name in ("starts", "real", "first_start", "last_start", "padded", "host_starts", "host_real")
+            for name in ("starts", "real", "first_start", "last_start", "padded")
             if (value := getattr(self, name)) is not None
         }
         self._rows[first, count] = found = replace(self, **cut, _known={}, _rows={}, _masks={})
-        return found
-
-    def select(self, index: Tensor, length: int, chunks: int) -> Documents:
-        """Returns the documents of some of the tokens, which are then the tokens of a shorter sequence.
-
-        Documents that no token is left of are gone. Windows count all tokens, also those that are left out. The padding
-        behind the tokens is seen by none of them.
-
-        Args:
-            index: Positions of the tokens, ascending, int64 [K] on the CPU.
-            length: Positions of the shorter sequence with its padding, at least K.
-            chunks: Number of its chunks, a divisor of `length`.
-        """
-        count, missing = len(index), length - len(index)
-        after = torch.arange(self.length, self.length + missing)
-        found = Documents(length, chunks, sparse=self.sparse, tokens=count, places=torch.cat([index, after]))
-        if self.starts is not None:
-            before = torch.zeros(self.length + 1, dtype=torch.long)
-            before[index + 1] = 1
-            before = before.cumsum(0)  # Number of chosen tokens before each position.
-            found.starts = _shortened(self.starts, index, before, length)
-            found.host_starts = _shortened(self._on_host("starts"), index, before, length)
-        if self.real is not None:
-            found.real = F.pad(self.real[:, index.to(self.real.device)], (0, missing), value=False)
-            found.host_real = F.pad(self._on_host("real")[:, index], (0, missing), value=False)
-            found.padded = ~found.host_real.unflatten(1, (chunks, -1)).all(2)
-        if found.host_starts is not None:
-            by_chunk = found.host_starts.unflatten(1, (chunks, -1))
-            found.first_start, found.last_start = by_chunk[:, :, 0], by_chunk[:, :, -1]
-        return found
-
-    def _on_host(self, name: str) -> Tensor:
-        """Returns a tensor of the documents on the CPU; waits for the device if the batch had no counts."""
-        if getattr(self, f"host_{name}") is None:
-            setattr(self, f"host_{name}", getattr(self, name).cpu())
-        found: Tensor = getattr(self, f"host_{name}")
         return found
 
     def seen(self, query: int, key: int, window: int | None = None) -> Visibility:
@@ -230,14 +180,11 @@ class Documents:
         """Returns the mask of one chunk's keys for another chunk's queries, `[B or 1, H or 1, S, S]`.
 
         It is kept for later layers and backward, as long as all kept masks together have at most :data:`KEPT_ELEMENTS`.
-        Tokens that were chosen for one layer have masks of their own, which are made again in backward.
         """
         at = query, key, window, device
         if at in self._masks:
             return self._masks[at]
         made = PairMask(self._seen_tokens(query, key, window, device))
-        if self.places is not None:
-            return made
         if sum(mask.visible.numel() for mask in self._masks.values()) + made.visible.numel() <= KEPT_ELEMENTS:
             self._masks[at] = made
         return made
@@ -251,8 +198,7 @@ class Documents:
         if self.prefix:
             found = found | (k < self.prefix)
         if window is not None:
-            q_place, k_place = (q, k) if self.places is None else (at.to(device) for at in self._places(query, key))
-            found = found & (q_place - k_place < window)
+            found = found & (q - k < window)
         if self.starts is not None:
             found = found & (k >= self.starts[:, query * size : (query + 1) * size, None])
             if self.prefix:
@@ -264,34 +210,18 @@ class Documents:
             return found[:, None]
         return found[:, None] & self.sparse.mask.visible(queries, keys, self.sparse.heads, self.length)
 
-    def _places(self, query: int, key: int) -> tuple[Tensor, Tensor]:
-        """Returns the places of a chunk's queries, [S, 1], and of another chunk's keys, [1, T], for windows."""
-        assert self.places is not None
-        by_chunk = self.places.unflatten(0, (self.chunks, -1))
-        return by_chunk[query][:, None], by_chunk[key][None]
-
-    def _distances(self, query: int, key: int) -> tuple[int, int]:
-        """Returns the least and the largest distance of a query from a key before it, for windows."""
-        size = self.size
-        ends = (query * size, (key + 1) * size - 1), ((query + 1) * size - 1, key * size)
-        if self.places is None:
-            return ends[0][0] - ends[0][1], ends[1][0] - ends[1][1]
-        near, far = (int(self.places[q] - self.places[k]) for q, k in ends)
-        return near, far
-
     def _decide(self, query: int, key: int, window: int | None) -> Visibility:
         size = self.size
-        near, far = self._distances(query, key) if window is not None else (0, 0)
         q_first, q_last = query * size, (query + 1) * size - 1
         k_first, k_last = key * size, (key + 1) * size - 1
-        if (key > query and k_first >= self.prefix) or (window is not None and near >= window):
+        if (key > query and k_first >= self.prefix) or (window is not None and q_first - k_last >= window):
             return Visibility.NOTHING
         if self.first_start is not None and bool((self.first_start[:, query] > k_last).all()):
             return Visibility.NOTHING
         if self.sparse is not None:
             rows, columns = range(q_first, q_last + 1), range(k_first, k_last + 1)
             return Visibility.SOME if self.sparse.has_blocks(rows, columns, self.length) else Visibility.NOTHING
-        narrow = window is not None and far >= window
+        narrow = window is not None and q_last - k_first >= window
         split = self.last_start is not None and bool((self.last_start[:, query] > k_first).any())
         padded = self.padded is not None and bool(self.padded[:, key].any())
         if narrow or split or padded:
@@ -320,9 +250,8 @@ def find_documents(positions: Tensor, mask: Tensor | None, chunks: int, ends: Ch
         ends = _ends(starts, real, chunks)
     if bool(ends.last_start[:, -1].any()):
         found.starts, found.first_start, found.last_start = starts, ends.first_start, ends.last_start
-        found.host_starts = ends.starts
     if bool(ends.padded.any()):
-        found.real, found.padded, found.host_real = real, ends.padded, ends.real
+        found.real, found.padded = real, ends.padded
     return found
 
 
@@ -381,19 +310,4 @@ def _ends(starts: Tensor, real: Tensor, chunks: int) -> ChunkEnds:
     by_chunk = starts.unflatten(1, (chunks, -1))
     padded = ~real.unflatten(1, (chunks, -1)).all(2)
     first, last, gaps = torch.stack([by_chunk[:, :, 0], by_chunk[:, :, -1], padded.long()]).cpu().unbind()
-    host = (starts, real) if starts.device.type == "cpu" else ()
-    return ChunkEnds(first, last, gaps.bool(), *host)
-
-
-def _shortened(starts: Tensor, index: Tensor, before: Tensor, length: int) -> Tensor:
-    """Returns the index at which each chosen token's document begins among them, int64 [B, length].
-
-    Args:
-        starts: Index at which each token's document begins, int64 [B, L].
-        index: Positions of the chosen tokens, int64 [K] on the CPU.
-        before: Number of chosen tokens before each position, int64 [L + 1] on the CPU.
-        length: Positions with the padding, which is a document of its own.
-    """
-    device = starts.device
-    found = before.to(device, non_blocking=True)[starts[:, index.to(device, non_blocking=True)]]
-    return F.pad(found, (0, length - len(index)), value=len(index))
+    return ChunkEnds(first, last, gaps.bool())

@@ -60,42 +60,13 @@ def draw_tokens(length: int, count: int, always: int, step: int, block: int, see
     return np.sort(np.concatenate([np.arange(always), order[: max(0, count - always)]]))
 
 
-class TokenPicker:
-    """How arguments of a block become those of the chosen tokens.
-
-    Args:
-        index: Positions of the tokens, int64 `[K]`.
-        length: Number of tokens of a row.
-    """
-
-    def __init__(self, index: Tensor, length: int) -> None:
-        self.index, self.length = index, length
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of a dim of tokens."""
-        return (self.length,)
-
-    def pick(self, value: Tensor, dim: int) -> Tensor:
-        """Returns a tensor with the chosen tokens along a dim of them, counted from the end."""
-        return value.index_select(dim, self.index)
-
-    def pick_mask(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Returns an attention mask of the chosen tokens."""
-        for dim in dims:
-            value = self.pick(value, dim)
-        return value
-
-    def add_padding(self, kept: Tensor) -> None:
-        """Adds padding behind the tokens to those that are counted for bounds of documents, `[L]`."""
-
-
-def select_arguments(kwargs: Mapping[str, Any], picker: TokenPicker, rows: int, name: str) -> dict[str, Any]:
+def select_arguments(kwargs: Mapping[str, Any], index: Tensor, length: int, rows: int, name: str) -> dict[str, Any]:
     """Returns a block's arguments by name for the chosen tokens.
 
     Args:
         kwargs: Arguments besides the hidden state.
-        picker: Picker of the chosen tokens.
+        index: Positions of the tokens, int64 `[K]`.
+        length: Number of tokens of a row.
         rows: Number of rows.
         name: Name of the block, for the message.
 
@@ -105,21 +76,20 @@ def select_arguments(kwargs: Mapping[str, Any], picker: TokenPicker, rows: int, 
     found = dict(kwargs)
     for key, value in kwargs.items():
         if key in _BOUNDS and isinstance(value, Tensor):
-            kept = torch.zeros(picker.length, dtype=torch.int32, device=value.device)
-            kept[picker.index] = 1
-            picker.add_padding(kept)
+            kept = torch.zeros(length, dtype=torch.int32, device=value.device)
+            kept[index] = 1
             before = torch.cat([kept.new_zeros(1), kept.repeat(rows).cumsum(0, dtype=torch.int32)])
             found[key] = before[value.long()]
         elif isinstance(value, tuple):
-            parts = [_select(key, part, picker, name) for part in value]
+            parts = [_select(key, part, index, length, name) for part in value]
             # A named tuple keeps its class.
             found[key] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         else:
-            found[key] = _select(key, value, picker, name)
+            found[key] = _select(key, value, index, length, name)
     return found
 
 
-def _select(key: str, value: Any, picker: TokenPicker, name: str) -> Any:
+def _select(key: str, value: Any, index: Tensor, length: int, name: str) -> Any:
     if value is None or isinstance(value, int | float | bool | str):
         return value
     if not isinstance(value, Tensor):
@@ -133,17 +103,15 @@ def _select(key: str, value: Any, picker: TokenPicker, name: str) -> Any:
         return value
     dims = _DIMS.get(key)
     if dims is None:
-        if set(picker.sizes) & set(value.shape):
+        if length in value.shape:
             raise DloError(
                 f"TokenDrop: it must be known which dim of a block's argument is that of the tokens, got '{key}' of"
                 f" shape {list(value.shape)} for '{name}'; leave the block out by skip: ['{name}']"
             )
         return value
-    if key == "attention_mask":
-        dims = dims if value.ndim > 2 else dims[:1]  # Two dims are those of rows and tokens.
-    there = tuple(dim for dim in dims if value.ndim >= -dim and value.shape[dim] in picker.sizes)
-    if key == "attention_mask":
-        return picker.pick_mask(value, there)
-    for dim in there:
-        value = picker.pick(value, dim)
+    if key == "attention_mask" and value.ndim == 2:
+        dims = dims[:1]  # The other dim is that of the rows.
+    for dim in dims:
+        if value.ndim >= -dim and value.shape[dim] == length:
+            value = value.index_select(dim, index)
     return value

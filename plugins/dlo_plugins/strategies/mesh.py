@@ -32,7 +32,6 @@ from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.curricula.sharded_tokens import ShardedTokens
 from dlo_plugins.fsdp.data_mesh import check_reshard
 from dlo_plugins.mesh.frozen_mesh import FrozenMesh, frozen_options
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
@@ -634,14 +633,6 @@ class MeshStrategy(ShardedStrategy):
             self.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
         with self._context.use_full_sequences():
             yield
-
-    def sharded_tokens(self) -> ShardedTokens | None:
-        """Returns the ranks that share the sequences of this rank; None if it has full ones. All ranks call it."""
-        sequence, stream = self._context.sequence, self.sharded_stream()
-        if sequence is None and stream is None:
-            return None
-        axes = [axis for axis, shared in (("cp", sequence), ("tp", stream)) if shared is not None]
-        return ShardedTokens(sequence, stream, self.groups.group(*axes))
 
     def sharded_stream(self) -> ShardedSequence | None:
         """Returns the sequence that ranks of `tp` share between their layers; None without `sequence_parallel`."""

@@ -37,8 +37,6 @@ class ShardedSequence:
 
     def __init__(self, communicator: Communicator, random: LocalRandom) -> None:
         self.communicator, self.random = communicator, random
-        #: Full length inside a block that sees some of the tokens; None for all.
-        self.selected: int | None = None
         self._by_part: dict[int, int] = {}
         self._ambiguous: set[int] = set()
         self._first: list[nn.Module] = []
@@ -83,15 +81,22 @@ class ShardedSequence:
         block.register_forward_hook(functools.partial(_gather, self))
         self._last.append(block)
 
-    def edges(self, block: nn.Module) -> tuple[bool, bool]:
-        """Returns whether a block gets a full sequence, and whether it returns one."""
-        return any(block is one for one in self._first), any(block is one for one in self._last)
+    def as_returned(self, hidden: Tensor, block: nn.Module) -> Tensor:
+        """Returns a block's hidden state with the positions that the block returns: all, or this rank's shard.
+
+        Args:
+            hidden: Hidden state that the block gets, `[B, l, D]`.
+            block: Block.
+        """
+        takes_full = any(block is one for one in self._first)
+        returns_full = any(block is one for one in self._last)
+        if takes_full == returns_full:
+            return hidden
+        return self.split(hidden) if takes_full else self.gather(hidden)
 
     def split(self, whole: Tensor) -> Tensor:
         """Returns this rank's shard `[B, l, D]` of `[B, L, D]`."""
         part = scatter_sequence(whole, self.communicator)
-        if self.selected is not None:
-            return part
         length = part.shape[1]
         if self._by_part.setdefault(length, whole.shape[1]) != whole.shape[1]:
             self._ambiguous.add(length)
@@ -109,8 +114,6 @@ class ShardedSequence:
             DloError: In a recomputation, if several full lengths have had shards of this length.
         """
         length = part.shape[1]
-        if self.selected is not None:
-            return self.selected
         if length in self._ambiguous and torch._C._current_graph_task_id() != -1:
             raise DloError(
                 "sequence lengths must have shards of different lengths for sequence_parallel with recomputation, got"

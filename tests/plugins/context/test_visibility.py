@@ -115,39 +115,6 @@ def test_rows_of_a_micro_batch() -> None:
     assert both.rows(1, 1).seen(3, 0) is Visibility.NOTHING
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
-@pytest.mark.parametrize("kind", ["one document", "packed", "padded", "packed and padded"])
-@pytest.mark.parametrize("count", [3, 11, 16, 29])
-def test_chosen_tokens_see_each_other_as_in_the_whole_mask(kind: str, window: int | None, count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-    positions = packed(generator) if "packed" in kind else torch.arange(LENGTH).repeat(ROWS, 1)
-    mask = padding(generator) if "padded" in kind else None
-    index = torch.randperm(LENGTH, generator=generator)[:count].sort().values
-    whole = whole_mask(positions, mask, window)[:, index][:, :, index]
-    length = -(-count // CHUNKS) * CHUNKS
-    documents = find_documents(positions, mask, CHUNKS).select(index, length, CHUNKS)
-    found = torch.zeros(ROWS, length, length, dtype=torch.bool)
-    size = documents.size
-    causal = torch.ones(size, size, dtype=torch.bool).tril()
-    for query in range(CHUNKS):
-        for key in range(CHUNKS):
-            seen = documents.seen(query, key, window)
-            block = found[:, query * size : (query + 1) * size, key * size : (key + 1) * size]
-            made = documents.mask(query, key, window, positions.device).visible[:, 0]
-            if seen is Visibility.SOME:
-                block[:] = made
-            elif seen is not Visibility.NOTHING:
-                block[:] = causal if seen is Visibility.CAUSAL else True
-                assert (made == block).all()
-    assert torch.equal(found[:, :count, :count], whole)
-    assert not found[:, :count, count:].any()  # No token sees the padding behind them.
-    assert found.diagonal(dim1=1, dim2=2).all()
-    rows = find_documents(positions, mask, CHUNKS).rows(1, 1).select(index, length, CHUNKS)
-    assert torch.equal(rows.mask(CHUNKS - 1, 0, window, positions.device).visible[:, 0], found[1:2, -size:, :size]) or (
-        rows.seen(CHUNKS - 1, 0, window) is Visibility.NOTHING
-    )
-
-
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_what_the_host_has_counted_it_does_not_ask_the_device_for(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)

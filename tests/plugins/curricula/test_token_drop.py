@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.token_drop import TokenDrop
-from dlo_plugins.curricula.token_draws import TokenPicker, draw_tokens, kept_tokens, select_arguments
+from dlo_plugins.curricula.token_draws import draw_tokens, kept_tokens, select_arguments
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 
@@ -50,7 +50,7 @@ def test_arguments_are_those_of_the_chosen_tokens():
             "use_cache": False,
             "past_key_values": None,
         },
-        *(TokenPicker(index, 6), 2, "layer"),
+        *(index, 6, 2, "layer"),
     )
     assert torch.equal(found["attention_mask"], mask[:, :, index][..., index])
     assert found["position_ids"].tolist() == [[0, 2, 3, 5], [6, 8, 9, 11]]
@@ -58,11 +58,11 @@ def test_arguments_are_those_of_the_chosen_tokens():
     assert found["cu_seq_lens_q"].tolist() == [0, 2, 4, 5, 8]
     assert found["seq_idx"].tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
     square = {"attention_mask": torch.arange(36).view(6, 6)}  # As many rows as tokens
-    assert select_arguments(square, TokenPicker(index, 6), 6, "layer")["attention_mask"].shape == (6, 4)
+    assert select_arguments(square, index, 6, 6, "layer")["attention_mask"].shape == (6, 4)
     with pytest.raises(DloError, match=r"got 'rope' of shape \[6, 4\] for 'layer'"):
-        select_arguments({"rope": torch.zeros(6, 4)}, TokenPicker(index, 6), 2, "layer")
+        select_arguments({"rope": torch.zeros(6, 4)}, index, 6, 2, "layer")
     with pytest.raises(DloError, match="arguments of a block must be tensors, got object"):
-        select_arguments({"mask": object()}, TokenPicker(index, 6), 2, "layer")
+        select_arguments({"mask": object()}, index, 6, 2, "layer")
 
 
 class Reference(Callback):
