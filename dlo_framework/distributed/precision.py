@@ -13,6 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from dlo_framework.distributed.norms import JointGradients
 from dlo_framework.task import Task
 
 
@@ -65,9 +66,25 @@ class ShardedClipping:
 
     Attributes:
         gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
+        divided: Function that returns the axes by which ranks have other gradients, such as ``pp=2``; "" for none.
     """
 
     gradient_norm: Any
+    divided: Any
+
+    def post_backward(self, *args: Any) -> Any:
+        """Calls the hooks after a backward; an error of :class:`~dlo_framework.distributed.norms.JointGradients`."""
+        with self._checked_hooks():
+            return super().post_backward(*args)  # type: ignore[misc]
+
+    def _after_closure(self, *args: Any) -> None:
+        """Calls the hooks before a step, in which Lightning (2.6) clips."""
+        with self._checked_hooks():
+            super()._after_closure(*args)  # type: ignore[misc]
+
+    def _checked_hooks(self) -> contextlib.AbstractContextManager[Any]:
+        divided = self.divided()
+        return JointGradients(divided) if divided else contextlib.nullcontext()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scales an optimizer's gradients so that their norm over all ranks is at most ``clip_val``."""
@@ -119,7 +136,7 @@ class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
     """Mixed precision (bf16 or fp16 by autocast) with clipping over all ranks."""
 
 
-def with_sharded_clipping(plugin: Precision, gradient_norm: Any) -> Precision:
+def with_sharded_clipping(plugin: Precision, gradient_norm: Any, divided: Any = str) -> Precision:
     """Returns a precision plugin for sharded gradients that otherwise behaves as the given one.
 
     With fp16, all ranks have one loss scale, and skip a step together if gradients overflow on any of them.
@@ -127,6 +144,7 @@ def with_sharded_clipping(plugin: Precision, gradient_norm: Any) -> Precision:
     Args:
         plugin: Precision plugin that Lightning chose.
         gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
+        divided: Function that returns the axes by which ranks have other gradients; "" for none.
     """
     if isinstance(plugin, ShardedClipping):
         return plugin
@@ -142,5 +160,5 @@ def with_sharded_clipping(plugin: Precision, gradient_norm: Any) -> Precision:
         kind: Any = type(f"Sharded{type(plugin).__name__}", (ShardedClipping, type(plugin)), {})
         result = object.__new__(kind)
         result.__dict__.update(plugin.__dict__)
-    result.gradient_norm = gradient_norm
+    result.gradient_norm, result.divided = gradient_norm, divided
     return result

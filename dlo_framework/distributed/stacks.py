@@ -87,17 +87,18 @@ def hook_of(frame: FrameType | None) -> str:
 
 def own_line(frame: FrameType | None) -> str:
     """Returns the innermost line of the user's own code, such as ``sampler.py:12``."""
-    while frame is not None and (_is_librarys(frame) or _is_dlos(frame)):
+    while frame is not None and (_is_librarys(frame) or is_dlos(frame)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "?"
 
 
 def _is_librarys(frame: FrameType) -> bool:
     installed = "site-packages" in frame.f_code.co_filename or "dist-packages" in frame.f_code.co_filename
-    return _package(frame) in ("torch", "lightning", "pytorch_lightning") or (installed and not _is_dlos(frame))
+    return _package(frame) in ("torch", "lightning", "pytorch_lightning") or (installed and not is_dlos(frame))
 
 
-def _is_dlos(frame: FrameType) -> bool:
+def is_dlos(frame: FrameType) -> bool:
+    """Returns whether a frame is in one of dlo's packages."""
     return _package(frame) in own_packages()
 
 
@@ -115,7 +116,7 @@ def _collective_of(frame: FrameType | None) -> str:
             line = linecache.getline(code.co_filename, number)
             if f"torch{os.sep}distributed" in code.co_filename:
                 found = code.co_name
-            elif _is_dlos(frame):  # A line of other code that matches may wait for anything.
+            elif is_dlos(frame):  # A line of other code that matches may wait for anything.
                 match = _COLLECTIVE.search(line)
                 found = match.group().strip(".(").rpartition(".")[2] if match else ""
         if found and not _is_librarys(frame):

@@ -287,7 +287,9 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if precision_plugin is None else with_sharded_clipping(precision_plugin, self.gradient_norm)
+            None
+            if precision_plugin is None
+            else with_sharded_clipping(precision_plugin, self.gradient_norm, self.divided_gradients)
         )
 
     @property
@@ -417,6 +419,10 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """Returns this rank's tensors and shards of the module's state, by name; called on all ranks."""
         self.share_buffers()
         return super().lightning_module_state_dict()
+
+    def divided_gradients(self) -> str:
+        """Returns the axes by which ranks have gradients of other parameters or slices, such as ``pp=2``."""
+        return ""
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

@@ -176,8 +176,14 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
     for schedule in ("1F1B", "ZBV"):
         found[schedule] = losses_of(world_size, pipeline(schedule=schedule, micro_batches=8), batches(8))
     with pytest.raises(DloError, match=r"PipeDream2BW on 2 ranks cannot run .* set drop_last=True"):
-        losses_of(world_size, pipeline(schedule="PipeDream2BW", micro_batches=8), batches(17))
+        losses_of(world_size, pipeline(schedule="PipeDream2BW", micro_batches=8), batches(21))
+    for hook in ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"):
+        clipping = Classify("pair")
+        setattr(clipping, hook, lambda *_, task=clipping, **__: nn.utils.clip_grad_norm_(task.parameters(), 1.0))
+        with pytest.raises(DloError, match=r"several gradients in a hook does not support pp=2: .*gradient_clip_val"):
+            trainer(world_size, pipeline(micro_batches=2), limit_val_batches=0).fit(clipping, batches(8))
     task = Classify("pair")
+    task.configure_gradient_clipping = lambda optimizer, *_, **__: task.clip_gradients(optimizer, 1.0, "norm")  # type: ignore[method-assign]
     trainer(world_size, pipeline(micro_batches=2), limit_val_batches=0).fit(task, batches(8))
     again = pipeline(micro_batches=3)
     trainer(world_size, again, limit_val_batches=0).fit(task, batches(8))

@@ -496,6 +496,12 @@ class MeshStrategy(ShardedStrategy):
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
         return self._running.shares.gradient_norm(optimizer)
 
+    def divided_gradients(self) -> str:
+        """Returns the axes by which ranks have gradients of other parameters or slices, such as ``pp=2``."""
+        spec = self.mesh_spec()
+        sizes = {"pp": spec.pp, "tp": spec.tp, "ep": spec.ep}
+        return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks."""
         return self._running.accumulated_gradients()
