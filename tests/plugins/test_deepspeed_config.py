@@ -215,6 +215,13 @@ def test_a_config_that_json_cannot_hold_is_refused():
         ({"flops_profiler": {"profile_steps": 3}}, "'flops_profiler.profile_steps'; did you mean 'profile_step'?"),
         ({"aio": {"blok_size": 3}}, "'aio.blok_size'; did you mean 'block_size'?"),
         ({"checkpoint": {"writer": {"tpe": "fast"}}}, "'checkpoint.writer.tpe'; did you mean 'type'?"),
+        ({"zero": {"stage": 2}}, "unknown key 'zero'; did you mean 'zero_optimization'?"),
+        ({"ZeRO": {}}, "unknown key 'ZeRO'; did you mean 'zero_optimization'?"),
+        ({"zero": 2}, "unknown key 'zero'; did you mean 'zero_optimization'?"),
+        ({"zero_stage": 2}, "unknown key 'zero_stage'; did you mean 'zero_optimization.stage'?"),
+        ({"zero_config": {"stage": 2}}, "unknown key 'zero_config'; did you mean 'zero_optimization'?"),
+        ({"optim": {"type": "Adam"}}, "unknown key 'optim'; did you mean 'optimizer'?"),
+        ({"lr_schedule": {"type": "WarmupLR"}}, "unknown key 'lr_schedule'; did you mean 'scheduler'?"),
         ({"stage": 3}, "unknown key 'stage'; it belongs at 'zero_optimization.stage'"),
         (
             {"optimizer": {"type": "AdamW", "lr": 1e-3}},
@@ -234,6 +241,7 @@ def test_an_unknown_key_names_the_nearest_one(config, message):
         {"_comment": "ZeRO 2 with tensor parallelism"},
         {"comms_config": {"backend": "nccl"}},
         {"flash_attention": {"enabled": True}},
+        {"data": "/mnt/imagenet"},
         {"optimizer": {"type": "AdamW", "adam_w_mode": True}},
     ],
 )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_plugins.deepspeed.environment import check_installed, use_accelerator
 from dlo_plugins.deepspeed.json_file import drop_auto, get, put
 
@@ -246,6 +246,8 @@ def check_keys(config: Mapping[str, Any], source: str) -> None:
         close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_MISSPELT)
         ignored = path[0] not in sections()  # DeepSpeed's pydantic models refuse unknown keys.
         hint = (did_you_mean(key, known) if close or not ignored else "") or _elsewhere(key, tree, parents)
+        if not parents and not hint:
+            hint = _suggest_section(key, config[key], tree)
         if parents == ["optimizer"] and key in _ARGUMENTS:
             hint = f"; it belongs at 'optimizer.params.{key}'"
         listed = "" if hint else f"; known there: {', '.join(sorted(known))}"
@@ -270,6 +272,21 @@ def _elsewhere(key: str, tree: Schema, parents: list[str]) -> str:
     """Returns the end of a message: the section in which a key that is unknown here is known."""
     places = [path for path in _paths(tree) if path.split(".")[-1] == key and path != ".".join([*parents, key])]
     return f"; it belongs at '{places[0]}'" if places else ""
+
+
+def _suggest_section(key: str, value: Any, tree: Schema) -> str:
+    """Returns the end of a message: the known path that a key at the top level abbreviates, or the section it means.
+
+    `zero` and `zero_stage` abbreviate; a section with a similar name is meant if it has some of the value's keys.
+    """
+    words = key.lower().split("_")
+    paths = {} if isinstance(value, str | list) else {path: re.split("[._]", path) for path in _paths(tree)}
+    meant = [path for path, split in paths.items() if split[0] == words[0] and {*words} <= {*split}]
+    if not meant and isinstance(value, Mapping):
+        inner = {*value} - {"enabled"}
+        alike = [name for name, below in tree.items() if below and inner & {*below}]
+        meant = [name for name in alike if name.split("_")[0] == words[0]] or [nearest(key, alike) or ""]
+    return f"; did you mean '{min(meant, key=len)}'?" if any(meant) else ""
 
 
 def _paths(tree: Schema, parents: str = "") -> Iterator[str]:
