@@ -13,8 +13,9 @@ from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_frozen_models
-from dlo_framework.run_setup import check_strategy
+from dlo_framework.run_setup import check_strategy, with_checkpoint_io
 from dlo_framework.testing.training import silence_lightning
+from dlo_plugins.mesh.mesh_simulation import simulated_precision
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -58,8 +59,9 @@ class SimulatedRun(DloCLI):
         devices, nodes = count_ranks_and_nodes(config.get("devices"), config.get("num_nodes") or 1, self._ranks)
         kwargs |= {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
         kwargs |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
-        if config.get("precision") in ("16-mixed", 16, "16"):
-            kwargs["precision"] = "bf16-mixed"  # Lightning takes fp16 on accelerators only; the bytes are the same.
+        if config.get("precision") in ("16-mixed", 16, "16"):  # Lightning takes fp16 on accelerators only.
+            plugins = [*with_checkpoint_io(config.get("plugins")), simulated_precision("16-mixed")]
+            kwargs |= {"precision": None, "plugins": plugins}
         return self._build_trainer(kwargs)
 
     def second_models(self) -> list[FrozenModel]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -412,6 +413,18 @@ def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterato
 def fake_batch(batch: Any) -> Any:
     """Returns a batch whose tensors are fake."""
     return tree_map(lambda leaf: _fake_like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def simulated_precision(precision: Any) -> Precision:
+    """Returns a run's precision plugin for simulated CPU ranks; Lightning's Trainer takes fp16 on accelerators only.
+
+    Args:
+        precision: `trainer.precision` of the config; None for the default.
+    """
+    name = {"bf16": "bf16-mixed", "16": "16-mixed"}.get(str(precision), str(precision))
+    if name in _AUTOCAST:
+        return MixedPrecision(name, "cpu")  # type: ignore[arg-type]
+    return HalfPrecision(name) if name in ("bf16-true", "16-true") else Precision()  # type: ignore[arg-type]
 
 
 def _autocast(precision: str) -> contextlib.AbstractContextManager[Any]:

@@ -56,6 +56,16 @@ class Candidate:
         """Seconds of a step, least and most."""
         return self.time.total * self.bounds[0], self.time.total * self.bounds[1]
 
+    @property
+    def caveat(self) -> str:
+        """What of the plan no run has confirmed; empty without such a thing."""
+        if not self.layout.offload:
+            return ""
+        return (
+            "offloading has run on one GPU, in a small model, and its speed has not been measured; --fix offload=false"
+            " plans without it"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Returns the candidate as JSON data: seconds and bytes."""
         return {
@@ -74,6 +84,7 @@ class Candidate:
             "host_bytes": self.host_bytes,
             "verified": self.is_verified,
             "reason": self.reason,
+            "caveat": self.caveat,
         }
 
 

@@ -396,4 +396,5 @@ def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
         f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}"
         + (f"; {format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
         f"   {candidate.reason}" + ("; simulated ranks run it" if candidate.is_verified else ""),
+        *([f"   {candidate.caveat}"] if candidate.caveat else []),
     ]

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.cli.lightning_cli import DloParser
@@ -26,7 +25,7 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
-from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches
+from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches, simulated_precision
 from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.plan_config import mesh_strategy
@@ -75,7 +74,7 @@ class RankVerification:
     ) -> None:
         self._task, self._datamodule, self._nodes, self._state = task, datamodule, nodes, state
         trainer = config.get("trainer") or {}
-        self._before, self._precision = trainer.get("strategy"), str(trainer.get("precision") or "32-true")
+        self._before, self._precision = trainer.get("strategy"), trainer.get("precision")
         self._memory = memory
         self._rehearsed: set[str] = set()
 
@@ -135,10 +134,7 @@ class RankVerification:
         parser.add_argument("--strategy", type=Strategy)
         found = {"class_path": "MeshStrategy", "init_args": options}
         strategy: MeshStrategy = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
-        if self._precision.endswith("-true") and not self._precision.startswith("32"):
-            strategy.precision_plugin = HalfPrecision(self._precision)  # type: ignore[arg-type]
-        elif not self._precision.startswith("32"):  # Lightning takes float16 on accelerators only; bytes are the same.
-            strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+        strategy.precision_plugin = simulated_precision(self._precision)
         strategy.num_nodes = nodes
         strategy.parallel_devices = [torch.device("cpu")] * (ranks // nodes)
         return strategy
@@ -146,8 +142,7 @@ class RankVerification:
     def _excess(self, strategy: MeshStrategy, candidate: Candidate, ranks: list[RankMemory]) -> float:
         """Returns the bytes by which counted parameters and Adam's state raise the largest rank's prediction."""
         spec, described = candidate.layout.mesh, strategy.describe(self._task, self._datamodule)
-        is_half = self._precision.endswith("-true") and not self._precision.startswith("32")
-        element, totals = SIZES["bfloat16" if is_half else "float32"], []
+        element, totals = SIZES["bfloat16" if self._precision in ("bf16-true", "16-true") else "float32"], []
         is_rounded = strategy.bf16_weights == "stochastic"
         stored, state = (SIZES["bfloat16"], SIZES["float32"]) if is_rounded else (element, element)
         for stage, predicted in enumerate(ranks):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -16,7 +15,7 @@ from dlo_framework.cli.lightning_cli import DloParser
 from dlo_framework.distributed.traffic import Traffic
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
-from dlo_plugins.mesh.mesh_simulation import simulate_ranks
+from dlo_plugins.mesh.mesh_simulation import simulate_ranks, simulated_precision
 from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, repeats_messages
 from dlo_plugins.planner.stage_parameters import (
@@ -189,11 +188,7 @@ def count_traffic(config: dict[str, Any], task: Task, datamodule: Any, layout: L
     options = {**((entry.get("init_args") or {}) if isinstance(entry, dict) else {}), **mesh.sizes}
     found = {"class_path": _MESH_STRATEGY, "init_args": options}
     strategy: Any = parser.instantiate_classes(parser.parse_object({"strategy": found})).strategy
-    precision = str((config.get("trainer") or {}).get("precision") or "32-true")
-    if precision in ("bf16-true", "16-true"):
-        strategy.precision_plugin = HalfPrecision(precision)  # type: ignore[arg-type]
-    elif precision.endswith("-mixed"):  # Lightning takes float16 on accelerators only; bytes are the same.
-        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    strategy.precision_plugin = simulated_precision((config.get("trainer") or {}).get("precision"))
     strategy.parallel_devices = [torch.device("cpu")] * mesh.world_size
     rows = layout.micro_batch * (layout.micro_batches if mesh.pp > 1 else 1)
 

@@ -60,6 +60,21 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
         capsys.readouterr()
 
 
+def test_simulated_ranks_have_the_runs_precision(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With float16 as if it were bf16, each plan that gathers float16 was refused, on a GPU without bf16 too."""
+    words = ["plan", "--config", config, "--gpus", "4", "--machine", "v100", "--fix", "pp=1", "--fix", "tp=1", "--json"]
+    for precision in ("16-mixed", "16-true", "16"):
+        out = str(tmp_path / precision)
+        assert main([*words, "--trainer.precision", precision, "--top", "2", "--out", out]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert all(plan["verified"] for plan in found["plans"])
+        assert not [row["text"] for row in found["rejected"] if row["kind"] == "refused"], precision
+        assert main(["mesh", "--config", f"{out}/plan_1.yaml", "--trainer.precision", precision]) == 0
+        capsys.readouterr()
+
+
 def test_bad_options_are_refused_before_torch_is_imported(config: str) -> None:
     code = f"""
 import sys
@@ -111,9 +126,12 @@ def test_rotor_zero_1_and_the_dtypes_of_gathers_are_written(
     assert sharding["class_path"] == "FullyShard"
     assert (sharding["init_args"]["param_dtype"], sharding["init_args"]["reduce_dtype"]) == ("float32", "float32")
     assert main(["mesh", "--config", str(tmp_path / "plans" / "plan_1.yaml")]) == 0
-    offloads = plan("--machine", "h100", "--fix", "offload=true", "--fix", "dp_shard=4")["callbacks"][-1]
+    offloaded = ("--machine", "h100", "--fix", "offload=true", "--fix", "dp_shard=4")
+    offloads = plan(*offloaded)["callbacks"][-1]
     assert offloads["class_path"] == "Rotor"
     assert offloads["init_args"]["offload"] is True
+    assert main(["plan", "--config", config, "--gpus", "4", "--top", "1", *offloaded]) == 0
+    assert "   offloading has run on one GPU, in a small model, and its speed" in capsys.readouterr().out
     assert plan("--fix", "zero=1")["strategy"] == {"class_path": "ZeroStrategy", "init_args": {"stage": 1}}
     strategy = plan("--fix", "zero=1", "--fix", "reduce=bfloat16", *mixed)["strategy"]
     assert strategy["init_args"] == {"stage": 1, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
