@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, Literal
 
 import torch
@@ -12,18 +13,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
 
 class FiniteLoss(Callback):
-    """Keeps a NaN or infinite loss, on any rank, from reaching the weights; on by default, and stops the run.
+    """Keeps a NaN or infinite loss or gradient, on any rank, from reaching the weights; on by default, stops the run.
 
     One such loss makes the mean of the ranks' gradients NaN, and the next step the weights of all. Here all ranks check
-    the losses of a step's batches before they take it. On an accelerator this waits for the forward pass (in a
-    pipeline: for the last stage's forward of the last micro-batch), while the device still has a backward pass to run,
-    so that it is never idle; several ranks exchange one number in parallel with the gradients.
+    the losses of a step's batches, and the norm of its gradient, before they take it. On an accelerator the loss waits
+    for the forward pass (in a pipeline: for the last stage's forward of the last micro-batch), while the device still
+    has a backward pass to run, so that it is never idle. The norm is known only after that backward, so that ``stop``
+    looks at it in the next step and before each checkpoint: the run ends one step late, with its checkpoints intact.
+    ``skip`` waits for it. Of a pipeline that delays gradients, and of OptimizerInBackward, only losses are checked.
 
     With ``precision: 16-mixed`` the loss scaler already skips such steps, and this does nothing.
 
@@ -45,9 +49,9 @@ class FiniteLoss(Callback):
         self.skipped = 0
         self._in_a_row = 0
         self._flag = _Flag()
+        self._gradient = _Flag()  # of the last step, on an accelerator where nothing has read it yet
         #: Whether the strategy passes on losses as they are computed, before that of the step is known.
         self._told_by_strategy = False
-        self._pending: tuple[Tensor, dist.Work | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The number of skipped steps; the verdict so far of an open accumulation window."""
@@ -59,7 +63,13 @@ class FiniteLoss(Callback):
         self._flag.preset = state_dict["bad"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the counts of all ranks to the checkpoint, which otherwise holds rank 0's state of callbacks."""
+        """Adds the counts of all ranks to the checkpoint, which otherwise holds rank 0's state of callbacks.
+
+        Raises:
+            DloError: The last step's gradient was not finite.
+        """
+        if self._gradient.read():
+            raise mark_agreed(DloError(_message(trainer, _Problem.TAKEN)))
         group = control_group(trainer)
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if group is not None and own is not None and mid_accumulation(trainer):
@@ -70,6 +80,7 @@ class FiniteLoss(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Creates the ranks' group, at the same point on all; requests early losses from the strategy."""
         control_group(trainer)
+        self._gradient.clear()
         strategy, looks = trainer.strategy, self.on_nan != "ignore" and not _has_scaler(trainer)
         self._told_by_strategy = looks and contract_of(strategy).watch_losses(self._flag.look)
 
@@ -84,63 +95,55 @@ class FiniteLoss(Callback):
             return
         if not self._told_by_strategy:
             self._flag.look(loss)
-        # If it is known now, the ranks agree during backward.
-        if self._flag.is_known and pl_module.automatic_optimization and not mid_accumulation(trainer):
-            self._pending = self._start_search(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Agrees with the other ranks, and prevents a bad step."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
-        vote, work = self._pending or self._start_search(trainer)
-        self._pending = None
-        if work is not None:
-            work.wait()
+        problem = _Problem.TAKEN if self._gradient.read() else _Problem.LOSS if self._flag.read() else None
+        self._gradient.clear()
+        contract = contract_of(trainer.strategy)
+        if not (contract.drops_gradients or contract.delays_gradients):
+            self._gradient.look(agreed_gradient_norm(trainer, optimizer))
+            if self.on_nan == "skip" or self._gradient.is_known:
+                if problem is None and self._gradient.read():
+                    problem = _Problem.GRADIENT
+                self._gradient.clear()
         if pl_module.automatic_optimization:
             self._flag.clear()
-        rank = int(vote)
-        if rank == trainer.world_size:
+        rank, problem = _agree(trainer, problem)
+        if problem is None:
             self._in_a_row = 0
         elif self.on_nan == "stop":
-            raise mark_agreed(DloError(_message(trainer, rank)))
+            raise mark_agreed(DloError(_message(trainer, problem, rank)))
         else:
-            self._skip(trainer, pl_module, optimizer, rank)
+            self._skip(trainer, pl_module, optimizer, _describe(trainer, problem, rank))
 
-    def _start_search(self, trainer: Trainer) -> tuple[Tensor, dist.Work | None]:
-        """Starts the search for the first rank with a bad loss; its result is the number of ranks if there is none."""
-        vote = torch.tensor(trainer.global_rank if self._flag.read() else trainer.world_size)
-        group = control_group(trainer)
-        if contract_of(trainer.strategy).delays_gradients:  # All ranks have the same loss: none waits for another.
-            return (torch.zeros_like(vote) if self._flag.read() else vote), None
-        work = None if group is None else dist.all_reduce(vote, dist.ReduceOp.MIN, group=group, async_op=True)
-        return vote, work
-
-    def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, rank: int) -> None:
-        # An optimizer skips parameters without a gradient: no weight decay, no change of state.
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            parameter.grad = None
+    def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer, what: str) -> None:
+        skip_step(trainer, optimizer)
         self.skipped += 1
         self._in_a_row += 1
-        rank_zero_warn(f"{_describe(trainer, rank)}: the step is skipped; {self.skipped} skipped in this run")
+        rank_zero_warn(f"{what}: the step is skipped; {self.skipped} skipped in this run")
         if self._in_a_row >= self.max_skipped:
-            raise mark_agreed(DloError(f"{_message(trainer, rank)}; {self._in_a_row} steps in a row were skipped"))
+            raise mark_agreed(DloError(f"{what}; {self._in_a_row} steps in a row were skipped. {_ADVICE}"))
         name = _nonfinite_buffer(trainer, pl_module)
         if name:
             raise mark_agreed(
                 DloError(
-                    f"{_describe(trainer, rank)}, and neither is the buffer {name} now (a running statistic?), which"
-                    " skipping the step does not undo; resume from the last checkpoint, and remove such inputs from the"
-                    " data"
+                    f"{what}, and neither is the buffer {name} now (a running statistic?), which skipping the step does"
+                    " not undo; resume from the last checkpoint, and remove such inputs from the data"
                 )
             )
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drops what was pending."""
-        self._pending = None
+
+class _Problem(IntEnum):
+    """Number that is not finite, the gravest first; TAKEN is a gradient that the weights have got."""
+
+    TAKEN, LOSS, GRADIENT = range(3)
 
 
 class _Flag:
-    """Whether a recorded loss is not finite, read from the device as late as possible.
+    """Whether a recorded number is not finite, read from the device as late as possible.
 
     Attributes:
         preset: Verdict of an open accumulation window in the checkpoint of a resumed run.
@@ -157,8 +160,8 @@ class _Flag:
         """Whether reading it waits for no device."""
         return self._bad is None or self._bad.device.type == "cpu"
 
-    def look(self, loss: Tensor) -> None:
-        bad = ~torch.isfinite(loss.detach()).all()
+    def look(self, number: Tensor) -> None:
+        bad = ~torch.isfinite(number.detach()).all()
         self._bad = bad if self._bad is None else self._bad | bad
         device = self._bad.device.type
         if self._copy is None:
@@ -184,19 +187,45 @@ def _has_scaler(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
-def _describe(trainer: Trainer, rank: int) -> str:
+def _agree(trainer: Trainer, problem: _Problem | None) -> tuple[int, _Problem | None]:
+    """Returns the first rank with the gravest problem, and this; called on all ranks."""
+    world = trainer.world_size
+    vote = torch.tensor(len(_Problem) * world if problem is None else problem * world + trainer.global_rank)
+    group = control_group(trainer)
+    # Ranks whose gradients are delayed have the same loss: none waits for another.
+    if group is not None and not contract_of(trainer.strategy).delays_gradients:
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+    kind, rank = divmod(int(vote), world)
+    return rank, None if kind == len(_Problem) else _Problem(kind)
+
+
+def _describe(trainer: Trainer, problem: _Problem, rank: int) -> str:
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    where = f" of rank {rank}" if trainer.world_size > 1 else ""
     step, epoch = trainer.global_step + 1, trainer.current_epoch + 1  # all from 1, as in the progress bar
-    return f"the loss{where} was not finite in step {step} (epoch {epoch}, batch {batch})"
+    if problem is _Problem.TAKEN:
+        return f"the gradient was not finite in step {step - 1} (epoch {epoch})"
+    where = f" of rank {rank}" if trainer.world_size > 1 and problem is _Problem.LOSS else ""
+    what = f"the loss{where}" if problem is _Problem.LOSS else "the gradient of a finite loss"
+    return f"{what} was not finite in step {step} (epoch {epoch}, batch {batch})"
 
 
-def _message(trainer: Trainer, rank: int) -> str:
-    strategy = trainer.strategy
-    hint = contract_of(strategy).nan_hint
+_ADVICE = (
+    "Lower the learning rate, clip the gradients (trainer.gradient_clip_val), check the batch's data, or skip such"
+    " steps (FiniteLoss, on_nan: skip)"
+)
+
+
+def _message(trainer: Trainer, problem: _Problem, rank: int = 0) -> str:
+    taken = problem is _Problem.TAKEN
+    hint = contract_of(trainer.strategy).nan_hint
     return (
-        f"{_describe(trainer, rank)}; the weights are those before it. Lower the learning rate, clip the gradients"
-        " (trainer.gradient_clip_val), check the batch's data, or skip such steps (FiniteLoss, on_nan: skip)"
+        f"{_describe(trainer, problem, rank)}; "
+        + (
+            "the weights have it, checkpoints have not: resume from the last"
+            if taken
+            else "the weights are those before it"
+        )
+        + f". {_ADVICE}"
         + (f". Or: {hint}" if hint else "")
     )
 

@@ -87,6 +87,9 @@ class StrategyContract:
         """Number of copies of parameters and optimizer state; None where nothing can keep their gradients apart."""
         return None
 
+    #: Whether each copy trains by itself, see :meth:`separate_copies`.
+    separates = False
+
     def separate_copies(self) -> None:
         """Makes each copy train by itself: gradients are averaged over a copy's ranks. Called before setup."""
         raise NotImplementedError(f"{type(_strategy_of(self)).__name__} has no copies that it can separate")

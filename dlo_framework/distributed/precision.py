@@ -61,7 +61,19 @@ def _tensor_states(metric: Metric) -> dict[str, tuple[torch.Tensor, torch.Tensor
     }
 
 
-class ShardedClipping:
+class EmptyClipping:
+    """Mixin of precision plug-ins that clips no gradients, where there are none on this rank.
+
+    torch's function (2.11 to 2.15) raises then: after a skipped step, or if other ranks own all parameters.
+    """
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips an optimizer's gradients to ``[-clip_val, clip_val]``, if there are any."""
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
+
+
+class ShardedClipping(EmptyClipping):
     """Mixin of precision plug-ins that clips sharded gradients by their norm over all ranks.
 
     Attributes:
@@ -157,8 +169,19 @@ def with_sharded_clipping(plugin: Precision, gradient_norm: Any, divided: Any = 
         result = ShardedMixedPrecision(half, plugin.device, scaler)
     else:
         # Half and double precision keep their own conversions, so that their class is only extended.
-        kind: Any = type(f"Sharded{type(plugin).__name__}", (ShardedClipping, type(plugin)), {})
-        result = object.__new__(kind)
-        result.__dict__.update(plugin.__dict__)
+        result = _extend(plugin, ShardedClipping, f"Sharded{type(plugin).__name__}")
     result.gradient_norm, result.divided = gradient_norm, divided
     return result
+
+
+def without_empty_clipping(plugin: Precision) -> Precision:
+    """Returns a precision plugin that clips by value also where a rank has no gradients, with the same state."""
+    # Lightning (2.6) names the plugin's state in checkpoints by its class.
+    return plugin if isinstance(plugin, EmptyClipping) else _extend(plugin, EmptyClipping, type(plugin).__qualname__)
+
+
+def _extend(plugin: Precision, mixin: type, name: str) -> Any:
+    """Returns a plugin whose class has a mixin, with the attributes of the given one."""
+    extended: Any = object.__new__(type(name, (mixin, type(plugin)), {}))
+    extended.__dict__.update(plugin.__dict__)
+    return extended

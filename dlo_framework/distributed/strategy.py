@@ -94,7 +94,6 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
 
     holds_full_state = True
     _buckets: BackwardBuckets | None = None
-    _separates = False
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
                 " ddp_find_unused_parameters_false if every backward reaches all parameters"
             )
         super().configure_ddp()
-        if self._separates and isinstance(self.model, DistributedDataParallel):
+        if self.separates and isinstance(self.model, DistributedDataParallel):
             # torch checks a hook's annotations, and accepts a hook without any.
             self.model.register_comm_hook(None, lambda state, bucket: _unreduced(bucket.buffer()))
 
@@ -156,7 +155,7 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
 
     def separate_copies(self) -> None:
         """Makes each rank train by itself, on its own gradients."""
-        self._separates = True
+        self.separates = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training step through torch's wrapper.

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from dlo_framework.batches import batch_size, sample_shapes
-from dlo_framework.distributed.norms import gradient_norm
+from dlo_framework.distributed.step_primitives import agreed_gradient_norm
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.failing_batch import note_batch
@@ -178,7 +178,7 @@ class RunMonitor(Callback):
         if contract_of(trainer.strategy).drops_gradients:
             return  # Backward has stepped them.
         if self.gradient_norm and self._completes_window(trainer.global_step + 1):
-            self._norm = gradient_norm(trainer.strategy, optimizer)
+            self._norm = agreed_gradient_norm(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

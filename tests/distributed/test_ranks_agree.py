@@ -4,9 +4,10 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from dlo_framework import finite
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError, is_agreed
@@ -142,6 +143,46 @@ def test_a_bad_loss_in_a_single_process():
     trainer, error = fit(None, loader(BATCHES, [BAD]), ignoring, world_size=1)
     assert error == ""
     assert not any(bool(p.isfinite().all()) for p in trainer.lightning_module.parameters())
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+class PoisonedNet(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return _Poison.apply(loss) if batch_idx == BAD else loss
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("saves_at", [BAD + 1, 2 * BATCHES])
+def test_a_nan_gradient_of_a_finite_loss_reaches_no_checkpoint(tmp_path, monkeypatch, late, saves_at):
+    if late:  # As on an accelerator, where the norm is known after the step only.
+        monkeypatch.setattr(finite._Flag, "is_known", False)
+    module, at, path = PoisonedNet(), [], tmp_path / "last.ckpt"
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            at.append(trainer.global_step)
+            if trainer.global_step in (BAD, saves_at):
+                trainer.save_checkpoint(path)
+
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[FiniteLoss(), Save()], **options)
+    with pytest.raises(DloError, match=r"the gradient .*was not finite in step 7 ") as caught:
+        trainer.fit(module, loader(BATCHES))
+    assert ("the weights are those before it" in str(caught.value)) == (not late)
+    assert ("the weights have it, checkpoints have not" in str(caught.value)) == late
+    assert all(bool(p.isfinite().all()) for p in module.parameters()) == (not late)
+    assert at == list(range(1, BAD + 1 + late))
+    assert torch.load(path, weights_only=True)["global_step"] == BAD
 
 
 def test_options_are_checked():

@@ -1,4 +1,4 @@
-"""Optimizer steps without a backward before them: weights stay, and the next step is an ordinary one."""
+"""Steps that are left out, without a backward or by a callback: weights stay, and the next step is an ordinary one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import traceback
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
 
+from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.fsdp_nets import Batches, differ, trainer
 from support.optimizer_runs import STEPS, STRATEGIES, data, plain_loop, task
@@ -64,3 +73,96 @@ def test_a_step_without_a_backward_changes_nothing(kind: type[ImageClassifier], 
     assert len(found) == (8 if ranks == 2 else 6)
     for name, difference in found.items():
         assert difference <= (5e-3 if name.endswith("tp") else 0.0), name
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("nan")
+
+
+class Poisoned(ImageClassifier):
+    """A finite loss whose gradient is NaN, on the last rank alone."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = super().loss(outputs, batch)
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        return _NanBackward.apply(loss) if last and self.trainer.global_step == SKIPPED else loss
+
+
+class Judge(Callback):
+    """Skips a step by itself, and records norms."""
+
+    def __init__(self, skips: bool) -> None:
+        self.skips, self.norms = skips, list[float]()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append(float(agreed_gradient_norm(trainer, optimizer)))
+        if self.skips and trainer.global_step == SKIPPED:
+            skip_step(trainer, optimizer)
+
+
+#: Strategies, each with an optimizer that counts in its parameter groups, or keeps counts beside its moments.
+LEFT_OUT = {
+    "ddp": ("adamw_schedulefree", DataParallelStrategy, "value"),
+    "zero1": ("lamb", lambda: ZeroStrategy(1), "value"),
+    "zero2": ("adamw_schedulefree", lambda: ZeroStrategy(2), "norm"),
+    "zero3": ("lamb", lambda: ZeroStrategy(3), "norm"),
+    "fsdp": ("adamw_schedulefree", STRATEGIES["fsdp"], "value"),
+    "fsdp, full tensors": ("lamb", STRATEGIES["fsdp"], "value"),
+    "tp": ("adamw_schedulefree", STRATEGIES["tp"], "value"),
+    "pp": ("adamw", lambda: MeshStrategy(pp=2, micro_batches=2), "value"),
+}
+
+
+def _left_out(rank: int, world: int) -> dict[str, Any]:
+    silence_lightning()
+    found: dict[str, Any] = {}
+    for strategy, (name, make, clip) in LEFT_OUT.items():
+        share = (0, 1) if strategy in ("tp", "pp") else (rank, world)
+        batches = [tuple(part.chunk(share[1])[share[0]] for part in batch) for batch in data()]
+        for case in ("finite", "scaler", "scaler, without"):
+            if "scaler" in case and strategy not in ("ddp", "zero1", "zero3", "fsdp", "tp"):
+                continue
+            own = batches[:SKIPPED] + batches[SKIPPED + 1 :] if "without" in case else batches
+            judge = Judge(skips=case == "scaler")
+            kind, callbacks = (
+                (Poisoned, [FiniteLoss("skip"), judge]) if case == "finite" else (ImageClassifier, [judge])
+            )
+            scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+            half = [MixedPrecision("16-mixed", "cpu", scaler)] if "scaler" in case else []
+            clipping = {"gradient_clip_val": 1e9, "gradient_clip_algorithm": clip}
+            run = trainer(
+                world, make(), max_steps=len(own), max_epochs=1, callbacks=callbacks, plugins=half, **clipping
+            )
+            try:
+                run.fit(task(name, kind), Batches(own))
+                weights = {key: value for key, value in gather_full_weights(run).items() if key.startswith("model.")}
+                found[f"{strategy} {case}"] = weights, judge.norms, share[1], name
+            except Exception:
+                found[f"{strategy} {case}"] = traceback.format_exc()
+    leave_group()
+    return found
+
+
+def test_a_skipped_step_changes_nothing_under_any_strategy() -> None:
+    ranks = run_distributed(_left_out, 2, timeout=300)
+    raised = [value for found in ranks for value in found.values() if isinstance(value, str)]
+    assert not raised, raised[0]
+    assert len(ranks[0]) == len(LEFT_OUT) + 2 * 5
+    for case, (weights, norms, parts, name) in ranks[0].items():
+        others, finite = ranks[1][case][1], [*norms[:SKIPPED], *norms[SKIPPED + 1 :]]
+        if case.endswith("finite"):  # The step's own norm is NaN until its gradients are dropped, and 0 then.
+            assert differ(weights, plain_loop(name, parts, SKIPPED)) <= (5e-3 if parts == 1 else 1e-6), case
+            assert norms == others, f"{case}: norms differ between ranks"
+        elif case.endswith("scaler"):
+            without, rest, *_ = ranks[0][f"{case}, without"]
+            assert norms == others, f"{case}: norms differ between ranks"
+            assert differ(weights, without) == 0.0, case
+            assert finite == rest, case
+            plain = ranks[0][f"{case.removesuffix('scaler')}finite"][1]
+            assert finite == pytest.approx([*plain[:SKIPPED], *plain[SKIPPED + 1 :]], rel=0.05), f"{case}: unscaled?"

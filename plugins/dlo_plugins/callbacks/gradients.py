@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.shards import Shard
@@ -32,7 +33,6 @@ from dlo_plugins.sharding.stepped_gradients import (
     is_divided,
     scale_of,
     stepped_gradients,
-    torch_optimizer,
 )
 from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
 

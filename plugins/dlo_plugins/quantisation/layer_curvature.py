@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.shards import local_data
 from dlo_plugins.sharding.stepped_gradients import (
     accumulation_dtype,
     is_divided,
     scale_of,
     stepped_gradients,
-    torch_optimizer,
 )
 from dlo_plugins.sharding.unit_norms import UnitNorms
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
@@ -35,12 +34,6 @@ class SteppedGradient:
     name: str
     weight: Shard
     gradient: Shard | None
-
-
-def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Returns the optimizer of torch in Lightning's wrapper."""
-    found: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return found
 
 
 def stepped_gradients(strategy: Any, optimizer: Any) -> list[SteppedGradient]:

@@ -127,7 +127,7 @@ class MeshStrategy(ShardedStrategy):
         self.appliers = MeshAppliers.from_options(appliers or [], cp_method, sequence_parallel, async_tp)
         self._context = self.appliers.context  # of the module's first run, if an earlier run has cut it
         self._groups: MeshGroups | None = None
-        self._separates = False  # whether each copy trains by itself
+        self.separates = False  # whether each copy trains by itself
         self.engine: MeshEngine | None = None
         self.pipelining = PipelineOptions(schedule, micro_batches, stages_per_rank, split)
 
@@ -147,7 +147,7 @@ class MeshStrategy(ShardedStrategy):
         """Returns the options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
         spec, kind = self.mesh_spec(), self.bf16_weights
-        return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind, self._separates)
+        return MeshOptions(spec, self.appliers, self.pipelining, precision, self.root_device, kind, self.separates)
 
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run.
@@ -358,7 +358,7 @@ class MeshStrategy(ShardedStrategy):
         """Process groups of the mesh."""
         if self._groups is None:
             self._groups = MeshGroups(
-                self.mesh_spec(), self.root_device.type, self._timeout, separate_copies=self._separates
+                self.mesh_spec(), self.root_device.type, self._timeout, separate_copies=self.separates
             )
         return self._groups
 
@@ -604,7 +604,7 @@ class MeshStrategy(ShardedStrategy):
 
     def separate_copies(self) -> None:
         """Makes each copy train by itself, on the samples of its own ranks."""
-        self._separates = True
+        self.separates = True
 
     def norm_of_copy(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the 2-norm over a copy's ranks of tensors laid out as parameters, each element counted once."""
