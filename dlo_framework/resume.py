@@ -13,13 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from dlo_framework.data.distributed_loader import DistributedEvalLoader
+from dlo_framework.data.loader import ResumableLoader
+from dlo_framework.metric_states import logged_sums, metric_states, restore_logged_sums, restore_metric_states
 from dlo_framework.strategy_contract import contract_of
 
 KEY = "dlo"
@@ -37,20 +45,32 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
-        self._validates_last_step = False
+        self._metrics: dict[str, Any] | None = None  # of training, where a validation or the epoch's end resets them
+        self._has_extra_step = False
+        self._limit_val_batches: int | float | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the random state of every rank and half-accumulated gradients to the checkpoint."""
-        state = self._before_validation or random_state()
+        """Adds the position in the run, the random state and the metrics of every rank, and open gradients."""
+        position: dict[str, Any] = {}
+        if "loops" in checkpoint:
+            in_validation = trainer.validating and self._before_validation is not None
+            position = _set_position(trainer, checkpoint["loops"]["fit_loop"], in_validation)
+        state = {"random_state": self._before_validation or random_state()}
+        if trainer.state.fn == "fit":
+            results = trainer.fit_loop.epoch_loop._results
+            is_between = position.get("stage") == "epoch"
+            ended = {"sums": {}, "metrics": metric_states(pl_module, results)} if is_between else None
+            state |= ended or self._metrics or _training_metrics(trainer)
+            state["loaders"] = [loader.state_dict() for loader in _replayed_loaders(trainer)]
+        states = _gather(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
         checkpoint[KEY] = {
-            "random_state": _gather(state),
-            "gradients": contract_of(trainer.strategy).accumulated_gradients() if mid_accumulation(trainer) else None,
+            "random_state": [each.pop("random_state") for each in states],
+            "ranks": states,
+            "gradients": _open_gradients(trainer),
             "delayed": _delayed(trainer),
             "metrics": logged_metrics(trainer),
+            "position": position,
         }
-        if "loops" in checkpoint:
-            _reopen_epoch(trainer, checkpoint["loops"]["fit_loop"])
-            _keep_next_validation(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restores the random state, so that loaders that shuffle with it draw the same order.
@@ -59,21 +79,23 @@ class ExactResume(Callback):
         """
         _load_trained_weights(trainer, pl_module, checkpoint)
         _drop_replaced_schedule(trainer, checkpoint)
-        if "loops" in checkpoint:
-            _complete_epoch(trainer, checkpoint["loops"]["fit_loop"])
-            self._validates_last_step = _is_before_last_validation(trainer, checkpoint)
-            if trainer.strategy.restore_checkpoint_after_setup:
-                self._enter_last_validation(trainer)
         self._loaded = checkpoint.get(KEY)
-        if self._loaded is not None:
-            restore_random_state(_own_state(self._loaded["random_state"], trainer))
+        if self._loaded is None:
+            return
+        restore_random_state(_own_state(self._loaded["random_state"], trainer))
+        stage = self._loaded.get("position", {}).get("stage")
+        pending = stage == "end" or (stage == "validation" and trainer.enable_validation)
+        is_last = 0 <= trainer.max_steps <= checkpoint["global_step"]
+        self._has_extra_step = trainer.state.fn == "fit" and pending and is_last
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self._add_step(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets a run that was killed before its last validation validate."""
-        self._enter_last_validation(trainer)
+        """Lets a run that was killed between its last step and its end go on to its end."""
+        self._add_step(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the random state and the gradients: after this, the next batch is the first to use them."""
+        """Restores the rest of the state: after this, the next batch is the first to use it."""
         _set_loader_generators(trainer)
         loaded, self._loaded = self._loaded, None
         if loaded is None:
@@ -81,40 +103,133 @@ class ExactResume(Callback):
         # A scheduler, a callback or the run's summary may read a metric before it is logged again.
         for name, value in loaded.get("metrics", {}).items():
             trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
-        # A loader that keeps its own position draws nothing from the global stream when it is restarted. Any other has
-        # drawn its shuffle from it by now, as it would have in the run that was not stopped.
-        if hasattr(trainer.train_dataloader, "load_state_dict"):
-            restore_random_state(_own_state(loaded["random_state"], trainer))
+        if loaded.get("position"):
+            self._resume_at(trainer, pl_module, loaded)
+        restore_random_state(_own_state(loaded["random_state"], trainer))
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
         if loaded.get("delayed") is not None:
             contract_of(trainer.strategy).restore_delayed_gradients(**loaded["delayed"])
 
+    def _resume_at(self, trainer: Trainer, pl_module: LightningModule, loaded: dict[str, Any]) -> None:
+        """Restores metrics and orders, and makes Lightning's loops (2.6) go on at the position of the checkpoint."""
+        fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        stage, plateau, batches = (loaded["position"][name] for name in ("stage", "plateau", "batches"))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler) and stage != "epoch":
+                # It does so when an epoch starts, which this one has.
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
+                trainer.should_stop |= loaded["position"]["should_stop"]
+        own = loaded["ranks"][trainer.global_rank % len(loaded["ranks"])]
+        if len(loaded["ranks"]) == trainer.world_size:
+            restore_metric_states(pl_module, own["metrics"])
+            restore_logged_sums(trainer, own["sums"])
+        if plateau is not None:
+            _step_plateau_schedules(trainer, plateau)
+        has_begun = stage != "epoch" or trainer.current_epoch == 0  # The first is iterated before it starts.
+        for loader, state in zip(_replayed_loaders(trainer), own["loaders"], strict=False):
+            loader.replay(state, batches if has_begun else None)
+        if has_begun and own["loaders"] and not _has_foreign_state(trainer):
+            iter(fit_loop._data_fetcher)  # type: ignore[call-overload]
+        if stage == "epoch":
+            for each in (fit_loop, loop, loop.val_loop):
+                each.on_iteration_done()  # Nothing is to be taken up: the next epoch starts as any other.
+            fit_loop._resuming_from_checkpoint = _has_foreign_state(trainer)
+            return
+        trainer._logger_connector._first_loop_iter = True  # type: ignore[attr-defined]
+        loop.val_loop._has_run = stage == "end" or not trainer.enable_validation
+        if stage == "batch":  # Lightning asks first whether a validation follows the last batch, which it has.
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Allows validations again."""
+        self._allow_validations(trainer)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stores the random state of training."""
+        """Stores the random state and the metrics of training."""
         self._before_validation = random_state()
+        self._metrics = _training_metrics(trainer) if trainer.state.fn == "fit" else None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state of training."""
         if self._before_validation is not None:
             restore_random_state(self._before_validation)
             self._before_validation = None
-        if self._validates_last_step:
-            self._validates_last_step = False
-            trainer.fit_loop.epoch_loop.max_steps -= 1
+        self._drop_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the resumed epoch as any other, and keeps the metrics of one that ends before its last batch."""
+        self._allow_validations(trainer)
+        self._drop_step(trainer)
+        trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop._restarting = False
+        self._metrics = _training_metrics(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drops the stored state of a validation that did not end."""
-        self._before_validation = None
+        """Drops what belongs to a run that did not end."""
+        self._before_validation = self._metrics = None
+        self._allow_validations(trainer)
 
-    def _enter_last_validation(self, trainer: Trainer) -> None:
+    def _allow_validations(self, trainer: Trainer) -> None:
+        self._metrics = None
+        if self._limit_val_batches is not None:
+            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None  # type: ignore[attr-defined]
+
+    def _add_step(self, trainer: Trainer) -> None:
         """Makes Lightning's loop (2.6) begin, which does nothing for a checkpoint of the last of `max_steps`.
 
-        The loop's limit is one step higher until the validation that it begins with has ended, and is set when
-        optimizers and schedules exist, since they read it.
+        The loop's limit is one step higher until the validation or the epoch that it begins with has ended, and is set
+        when optimizers and schedules exist, since they read it.
         """
-        if self._validates_last_step:
+        if self._has_extra_step:
             trainer.fit_loop.epoch_loop.max_steps += 1
+
+    def _drop_step(self, trainer: Trainer) -> None:
+        if self._has_extra_step:
+            self._has_extra_step = False
+            trainer.fit_loop.epoch_loop.max_steps -= 1
+
+
+def _training_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Returns the metrics of this rank's training, without those of a validation that is over."""
+    ended = trainer.fit_loop.epoch_loop.val_loop._results if trainer.validating else {}
+    return {"sums": logged_sums(trainer), "metrics": metric_states(trainer.lightning_module, ended)}
+
+
+def _open_gradients(trainer: Trainer) -> Any:
+    """Returns gradients that wait for more micro-batches; None if there are none.
+
+    In manual optimization any gradient may: those that the module has not zeroed are returned.
+    """
+    if trainer.state.fn != "fit" or not (
+        mid_accumulation(trainer) or not trainer.lightning_module.automatic_optimization
+    ):
+        return None
+    return contract_of(trainer.strategy).accumulated_gradients() or None
+
+
+def _step_plateau_schedules(trainer: Trainer, interval: str) -> None:
+    """Steps ReduceLROnPlateau where it had not been when the checkpoint was saved, by the metrics of that moment."""
+    epochs, is_over = trainer.fit_loop.epoch_progress.current, interval == "epoch"
+    epochs.completed -= is_over  # The schedule's frequency counts from the epoch that is over.
+    trainer.fit_loop.epoch_loop.update_lr_schedulers(interval, update_plateau_schedulers=True)
+    epochs.completed += is_over
+
+
+def _has_foreign_state(trainer: Trainer) -> bool:
+    """Whether a training loader of another library restores its own position, by its first iteration."""
+    combined: Any = trainer.fit_loop._combined_loader
+    own = _replayed_loaders(trainer)
+    return any(
+        isinstance(each, _Stateful) and not isinstance(each, ResumableLoader) and each not in own
+        for each in combined.flattened
+    )
+
+
+def _replayed_loaders(trainer: Trainer) -> list[Any]:
+    """Returns the training loaders that go on by a replay (:class:`~dlo_framework.replayed_loader.ReplayedLoader`)."""
+    combined: Any = trainer.fit_loop._combined_loader
+    return [] if combined is None else [each for each in combined.flattened if hasattr(each, "replay")]
 
 
 def _delayed(trainer: Trainer) -> dict[str, Any] | None:
@@ -232,73 +347,51 @@ def _own_state(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]
     return states[trainer.global_rank % len(states)]
 
 
-def _reopen_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Corrects a checkpoint's loop counters so that a resumed run knows whether the epoch is finished.
+def _set_position(trainer: Trainer, fit_loop: dict[str, Any], in_validation: bool) -> dict[str, Any]:
+    """Sets the loop counters of a checkpoint to one of four positions, and returns it.
 
-    When ``max_steps`` or ``max_time`` ends a run in mid-epoch, Lightning counts the epoch as processed before its last
-    checkpoint is saved, and a resumed run would silently skip the rest of the epoch's data. If the run ended with an
-    epoch, a checkpoint saved in ``on_train_end`` still counts that epoch's batches, and a run limited by steps, not
-    epochs, continues after them when it is resumed (2.6): the counters are reset.
+    Lightning (2.6) saves its counters as they are in the hook that saves, and tells from them what was done by then,
+    not always correctly: work after that hook, or an epoch, would be missing. So the work that is left of a batch or an
+    epoch is either counted as done, and the resumed run does it before its first batch, or not yet begun.
+
+    Args:
+        trainer: Trainer, in a fit or after one.
+        fit_loop: State of Lightning's loops; it is changed.
+        in_validation: Whether a validation has begun and not ended.
+
+    Returns:
+        ``stage``: what comes next, ``epoch``, ``batch``, ``validation`` or the ``end`` of an epoch. ``plateau``:
+        interval of the ReduceLROnPlateau that is to be stepped before; None for none. ``batches``: number of the
+        epoch's batches that are done. ``should_stop``: whether a callback has asked for the run's end.
     """
-    progress = fit_loop["epoch_progress"]
-    finished = trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches
-    if finished or fit_loop["epoch_loop.batch_progress"]["is_last_batch"]:
-        if progress["total"]["completed"] == progress["total"]["ready"]:
-            _reset_batches(fit_loop)
-        return
-    for span in ("total", "current"):
-        started, counts = progress[span]["started"], progress[span]
-        if counts["processed"] == started and started > 0:
-            counts["processed"] = started - 1
-            counts["completed"] = min(counts["completed"], started - 1)
-
-
-def _keep_next_validation(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Corrects a checkpoint saved right before a validation, so that a resumed run begins with that validation.
-
-    A checkpoint saved in ``on_train_batch_end`` does not count the batch as completed. Lightning (2.6,
-    ``_TrainingEpochLoop.advance``) then takes the validation that follows as done: its metrics, the best checkpoint
-    and the hooks of the epoch's end would be missing from the run. The counters become those of a run that has
-    completed the batch and has started the validation.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    batches, validation = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_loop.val_loop.batch_progress"]
-    total = batches["total"]
-    in_batch_end = total["ready"] == total["processed"] == total["completed"] + 1
-    data = trainer.fit_loop._data_fetcher
-    if not in_batch_end or data is None or not trainer.enable_validation or not loop._should_check_val_fx(data):
-        return
-    for span in ("total", "current"):
-        batches[span]["completed"] = batches[span]["processed"]
-        validation[span] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    validation["is_last_batch"] = False
-
-
-def _is_before_last_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
-    """Returns whether a checkpoint is of the last of `max_steps`, and the validation after it has not run."""
-    validation = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
-    pending = validation["ready"] == validation["started"] == 1 and not validation["processed"]
-    is_last = 0 <= trainer.max_steps <= checkpoint["global_step"]
-    return trainer.state.fn == "fit" and trainer.enable_validation and pending and is_last
-
-
-def _complete_epoch(trainer: Trainer, fit_loop: dict[str, Any]) -> None:
-    """Corrects the loop counters of a checkpoint saved at an epoch's end, so that they count the epoch as completed.
-
-    ``ModelCheckpoint`` saves in ``on_train_epoch_end``, when the epoch counts as processed and not yet as completed. A
-    run limited by steps (``max_steps``) that resumes from there ends the epoch a second time, and so counts one that
-    never was: the next epoch's data would be missing, and with ``max_epochs`` beside it the run would be an epoch
-    shorter. A run limited by epochs does not (Lightning 2.6, the setter of ``_FitLoop.restarting``).
-    """
-    progress = fit_loop["epoch_progress"]
-    counts = progress["total"]
-    ended = fit_loop["epoch_loop.batch_progress"]["is_last_batch"] and counts["processed"] == counts["ready"]
-    if trainer.max_steps != -1 and ended and counts["completed"] < counts["processed"]:
-        for span in progress.values():
-            span["completed"] = span["processed"]
-        _reset_batches(fit_loop)
-
-
-def _reset_batches(fit_loop: dict[str, Any]) -> None:
-    batches = fit_loop["epoch_loop.batch_progress"]
-    batches["current"], batches["is_last_batch"] = dict.fromkeys(batches["current"], 0), False
+    loop, plateau = trainer.fit_loop.epoch_loop, None
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    epoch, batch = epochs["current"], batches["current"]
+    in_batch = batch["ready"] > batch["processed"]
+    is_over = not in_batch and (batch["ready"] >= trainer.num_training_batches or batches["is_last_batch"])
+    stage, has_ended = "end" if is_over else "batch", epoch["processed"] == epoch["started"]
+    if epoch["ready"] > epoch["started"] or (has_ended and (is_over or not batch["ready"])):
+        stage = "epoch"
+        plateau = "epoch" if epoch["completed"] < epoch["processed"] else None
+    elif not has_ended and not in_batch:
+        in_batch_end = batch["processed"] > batch["completed"]
+        data = trainer.fit_loop._data_fetcher
+        if in_validation or (
+            in_batch_end and data is not None and trainer.enable_validation and loop._should_check_val_fx(data)
+        ):
+            stage = "validation"
+        elif (in_batch_end or trainer.validating) and not loop._should_accumulate():
+            plateau = "step"
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    for span in epochs.values():
+        span["ready"] = span["started"]
+        span["processed"] = span["completed"] = span["started"] - (stage != "epoch")
+    for span in batches["total"], batch:
+        span.update(dict.fromkeys(span, span["processed"]))
+    if stage == "epoch":
+        batch.update(dict.fromkeys(batch, 0))
+    batches["is_last_batch"] = is_over and stage != "epoch"
+    begun = int(stage == "validation")
+    counts = {"ready": begun, "started": begun, "processed": 0, "completed": 0}
+    fit_loop["epoch_loop.val_loop.batch_progress"] = {"total": counts, "current": dict(counts), "is_last_batch": False}
+    return {"stage": stage, "plateau": plateau, "batches": batch["processed"], "should_stop": trainer.should_stop}

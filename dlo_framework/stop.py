@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer import call
 
 from dlo_framework import runs
 from dlo_framework.distributed.control_group import control_group
@@ -139,6 +140,9 @@ class GracefulStop(Checkpoint):
         """Stops at the end of an optimizer step, if requested; after the last of `max_steps` the run ends by itself."""
         signum = self._agree() if self._group is not None else self._asked.signum
         if signum and not mid_accumulation(trainer) and not _is_last(trainer):
+            # Lightning (2.6) would call the module's hook, and log, after this one.
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+            trainer._logger_connector.update_train_step_metrics()  # type: ignore[attr-defined]
             self._stop(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,6 +150,7 @@ class GracefulStop(Checkpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking or _is_last(trainer):
             return
         if self._asked.signum and self._group is None:
+            call._call_lightning_module_hook(trainer, "on_validation_end")
             self._stop(trainer, self._asked.signum)
 
     def stop_aside(self) -> None:

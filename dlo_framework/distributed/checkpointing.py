@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,6 +37,7 @@ from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, ow
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.replayed_loader import as_replayed
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract
 
@@ -115,6 +117,12 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """
         with super().tensor_init_context(empty_init), torch.device("cpu"):
             yield
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Returns a loader that, in training, can go on in mid-epoch."""
+        loader = super().process_dataloader(dataloader)
+        trains = self.lightning_module is not None and self.lightning_module.trainer.training
+        return as_replayed(loader) if trains else loader
 
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Restores the full parameters of a module that another strategy has sharded.
@@ -424,6 +432,11 @@ class CanonicalStrategy(Strategy, StrategyContract):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's tensors and shards of the module's state."""
+        if self.holds_full_state and isinstance(self.precision_plugin, DoublePrecision):
+            # Lightning (2.6) loads before its setup converts the module: single precision would round the weights.
+            assert self.lightning_module is not None
+            with keep_dtypes(self.lightning_module):
+                self.precision_plugin.convert_module(self.lightning_module)
         if self.holds_full_state and self._loads_by_itself():
             self._load_through_module(checkpoint["state_dict"], strict)
             return

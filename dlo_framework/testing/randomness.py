@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from dlo_framework.data import hash64, seed_all
 from dlo_framework.data.module import ResumableDataModule
+from dlo_framework.replayed_loader import ReplayedLoader
 
 #: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
 #: attributes beside ``nn.Dropout``.
@@ -140,7 +141,7 @@ def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: boo
 
     def prepare(loader: DataLoader) -> DataLoader:
         sampler, dataset = loader.sampler, loader.dataset
-        is_plain = type(loader) is DataLoader and loader.batch_size is not None
+        is_plain = type(loader) in (DataLoader, ReplayedLoader) and loader.batch_size is not None
         if not is_plain or isinstance(dataset, IterableDataset) or isinstance(sampler, DistributedSampler):
             notes.append(
                 f"data: {type(loader).__name__} over {type(dataset).__name__} is used unchanged; its random choices"

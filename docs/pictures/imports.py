@@ -70,6 +70,8 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "progress",
                 "accumulation",
                 "resume",
+                "metric_states",
+                "replayed_loader",
                 "snapshot",
                 "runs",
                 "run_lock",

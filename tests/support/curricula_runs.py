@@ -81,12 +81,12 @@ class Losses(Callback):
         self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
 
 
-def images(**options: Any) -> tuple[Any, Any]:
+def images(kind: type[ImageClassifier] = ImageClassifier, **options: Any) -> tuple[Any, Any]:
     """Returns a small ViT and the digits."""
     batch = options.pop("batch_size", 8)
     given = {"lr": 1e-2, "optimizer_args": {"eps": 1e-4}, "schedule": "constant", "log_images": 0, **options}
     given["model_args"] = {**VIT, **given.get("model_args", {})}
-    task = ImageClassifier("vit_tiny_patch16_224", num_classes=10, **given)
+    task = kind("vit_tiny_patch16_224", num_classes=10, **given)
     return task, DigitsData(image_size=16, batch_size=batch)
 
 
@@ -95,7 +95,7 @@ def prepare_texts(folder: Path) -> None:
     lines(folder / "texts.jsonl", *({"text": text} for text in sentences(200)))
 
 
-def texts(folder: Path, **options: Any) -> tuple[Any, Any]:
+def texts(folder: Path, kind: type[CausalLM] = CausalLM, **options: Any) -> tuple[Any, Any]:
     """Returns a small Llama and packed texts."""
     data = {
         "train_files": str(folder / "texts.jsonl"),
@@ -107,7 +107,7 @@ def texts(folder: Path, **options: Any) -> tuple[Any, Any]:
         **options.pop("data", {}),
     }
     given = {"lr": 1e-2, "optimizer_args": {"eps": 1e-4}, "schedule": "constant", **options}
-    return CausalLM(config={**LLAMA, **given.pop("config", {})}, **given), TextData(**data)
+    return kind(config={**LLAMA, **given.pop("config", {})}, **given), TextData(**data)
 
 
 def fit(

@@ -113,7 +113,6 @@ class DynamicBatchSize(Callback):
         self._micro = self._size = 0  # with noise_scale: the epoch's micro-batch, and the target size
         self._window = AccumulationWindow(1, 0)
         self._epoch = 0  # epoch of the window
-        self._length_is_old = False
         self._factor = 1.0
         self._own_plan: tuple[int, list[Span]] | None = None
         self._counted: tuple[list[Span], Fraction] = [], Fraction(1)  # an epoch's plan, and its mean window
@@ -192,7 +191,7 @@ class DynamicBatchSize(Callback):
         """Resets the state of an earlier fit, which may have raised. A resumed state is loaded after this."""
         trainer.accumulate_grad_batches = 1
         self._window, self._epoch, self._own_plan = AccumulationWindow(1, 0), 0, None
-        self._length_is_old, self._factor = False, 1.0
+        self._factor = 1.0
         if trainer.current_epoch == 0:  # Else the same trainer continues after its earlier epochs.
             self._size = self._micro = 0
             self._meter = NoiseMeter(self.noise.smoothing) if self.noise else None
@@ -222,23 +221,15 @@ class DynamicBatchSize(Callback):
             optimizer.register_step_pre_hook(lambda opt, *_: scale_rates(opt, self._factor)),
             optimizer.register_step_post_hook(lambda opt, *_: restore_rates(opt)),
         ]
-        if planned_batches(trainer) is not None and trainer.train_dataloader.batch_sampler.epoch != self._epoch:  # type: ignore[union-attr]
-            self._resume_at_the_end(trainer)
-        elif self.noise is None:
-            self._open(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        loader: Any = trainer.train_dataloader
+        if planned_batches(trainer) is not None and loader.batch_sampler.epoch != trainer.current_epoch:
+            # Resumed at an epoch's end, from where the loader goes on with the next: Lightning ends this one first.
+            loader.batch_sampler.set_epoch(trainer.current_epoch)
+            refresh_epoch_length(trainer)
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self.noise is None and done:
+            self._open(trainer, done)
         trainer.accumulate_grad_batches = self._window
-
-    def _resume_at_the_end(self, trainer: Trainer) -> None:
-        """Plans the epoch after the one at whose last batch the checkpoint was saved.
-
-        Lightning calls no ``on_train_epoch_start`` for it. It must still detect that the old epoch is over, by a number
-        of batches of at least ``num_training_batches``: until then that is the old epoch's number.
-        """
-        self._replan(trainer)
-        self._window = AccumulationWindow(1, 0)
-        over = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        trainer.fit_loop.max_batches = min(trainer.fit_loop.max_batches, over)
-        self._length_is_old = True
 
     def _plan_for_fixed_batches(self, trainer: Trainer) -> None:
         """Prepares for a loader with batches of a fixed size, where accumulation does all the growth."""
@@ -269,9 +260,6 @@ class DynamicBatchSize(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Opens the next window if the last one has ended."""
-        if self._length_is_old:
-            self._length_is_old = False
-            refresh_epoch_length(trainer)
         if trainer.current_epoch != self._epoch or batch_idx >= self._window.start + self._window:
             self._open(trainer, batch_idx)
 

@@ -1,0 +1,86 @@
+"""A run that is killed after a save or stopped anywhere, and resumed, equals the undisturbed run to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlo_framework.testing import run_distributed
+from support.resumed_runs import (
+    UNDISTURBED,
+    Event,
+    Scenario,
+    choose,
+    choose_ranks,
+    differences,
+    differences_on_ranks,
+)
+
+#: Kinds of interruptions that lost something once.
+CASES = {
+    "a plateau's step at an epoch's end": Scenario(
+        1,
+        schedule="plateau",
+        check=0,
+        events=(Event("on_train_epoch_end", 1, True), Event("on_train_epoch_end", 1, True)),
+    ),
+    "a plateau's step after a batch": Scenario(
+        2, schedule="plateau step", events=(Event("on_train_batch_end", 4, True), Event("on_validation_end", 1, True))
+    ),
+    "manual accumulation": Scenario(3, manual=True, accumulate=3, events=(Event("on_train_batch_start", 5, False),)),
+    "double precision": Scenario(4, precision="64-true", events=(Event("on_train_batch_end", 9, False),)),
+    "accumulation by epoch": Scenario(5, callbacks=("gas",), events=(Event("on_train_batch_end", 11, True),)),
+    "means over an epoch that stop the run": Scenario(
+        6, callbacks=("early train",), check=0.5, events=(Event("on_train_batch_end", 4, False),)
+    ),
+    "the validation of growing batches": Scenario(
+        7,
+        callbacks=("growing batch",),
+        events=(Event("on_train_batch_end", 7, False), Event("on_train_batch_end", 2, True)),
+    ),
+    "a shuffled order, stopped in a validation": Scenario(
+        8,
+        loader="shuffled",
+        events=(Event("on_validation_batch_start", 3, False), Event("on_train_batch_end", 3, True)),
+    ),
+    "the order of workers that persist": Scenario(
+        9,
+        loader="persistent",
+        events=(Event("on_train_batch_end", 3, True), Event("on_validation_batch_start", 9, False)),
+    ),
+    "an epoch whose start is saved": Scenario(
+        10, loader="shuffled", max_steps=17, events=(Event("on_train_epoch_start", 2, True),)
+    ),
+    "an epoch without a validation": Scenario(11, check=0, events=(Event("on_train_batch_end", 7, False),)),
+    "an average of weights": Scenario(
+        12,
+        callbacks=("ema",),
+        precision="bf16-true",
+        loader="generator",
+        events=(Event("on_train_batch_end", 10, True),),
+    ),
+}
+
+
+@pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, scenario: Scenario) -> None:
+    assert differences(scenario, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 280, 20))
+def test_random_runs_of_one_process(tmp_path: Path, first: int) -> None:
+    found = {seed: differences(choose(seed), tmp_path / str(seed)) for seed in range(first, first + 20)}
+    assert {choose(seed): lines for seed, lines in found.items() if lines not in ([], [UNDISTURBED])} == {}
+    assert sum(lines == [] for lines in found.values()) >= 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_runs_of_two_ranks(tmp_path: Path, first: int) -> None:
+    seeds = list(range(first, first + 10))
+    found = run_distributed(differences_on_ranks, 2, seeds, str(tmp_path), timeout=600.0)
+    wrong = [(choose_ranks(s), lines) for by_seed in found for s, lines in by_seed.items() if lines]
+    assert [each for each in wrong if each[1] != [UNDISTURBED]] == []
+    assert sum(lines == [] for lines in found[0].values()) >= 6
