@@ -56,7 +56,7 @@ def restore_logged_sums(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         if metric.is_tensor:
             _restore(metric, entry["states"], module.device)
         else:
-            metric.value = module.get_submodule(meta.metric_attribute)
+            metric.value = module.get_submodule(str(meta.metric_attribute))
         metric._forward_cache = None if entry["last"] is None else entry["last"].to(module.device)
         trainer.fit_loop.epoch_loop._results[key] = metric
 

@@ -25,7 +25,7 @@ class ReplayedLoader(DataLoader):
     _begun: dict[str, Any] | None = None
     _replay: tuple[dict[str, Any], int] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         replay, self._replay = self._replay, None
         if replay is not None:
             return self._again(*replay)
@@ -98,7 +98,8 @@ def as_replayed(loader: Any) -> Any:
     The object stays: its class becomes :class:`ReplayedLoader`, or one that also derives from it.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader, _Stateful):
-        loader.__class__ = _replayed_class(type(loader))
+        kind: Any = type(loader)
+        loader.__class__ = _replayed_class(kind)
     return loader
 
 

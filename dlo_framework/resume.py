@@ -55,20 +55,23 @@ class ExactResume(Callback):
         if "loops" in checkpoint:
             in_validation = trainer.validating and self._before_validation is not None
             position = _set_position(trainer, checkpoint["loops"]["fit_loop"], in_validation)
-        state = {"random_state": self._before_validation or random_state()}
+        state: dict[str, Any] = {
+            "random_state": self._before_validation or random_state(),
+            "logged": logged_metrics(trainer),
+        }
         if trainer.state.fn == "fit":
             results = trainer.fit_loop.epoch_loop._results
             is_between = position.get("stage") == "epoch"
             ended = {"sums": {}, "metrics": metric_states(pl_module, results)} if is_between else None
             state |= ended or self._metrics or _training_metrics(trainer)
             state["loaders"] = [loader.state_dict() for loader in _replayed_loaders(trainer)]
-        states = _gather(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
+        states = gather_states(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
         checkpoint[KEY] = {
             "random_state": [each.pop("random_state") for each in states],
             "ranks": states,
             "gradients": _open_gradients(trainer),
             "delayed": _delayed(trainer),
-            "metrics": logged_metrics(trainer),
+            "metrics": states[0]["logged"],
             "position": position,
         }
 
@@ -100,8 +103,10 @@ class ExactResume(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
+        states = loaded.get("ranks", ())
+        own = states[trainer.global_rank] if len(states) == trainer.world_size else {}
         # A scheduler, a callback or the run's summary may read a metric before it is logged again.
-        for name, value in loaded.get("metrics", {}).items():
+        for name, value in own.get("logged", loaded.get("metrics", {})).items():
             trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
         if loaded.get("position"):
             self._resume_at(trainer, pl_module, loaded)
@@ -131,20 +136,21 @@ class ExactResume(Callback):
         for loader, state in zip(_replayed_loaders(trainer), own["loaders"], strict=False):
             loader.replay(state, batches if has_begun else None)
         if has_begun and own["loaders"] and not _has_foreign_state(trainer):
-            iter(fit_loop._data_fetcher)  # type: ignore[call-overload]
+            iter(fit_loop._data_fetcher)  # type: ignore[arg-type]
         if stage == "epoch":
             for each in (fit_loop, loop, loop.val_loop):
                 each.on_iteration_done()  # Nothing is to be taken up: the next epoch starts as any other.
             fit_loop._resuming_from_checkpoint = _has_foreign_state(trainer)
             return
-        trainer._logger_connector._first_loop_iter = True  # type: ignore[attr-defined]
+        trainer._logger_connector._first_loop_iter = True
         loop.val_loop._has_run = stage == "end" or not trainer.enable_validation
         if stage == "batch":  # Lightning asks first whether a validation follows the last batch, which it has.
-            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0  # type: ignore[attr-defined]
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Allows validations again."""
-        self._allow_validations(trainer)
+        if self._metrics is not None or self._limit_val_batches is not None:
+            self._allow_validations(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the random state and the metrics of training."""
@@ -163,7 +169,8 @@ class ExactResume(Callback):
         self._allow_validations(trainer)
         self._drop_step(trainer)
         trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop._restarting = False
-        self._metrics = _training_metrics(trainer)
+        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._metrics = _training_metrics(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops what belongs to a run that did not end."""
@@ -173,7 +180,7 @@ class ExactResume(Callback):
     def _allow_validations(self, trainer: Trainer) -> None:
         self._metrics = None
         if self._limit_val_batches is not None:
-            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None  # type: ignore[attr-defined]
+            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _add_step(self, trainer: Trainer) -> None:
         """Makes Lightning's loop (2.6) begin, which does nothing for a checkpoint of the last of `max_steps`.
@@ -333,8 +340,8 @@ def mid_accumulation(trainer: Trainer) -> bool:
     return trainer.state.fn == "fit" and ready > 0 and not window_ended
 
 
-def _gather(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns every rank's state, by rank."""
+def gather_states(state: Any) -> list[Any]:
+    """Returns every rank's state, by rank; called on all ranks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [state]
     states: list[Any] = [None] * torch.distributed.get_world_size()

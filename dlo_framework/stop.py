@@ -142,7 +142,7 @@ class GracefulStop(Checkpoint):
         if signum and not mid_accumulation(trainer) and not _is_last(trainer):
             # Lightning (2.6) would call the module's hook, and log, after this one.
             call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
-            trainer._logger_connector.update_train_step_metrics()  # type: ignore[attr-defined]
+            trainer._logger_connector.update_train_step_metrics()
             self._stop(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

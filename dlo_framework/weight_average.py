@@ -131,7 +131,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, strategy: Any, checkpoint: dict[str, Any], rest: Mapping[str, Any], updates: int) -> None:
-        """Takes the average from the module, which has just loaded it; the module's weights are undefined then.
+        """Takes the average from the module, which has just loaded it.
 
         Args:
             strategy: Strategy of the run.
@@ -141,12 +141,15 @@ class WeightAverage:
         """
         held = contract_of(strategy).local_tensors()
         self.tensors = [_to_fp32(tensor) for tensor in held]
+        kept = [theirs.detach().clone() for theirs in held] if rest else []  # Not all buffers are in checkpoints.
         for state in rest.values():
             for theirs in held:
                 theirs.detach().zero_()
             strategy.load_model_state_dict({**checkpoint, "state_dict": state}, strict=False)
             for ours, theirs in zip(self.tensors, held, strict=True):
                 ours += theirs.detach()
+        for own, theirs in zip(kept, held, strict=False):
+            theirs.detach().copy_(own)
         self.updates = updates
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from dlo_framework.batches import batch_size, sample_shapes
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
+from dlo_framework.resume import gather_states
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.failing_batch import note_batch
@@ -62,6 +63,7 @@ class RunMonitor(Callback):
         self.seconds = 0.0  # of training, without validation and checkpoints
         self.flops = FlopCounter() if flops else None
         self._loss: torch.Tensor | None = None
+        self._saved_losses: list[torch.Tensor | None] = []
         self._batches = 0
         self._window_samples = 0  # of all ranks: a run may be resumed on another number of ranks
         self._window_seconds = 0.0
@@ -94,7 +96,7 @@ class RunMonitor(Callback):
                 "steps": self._window_steps,
                 "batches": self._batches,
                 "shapes": shapes,
-                "loss": self._loss,
+                "losses": [],
             },
         }
 
@@ -131,10 +133,16 @@ class RunMonitor(Callback):
         self.samples, self.seconds = state_dict["samples"], state_dict["seconds"]
         window = state_dict["window"]
         self._window_samples, self._window_seconds = window["samples"], window["seconds"]
-        self._window_steps, self._batches, self._loss = window["steps"], window["batches"], window["loss"]
+        self._window_steps, self._batches, self._saved_losses = window["steps"], window["batches"], window["losses"]
         self._window_shapes = {tuple(tuple(sizes) for sizes in shape): number for shape, number in window["shapes"]}
         if self.flops is not None:
             self.flops.load_state_dict(state_dict["flops"])
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds each rank's loss of the open window, as a checkpoint has only rank 0's callback states."""
+        losses = gather_states(None if self._loss is None else self._loss.cpu())
+        if self.state_key in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][self.state_key]["window"]["losses"] = losses
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Clears the FLOPs and the open window of an earlier fit, before a resumed run's state is loaded."""
@@ -161,8 +169,10 @@ class RunMonitor(Callback):
         self._started, self._paused = time.perf_counter(), False
         self._step_times.clear()
         self._step_began, self._waits = None, trainer.strategy.root_device.type == "cpu"
-        if self._loss is not None:  # of a window that was open when the run was interrupted
-            self._loss = self._loss.to(trainer.strategy.root_device)
+        losses, self._saved_losses = self._saved_losses, []
+        if losses:  # of a window that was open when the run was interrupted
+            own = losses[trainer.global_rank % len(losses)]
+            self._loss = None if own is None else own.to(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts a count of FLOPs for a new shape, and restarts the clock after a validation and its checkpoint."""

@@ -6,11 +6,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.module import data_parallel_coordinates, per_rank_batch
 from dlo_framework.errors import DloError
+from dlo_framework.replayed_loader import as_replayed
 from dlo_framework.resume import ExactResume
 
 SIZE, BATCH, EPOCHS = 40, 4, 3
@@ -241,3 +242,43 @@ def test_a_last_batch_takes_samples_from_the_one_before_only_where_it_is_evaluat
     data.trainer = Trainer(accelerator="cpu", devices=1, logger=False, limit_val_batches=limit)
     spans = data.eval_loader(TensorDataset(torch.arange(9))).sampler.spans_from(0)
     assert [stop - start for start, stop in spans] == expected
+
+
+class Drawn(IterableDataset):
+    """Yields numbers that it draws one by one."""
+
+    def __iter__(self):
+        return (float(torch.rand(())) for _ in range(6))
+
+
+class Listed(DataLoader):
+    """A user's own class."""
+
+    def __iter__(self):
+        return (batch.tolist() for batch in super().__iter__())
+
+
+def test_a_replayed_loader_goes_on_with_the_rest_or_says_that_it_cannot() -> None:
+    def first(loader: DataLoader, batches: int):
+        torch.manual_seed(5)
+        iteration = iter(loader)
+        return [next(iteration) for _ in range(batches)], loader.state_dict(), list(iteration)
+
+    _, state, rest = first(as_replayed(Listed(range(9), batch_size=2, shuffle=True)), 3)
+    again = as_replayed(Listed(range(9), batch_size=2, shuffle=True))
+    assert isinstance(again, Listed)
+    again.replay(state, 3)
+    torch.manual_seed(7)
+    assert list(again) == rest
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(7)), "the stream is as before"
+    assert sorted(flat(list(again))) == list(range(9)), "the next epoch is whole"
+
+    other = as_replayed(Listed(range(9), batch_size=3, shuffle=True))
+    other.replay(state, 2)
+    with pytest.warns(UserWarning, match="its batch_size was 2 and is 3; the next epochs are complete"):
+        list(other)
+    _, state, _ = first(as_replayed(DataLoader(Drawn(), batch_size=2)), 2)
+    drawn = as_replayed(DataLoader(Drawn(), batch_size=2))
+    drawn.replay(state, 2)
+    with pytest.warns(UserWarning, match="its IterableDataset draws from the global generator"):
+        list(drawn)
