@@ -17,6 +17,10 @@ REMOVED = {
 }
 
 
+#: Characters of a list of names that is printed though the nearest one is known.
+_LONGEST_LIST = 200
+
+
 class DloError(ValueError):
     """Error in user input. The message holds the rule, the value, and the fix."""
 
@@ -36,6 +40,21 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
         return f"; removed in 0.2: {instead}."
     option = nearest(name, options)
     return f"; did you mean '{option}'?" if option else ""
+
+
+def unknown_hint(name: str, options: Iterable[str], label: str = "available") -> str:
+    """Returns the end of a message on an unknown name: the nearest one, and all if they are few or none is near.
+
+    Args:
+        name: Unknown name.
+        options: Valid names.
+        label: Words before the list.
+    """
+    names = list(options)
+    near, listed = did_you_mean(name, names), ", ".join(names) or "none"
+    if near and len(listed) > _LONGEST_LIST:
+        return near
+    return f"{near or ';'} {label}: {listed}"
 
 
 def dlo_error_in(error: BaseException) -> DloError | None:

@@ -298,6 +298,11 @@ def check_strategy(strategy: Any) -> None:
     if not isinstance(strategy, str):
         return
     known = ["auto", *StrategyRegistry.available_strategies()]
+    if strategy.startswith("{"):  # The parser takes a mapping that no strategy accepts for a name.
+        raise DloError(
+            f"trainer.strategy must have options that its class takes, got {strategy}; write"
+            " --trainer.strategy.class_path NAME --trainer.strategy.init_args.KEY VALUE, whose error has the key"
+        )
     if strategy not in known:
         registered = Registry().names("strategy")
         if strategy in registered:

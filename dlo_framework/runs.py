@@ -107,12 +107,17 @@ def check_space(path: Path, need: int = LEAST_FREE_BYTES) -> None:
         )
 
 
-def find_checkpoint(folder: Path, which: str) -> Path:
+def find_checkpoint(folder: Path, which: str, only: Path | None = None) -> Path:
     """Returns the checkpoint ``last`` or ``best`` of the newest run in ``folder`` that has any checkpoint.
 
     ``last`` is the newest one, by its step, that is valid, that a run can resume from and that the run has not
     superseded; damaged ones are skipped with a warning. All of its bytes are hashed for that, by rank 0 alone if it
     starts the others.
+
+    Args:
+        folder: Folder of the runs.
+        which: `last` or `best`.
+        only: Run of the folder to look in; None for all.
 
     Raises:
         DloError: if there is none, or the run has others but no best one.
@@ -123,7 +128,7 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     told = _answer_from_rank_0(FOUND, question)
     if told is not None:
         return Path(told)
-    for run in versions(folder):
+    for run in versions(folder) if only is None else [only]:
         path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
         if path is not None and locate(path) is not None:
             os.environ[FOUND] = f"{question}{path}"
@@ -131,7 +136,8 @@ def find_checkpoint(folder: Path, which: str) -> Path:
         if which == "best":
             _check_skipped_run(run, path)
     raise DloError(
-        f"--ckpt_path {which}: no run in {folder} has a {which} checkpoint;"
+        f"--ckpt_path {which}: {f'no run in {folder}' if only is None else only} has {'a' if only is None else 'no'}"
+        f" {which} checkpoint;"
         " train one with `dlo fit`, or set the checkpoint's path"
         + (" (a run saves a best one if its model has a best_metric or logs val_loss)" if which == "best" else "")
     )

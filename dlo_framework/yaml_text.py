@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def load_yaml(text: str, source: str) -> Any:
         raise yaml.YAMLError(f"a value does not fit its type: {error}") from error
 
 
+#: Numbers such as `1e-3`, which YAML 1.2 and jsonargparse read as such, and PyYAML as text.
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+
 class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that compares keys and counts values while it composes, before anything is built.
 
@@ -124,3 +129,6 @@ class _StrictLoader(yaml.SafeLoader):
 
     def _refusal(self, mark: Any, text: str) -> DloError:
         return DloError(f"{self.name}: line {mark.line + 1}: {text}")
+
+
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))

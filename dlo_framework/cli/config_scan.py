@@ -8,11 +8,13 @@ only looks like such a name costs an import and changes nothing else.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
+from dlo_framework import runs
 from dlo_framework.cli.launcher_args import translate_options
 from dlo_framework.cli.shipped_configs import resolve_config
 from dlo_framework.errors import DloError
@@ -49,7 +51,9 @@ def scan(argv: list[str]) -> ConfigScan:
     for option, value in translate_options(_iterate_options(argv)):
         if option in ("--config", "-c") and value is not None:
             path = resolve_config(value)
-            configs[path] = read_config(path)
+            content = read_config(path)
+            _report_replaced(configs, path, content)
+            configs[path] = content
             plugins += parse_plugin_list(configs[path].get("plugins"))
             strings += collect_strings(configs[path])
             words += [option, path]
@@ -64,6 +68,22 @@ def scan(argv: list[str]) -> ConfigScan:
     return ConfigScan(
         words, configs, plugins, strings + [text for text in strings for text in _collect_inline_strings(text)]
     )
+
+
+def _report_replaced(before: dict[str, Any], path: str, content: dict[str, Any]) -> None:
+    """Prints which lists of earlier configs a config replaces, as each parser of YAML does; `callbacks+:` would add."""
+    trainer = content.get("trainer") or {}
+    for key in [key for key in ("callbacks", "logger", "plugins") if key in trainer]:
+        items = trainer[key] if isinstance(trainer[key], list) else [trainer[key]]
+        for other, config in reversed(before.items()):
+            old = (config.get("trainer") or {}).get(key)
+            if not isinstance(old, list):
+                continue
+            lost = [item.get("class_path") if isinstance(item, dict) else item for item in old if item not in items]
+            if lost and runs.is_first_process():
+                names = ", ".join(str(name).rpartition(".")[2] for name in lost)
+                print(f"{path}: trainer.{key} replaces {names} of {other}; '{key}+:' adds to them", file=sys.stderr)
+            break
 
 
 def _iterate_options(argv: list[str]) -> Iterator[tuple[str, str | None]]:

@@ -162,7 +162,7 @@ class DloCLI(LightningCLI):
             "--run.name",
             type=str | None,
             default=None,
-            help="name of the run (default: the config's file name)",
+            help="name of the run (default: the first config's file name)",
         )
         parser.add_argument(
             "--run.async_checkpoints",
@@ -209,19 +209,25 @@ class DloCLI(LightningCLI):
         Lightning's method lets hyperparameters of the checkpoint override the config; here the config wins.
         """
         config = self.config[self.command]
+        run = next((folder for path in self.config_paths if self._is_own(folder := Path(path).parent)), None)
+        if run is not None and config.ckpt_path in ("last", "best"):  # The config is that which the run has kept.
+            config.ckpt_path = str(runs.find_checkpoint(run.parent, config.ckpt_path, only=run))
         path, self._found_auto = find_start_checkpoint(config.ckpt_path, self._runs, trains=self.command == "fit")
         config.ckpt_path = path
         if path is None and self.command != "fit" and runs.is_first_process():
             print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
 
     def _runs(self) -> Path:
-        """Returns the folder of this config's runs: ``runs/quickstart``.
+        """Returns the folder of this config's runs: ``runs/quickstart``; sets the run's name where the config does not.
 
         Raises:
-            DloError: If the folder begins with a scheme, such as ``s3:``.
+            DloError: If the name leaves its folder, or the folder begins with a scheme, such as ``s3:``.
         """
         config = self.config[self.command]
-        name = config.run.name or (Path(self.config_paths[-1]).stem if self.config_paths else "default")
+        config.run.name = config.run.name or (Path(self.config_paths[0]).stem if self.config_paths else "default")
+        name = Path(config.run.name)
+        if name.is_absolute() or ".." in name.parts:
+            raise DloError(f"run.name must be a name below run.dir, got {name}; set run.dir to its folder")
         folder = Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
         rooted = config.trainer.default_root_dir and not config.run.dir
         check_on_file_system("trainer.default_root_dir" if rooted else "run.dir", folder)
@@ -255,7 +261,7 @@ class DloCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer with the run folder, logger, checkpoint and monitoring callbacks."""
-        self.config[self.command].run.name = self._runs().name  # So that the saved config has the name too.
+        self._runs()  # So that the saved config has the name too.
         config = self._get(self.config_init, "trainer")
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]

@@ -23,7 +23,7 @@ class ObjectCLI(DloCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the trainer."""
         config = self.config[self.command]
-        config.run.name = self._runs().name
+        self._runs()  # Sets the name.
         options = {**self._get(self.config_init, "trainer"), **kwargs}
         return Trainer(
             run_name=config.run.name,

@@ -21,11 +21,11 @@ import yaml
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import ParseError
 from dlo_framework.cli.shipped_configs import list_shipped_configs
-from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest
+from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest, unknown_hint
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
 from dlo_framework.run_setup import OTHER_NAMES, explain_precision
-from dlo_framework.yaml_text import load_yaml
+from dlo_framework.yaml_text import load_yaml, parse_yaml
 
 #: Kind of class that a key takes: that of a plug-in, or a logger.
 KINDS = {
@@ -65,7 +65,23 @@ def explain_parse_error(error: ParseError, found: ConfigScan, registry: Registry
     nested = re.match(r"NestedArg\(key='([^']+)'", given)
     if nested:
         return DloError(_explain_unknown_argument(keys, nested.group(1), found, registry))
+    if keys in KINDS and not given.startswith(("Namespace(", "{'")):
+        with contextlib.suppress(DloError):
+            parse_yaml(given, f"--{keys}")
+            return DloError(_explain_class(keys, given))
+        return DloError(f"{keys} must be valid YAML, got {given}; check its brackets and quotes")
     return DloError(_format_in_one_line(str(error), known))
+
+
+def _explain_class(key: str, given: str) -> str:
+    """Returns the message for a value that cannot be a class: a path of a file, ``module:Class``, a list."""
+    module, _, name = given.partition(":")
+    fix = "`dlo plugins` lists names"
+    if given.endswith(".py"):
+        fix = f"write --plugins {given} --{key} CLASS"
+    elif name.isidentifier():
+        fix = f"write {module}.{name}"
+    return f"{key} must be a class by its name or path, such as my_pkg.mod.Class, got {given or 'nothing'}; {fix}"
 
 
 def _find_faults(config: dict[str, Any], known: list[str], registry: Registry) -> Iterator[str]:
@@ -109,7 +125,7 @@ def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry
                 f" write {key.split('.')[-1]}: {class_path}, or class_path: {plugin.name} with init_args"
             )
     try:
-        cls = _find_class(class_path, kind, registry)
+        cls = find_class(class_path, kind, registry)
     except DloError as error:
         yield str(error)
         return
@@ -126,10 +142,7 @@ def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry
         if isinstance(option, dict) and "class_path" not in option:
             yield from _find_option_faults(f"{key}.init_args.{name}", cls, name, option)
         if accepted is not None and name not in accepted:
-            yield (
-                f"unknown key '{key}.init_args.{name}' of {cls.__name__}"
-                f"{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted) or 'nothing'}"
-            )
+            yield (f"unknown key '{key}.init_args.{name}' of {cls.__name__}{unknown_hint(name, accepted, 'it takes')}")
 
 
 def _find_option_faults(key: str, cls: type, name: str, value: dict[str, Any]) -> Iterator[str]:
@@ -162,10 +175,10 @@ def _has_options(kind: Any) -> bool:
 
 
 def _format_unknown(key: str, name: str, cls: type, accepted: list[str]) -> str:
-    return f"unknown key '{key}' of {cls.__name__}{did_you_mean(name, accepted) or ';'} it takes: {', '.join(accepted)}"
+    return f"unknown key '{key}' of {cls.__name__}{unknown_hint(name, accepted, 'it takes')}"
 
 
-def _find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
+def find_class(class_path: str, kind: str | None, registry: Registry) -> type | None:
     """Returns the class that a class path names; None where this walk cannot resolve it.
 
     Raises:
@@ -208,7 +221,7 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
             f"'{key}.{name}' must follow a class, got the alias '{given}', which takes no options; name the class:"
             f" --{key} {alias.name} --{key}.{name} ..."
         )
-    cls = _find_class(given, KINDS.get(key), registry) if given else None
+    cls = find_class(given, KINDS.get(key), registry) if given else None
     accepted = list_parameters(cls) if cls is not None else None
     option, _, field = name.partition(".")
     inner = _find_option_class(cls, option) if cls is not None and field else None
@@ -217,7 +230,7 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
     if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
         owner, _, option = key.rpartition(".")
         named = _find_class_path(owner, found)
-        outer = _find_class(named, KINDS.get(owner), registry) if named else None
+        outer = find_class(named, KINDS.get(owner), registry) if named else None
         inner = _find_option_class(outer, option) if outer is not None else None
         if inner is not None:
             return _format_unknown(f"{key}.{name}", name, inner, list_parameters(inner) or [])
@@ -226,8 +239,8 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
     if name == "init_args":  # --model.init_args '{width: 32, lrr: 1}'
         name = next((each for each in _find_given_options(key, found) if each not in accepted), name)
     message = _format_unknown(f"{key}.{name}", name, cls, accepted)
-    if any(isinstance(_get_value(config, key), list) for config in found.configs.values()):
-        message += f"; the command line sets the last of a list: set options of the others in the config, under {key}"
+    if any(isinstance(get_value(config, key), list) for config in found.configs.values()):
+        message += f"; it is the last of a list: --{key}.NAME.{name} sets another one's option"
     return message
 
 
@@ -250,7 +263,7 @@ def _find_class_path(key: str, found: ConfigScan) -> str:
         if words[position].rstrip("+") in (f"--{key}", f"--{key}.class_path"):
             return words[position + 1]
     for config in reversed(found.configs.values()):
-        value = _get_value(config, key)
+        value = get_value(config, key)
         value = value[-1] if isinstance(value, list) and value else value
         value = value.get("class_path") if isinstance(value, dict) else value
         if isinstance(value, str):
@@ -258,7 +271,7 @@ def _find_class_path(key: str, found: ConfigScan) -> str:
     return ""
 
 
-def _get_value(config: Any, key: str) -> Any:
+def get_value(config: Any, key: str) -> Any:
     """Returns what a config has under a dotted key; None where it has nothing."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, dict) else None
@@ -348,7 +361,7 @@ def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, re
     for part in ("model", "data"):
         given = _find_class_path(part, found)
         with contextlib.suppress(DloError):  # The message is on the option.
-            cls = _find_class(given, KINDS[part], registry) if given else None
+            cls = find_class(given, KINDS[part], registry) if given else None
             keys += [f"{part}.{parameter}" for parameter in (list_parameters(cls) if cls is not None else None) or ()]
     meant = _find_meant(name, keys)
     if meant:
@@ -383,7 +396,9 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
     keys, given = _find_key_and_value(message)
     expected = dict.fromkeys(re.findall(r"Expected an? (.+?)(?:\. Got value.*)?$", message, flags=re.MULTILINE))
     if keys and expected and given:
-        types = " or ".join(_simplify_type(text) for text in expected if "NoneType" not in text) or "something else"
+        # Each value may also be the path of a file with it, which is not what is meant.
+        found = [_simplify_type(text) for text in expected if "NoneType" not in text and not text.startswith("path")]
+        types = " or ".join(found) or "another value"
         hint = did_you_mean(given, re.findall(r"'([^']+)'", types)) if types.startswith("one of ") else ""
         return f"{keys} must be {types}, got {given!r}{hint}"
     return " ".join(message.split())
@@ -391,7 +406,7 @@ def _format_in_one_line(message: str, known: list[str]) -> str:
 
 def _find_key_and_value(message: str) -> tuple[str, str]:
     """Returns the dotted key and the value that jsonargparse's text names; empty where it names none."""
-    keys = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    keys = ".".join(dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message)))
     given = re.search(r"(?:Given value|Got value): (.*)", message)
     return keys, given.group(1).strip() if given else ""
 

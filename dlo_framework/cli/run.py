@@ -162,6 +162,7 @@ def _load_plugins(found: ConfigScan) -> Registry:
     """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 
+    from dlo_framework.cli.callback_options import place_callback_options
     from dlo_framework.cli.short_names import expand_arguments, get_class_paths, prefer_plugins
     from dlo_framework.registry import Registry
 
@@ -173,6 +174,7 @@ def _load_plugins(found: ConfigScan) -> Registry:
     for plugin in named:
         registry.load(plugin.name, plugin.kind)
     prefer_plugins(named)
+    found.argv[:] = place_callback_options(found.argv, found.configs, registry)
     found.argv[:] = expand_arguments(found.argv, get_class_paths(named))
     jsonargparse.set_parsing_settings(
         import_path_denylist=registry.denied_import_paths(),

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, unknown_hint
 from dlo_framework.extensions import installed_points, load_function
 
 Value = TypeVar("Value")
@@ -96,9 +96,7 @@ class NamedFunctions(Generic[Value]):
                 self.register(name)(function)
         if name not in self._values:
             names = self.names()
-            raise DloError(
-                f"unknown {self.what} '{name}'{did_you_mean(name, names) or ';'} available: {', '.join(names)}"
-            )
+            raise DloError(f"unknown {self.what} '{name}'{unknown_hint(name, names)}")
         return self._values[name]
 
 

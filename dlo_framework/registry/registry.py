@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Iterable
 from types import ModuleType
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, unknown_hint
 from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, read_entry_points
 from dlo_framework.registry.import_policy import DENIED_PATHS, allowed_roots, check_class_path
 from dlo_framework.registry.named_functions import registering_modules
@@ -93,14 +93,12 @@ class Registry:
             others: Further valid names, such as Lightning's own strategies.
         """
         available = sorted({*self.names(kind), *others}, key=str.lower)
-        hint = did_you_mean(name, available)
-        message = f"unknown {kind or 'plug-in'} '{name}'{hint}"
         elsewhere = next((plugin for plugin in self.plugins() if name in plugin.names), None)
         if elsewhere is not None and elsewhere.kind == kind:
             return DloError(f"'{name}' is an alias of the {kind} {elsewhere.name}; write {elsewhere.name} here")
         if elsewhere is not None:
-            hint, message = "", f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}"
-        return DloError(f"{message}{'' if hint else ';'} available: {', '.join(available) or 'none'}")
+            return DloError(f"'{name}' is a {elsewhere.kind} plug-in, not a {kind}; available: {', '.join(available)}")
+        return DloError(f"unknown {kind or 'plug-in'} '{name}'{unknown_hint(name, available)}")
 
     def find_named(self, strings: Iterable[str]) -> list[Plugin]:
         """Returns the plug-ins that the strings name, by short name, alias or class path.
@@ -154,7 +152,7 @@ class Registry:
         found = []
         classes = _public_classes(module)
         for cls in classes:
-            kind = _kind_of(cls)
+            kind = kind_of(cls)
             if kind is None or inspect.isabstract(cls):
                 continue
             plugin = self._register_user_plugin(
@@ -220,7 +218,7 @@ def _import_class(plugin: Plugin) -> type:
     if not isinstance(found, type):
         raise DloError(f"{label}: {plugin.target} must be a class, got a {type(found).__name__}; fix its entry point")
     if not issubclass(found, _base_of(plugin.kind)):
-        other = _kind_of(found)
+        other = kind_of(found)
         fix = f"register it in the group '{GROUP_PREFIX}{other}'" if other else "derive it from that class"
         raise DloError(
             f"{label}: a {plugin.kind} must be a subclass of {BASES[plugin.kind]}, got {plugin.target}; {fix}"
@@ -235,7 +233,8 @@ def _base_of(kind: str) -> type:
     return base
 
 
-def _kind_of(cls: type) -> str | None:
+def kind_of(cls: type) -> str | None:
+    """Returns the kind of plug-in that a class is; None for another class."""
     return next((kind for kind in KINDS if issubclass(cls, _base_of(kind))), None)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, unknown_hint
 from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
@@ -302,10 +302,9 @@ def check_optimizer(name: str, schedule: str = "constant") -> None:
     check_schedule(found, schedule)
     if found is None and name.lower().removeprefix("lookahead_") not in known:
         others = [other for other in _imported() if other.lower() not in known]
-        raise DloError(
-            f"unknown optimizer '{name}'{did_you_mean(name, [*known, *others]) or ';'} available: {', '.join(known)};"
-            " or the path of a class, such as torch.optim.RAdam"
-        )
+        hint = unknown_hint(name, [*known, *others])
+        path = "" if hint.endswith("?") else "; or the path of a class, such as torch.optim.RAdam"
+        raise DloError(f"unknown optimizer '{name}'{hint}{path}")
 
 
 def check_schedule(optimizer: type[Optimizer] | None, schedule: str) -> None:

@@ -166,9 +166,12 @@ def test_keys_and_classes_of_loggers(refused):
 
 def test_values_of_the_wrong_type(refused):
     message = refused("fit", "--config", "train.yaml", "--model.init_args.lrr", "1")
-    assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'? it takes: model," in message
+    assert "unknown key 'model.lrr' of ImageClassifier; did you mean 'lr'?" in message
     message = refused("fit", "--config", "train.yaml", "--model.init_args.schedule", "cosin")
     assert "must be one of 'cosine', 'linear', 'constant', got 'cosin'; did you mean 'cosine'?" in message
+    cycle = "{class_path: OneCycle, init_args: {max_lr: big}}"
+    message = refused("fit", "--config", "train.yaml", "--trainer.callbacks+", cycle)
+    assert message.endswith("trainer.callbacks.max_lr must be float or list, got 'big'")
     message = refused("fit", "--config", "train.yaml", "--trainer.accumulate_grad_batches", "0")
     assert "accumulate_grad_batches must be at least 1, got 0" in message
     assert not Path("runs").exists(), "what is refused leaves nothing behind"
@@ -210,9 +213,8 @@ def test_options_of_what_takes_none_on_the_command_line(refused):
     message = refused("fit", "--config", "train.yaml", "--trainer.strategy", "mesh", "--trainer.strategy.tp", "2")
     assert "got the alias 'mesh', which takes no options; name the class: --trainer.strategy Mesh" in message
     callbacks = edit("{max_epochs: 1,", "{callbacks: [{class_path: LRFinder}, {class_path: OneCycle}], max_epochs: 1,")
-    message = refused("fit", "--config", callbacks, "--trainer.callbacks.init_args.num_steps", "40")
-    assert "unknown key 'trainer.callbacks.num_steps' of OneCycle; it takes: max_lr," in message
-    assert "the command line sets the last of a list" in message
+    message = refused("fit", "--config", callbacks, "--trainer.callbacks.Cycle.max_lr", "1")
+    assert "'--trainer.callbacks.Cycle.max_lr' must name a callback of the run, got Cycle; did you" in message
 
 
 def test_nothing_to_train(refused):
@@ -223,6 +225,37 @@ def test_a_plug_in_that_raises(refused):
     Path("boom.py").write_text("raise RuntimeError('boom')\n")
     message = refused("fit", "--config", "train.yaml", "--plugins", "./boom.py")
     assert "'./boom.py' failed to import: RuntimeError: boom" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "mine:Net",
+            "model must be a class by its name or path, such as my_pkg.mod.Class, got mine:Net; write mine.Net",
+        ),
+        ("./mine.py", "got ./mine.py; write --plugins ./mine.py --model CLASS"),
+        ("[]", "got []; `dlo plugins` lists names"),
+        ("{class_path: Net", "model must be valid YAML, got {class_path: Net; check its brackets and quotes"),
+        ("", "got nothing; `dlo plugins` lists names"),
+    ],
+)
+def test_values_that_cannot_be_a_class(refused, given, message):
+    assert refused("fit", "--model", given).endswith(message)
+
+
+def test_long_lists_are_left_out_where_the_nearest_name_is_known(refused):
+    message = refused("fit", "--config", "train.yaml", "--model.optimizer", "addam")
+    assert message.endswith("unknown optimizer 'addam'; did you mean 'adam'?")
+
+
+def test_weights_that_cannot_be_downloaded(refused, monkeypatch):
+    def unreachable(*args, **options):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("timm.models._builder.load_pretrained", unreachable)
+    message = refused("fit", "--config", "train.yaml", "--model.pretrained", "true")
+    assert "pretrained weights of vit_tiny_patch16_224 must be in the cache or downloadable, got OSError" in message
 
 
 def test_a_class_that_a_config_may_not_name(refused):

@@ -42,7 +42,7 @@ def test_it_learns_and_shows_what_it_writes(trained):
     assert summary["metrics"]["val_perplexity_per_byte"] == pytest.approx(
         2 ** summary["metrics"]["val_bits_per_byte"], rel=1e-4
     )
-    assert "samples, each from its prompt on:\n--- 'import '\nimport " in done.stdout
+    assert "samples, each a prompt⟶completion:\n---\nimport ⟶" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -90,4 +90,4 @@ def test_perplexity_falls_tenfold_in_three_minutes(dlo):
     done = dlo("fit", "--config", "llm/quickstart", "--data.init_args.cache_dir", "cache")
     summary = json.loads((dlo.folder / "runs" / "llm_quickstart" / "version_0" / "summary.json").read_text())
     assert summary["metrics"]["val_perplexity"] < 4096 / 10  # A model that knows nothing has a perplexity of 4,096.
-    assert "samples, each from its prompt on:" in done.stdout
+    assert "samples, each a prompt⟶completion:" in done.stdout

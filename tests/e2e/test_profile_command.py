@@ -17,6 +17,13 @@ model:
     model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
     schedule: constant
 """
+OWN = """
+from lightning.pytorch import Callback
+
+class NeedsEpochs(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        assert trainer.max_epochs >= 10, "a point in percent needs a number of epochs"
+"""
 TEXT = """
 trainer: {max_epochs: 1, accelerator: cpu, devices: 1}
 data:
@@ -32,7 +39,9 @@ model:
 
 def test_it_profiles_a_config_and_predicts_memory_over_the_batch(dlo) -> None:
     (dlo.folder / "small.yaml").write_text(CONFIG)
-    done = dlo("profile", "--config", "small.yaml", "--steps", "10", "--batches", "8,32", "--machine", "cpu")
+    (dlo.folder / "own.py").write_text(OWN)
+    own = ["--plugins", "./own.py", "--trainer.callbacks+", "NeedsEpochs"]
+    done = dlo("profile", "--config", "small.yaml", "--steps", "10", "--batches", "8,32", "--machine", "cpu", *own)
     out = done.stdout
     for words in ("where a step goes", "by module, each without its submodules", "sum", "memory of a rank over batch"):
         assert words in out, words

@@ -1,12 +1,15 @@
 """Run folders through the command: two runs in one process, one's own checkpoints, and the saved config again."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
 import pytest
 import yaml
 
+from dlo_framework import runs
 from dlo_framework.cli.main import main
 
 MODULE = """
@@ -69,6 +72,25 @@ def test_two_runs_in_one_process_are_two(fit):
     assert summary(1)["steps"] == 16
     fit("--ckpt_path", "auto", version=2)
     assert summary(2)["steps"] == 4, "the newest has finished: another begins"
+
+
+def test_names_with_folders_several_configs_and_a_runs_own_config(fit, capfd):
+    Path("y.yaml").write_text("trainer: {max_epochs: 2}\n")
+    fit("--config", "y.yaml", "--run.name", "a/b", name="a/b")
+    assert saved(0, "a/b")["run"]["name"] == "a/b"
+    fit("--config", "y.yaml")
+    assert summary(0)["steps"] == 8, "named after the first config"
+    fit(version=1)
+    for word in ("best", "last"):  # Those of the run whose config it is, not the newest run's.
+        config = ["--config", "runs/x/version_0/config.yaml", "--ckpt_path", word]
+        assert main(["fit", *config, "--dry-run"]) == 0
+        assert "start          runs/x/version_0/checkpoints/" in capfd.readouterr().out
+        os.environ.pop(runs.FOUND, None)
+    shutil.rmtree("runs/x/version_0/checkpoints")
+    assert main(["validate", *config]) == 2
+    assert "--ckpt_path last: runs/x/version_0 has no last checkpoint; train" in capfd.readouterr().err
+    assert main(["fit", "--config", "x.yaml", "--run.name", "../a"]) == 2
+    assert "run.name must be a name below run.dir, got ../a; set run.dir" in capfd.readouterr().err
 
 
 def test_ones_own_checkpoints_are_gone_on_with(fit):

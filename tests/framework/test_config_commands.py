@@ -65,6 +65,24 @@ def test_class_paths_and_defaults_are_equal_to_short_names_and_unset_keys(
     assert diff(full.replace("seed_everything: 42", "seed_everything: 0"), capsys) == ["+ seed_everything: 0"]
 
 
+def test_a_config_is_equal_to_what_a_run_writes_of_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With every default, full class paths, numbers with exponents, and options that have fields of their own."""
+    Path("one.yaml").write_text(
+        "trainer: {max_steps: 3, callbacks: [WeightEMA, {class_path: EarlyStopping, init_args: {monitor: val_loss}}]}\n"
+        "model: {class_path: CausalLM, init_args: {config: {model_type: gpt2}, lora: {rank: 4}, lr: 1e-3}}\n"
+        "data: {class_path: TextData, init_args: {seq_len: 32}}\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "one.yaml", "--print_config"])
+    full = capsys.readouterr().out.replace("name: null", "name: one")
+    assert "base_block: 64" in full
+    assert diff(full, capsys) == []
+    assert diff(full.replace("rank: 4", "rank: 16"), capsys) == ["  model.lora.rank: 4 -> 16"]
+    assert diff(full.replace("patience: 3", "patience: 5"), capsys) == [
+        "+ trainer.callbacks[EarlyStopping].patience: 5"
+    ]
+
+
 def test_a_config_that_is_not_there(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "diff", "one.yaml", "quikstart"]) == 2
     assert "did you mean 'quickstart'?" in capsys.readouterr().err

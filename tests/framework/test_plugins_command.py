@@ -79,6 +79,20 @@ def test_the_list_is_drawn_on_a_terminal(
     assert "pc_pack 3.1" in text
 
 
+def test_show_knows_ones_own_and_those_of_every_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pc_own.py").write_text("from lightning.pytorch import Callback\nclass PcOwn(Callback): pass\n")
+    for words in (["pc_own.PcOwn"], ["PcOwn", "--plugins", "./pc_own.py"]):
+        text = output(capsys, "show", *words)
+        assert text.startswith("PcOwn: callback from ")
+        assert "From Python: from pc_own import PcOwn" in text
+        assert yaml.safe_load(text[text.index("\nplugins:") :])["plugins"] == [words[-1].removesuffix(".PcOwn")]
+    assert "class_path: FiniteLoss" in output(capsys, "show", "FiniteLoss")
+    assert "monitor: <str>  # required" in output(capsys, "show", "EarlyStopping")
+
+
 def test_json_is_for_machines(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
     records = {record["name"]: record for record in json.loads(output(capsys, "--json"))}
     assert records["PcStrategy"] == {
@@ -123,7 +137,7 @@ def test_show_in_json(pack: None, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["show", "PcCalback"], r"unknown plug-in 'PcCalback'; did you mean 'PcCallback'\? available: "),
+        (["show", "PcCalback"], r"unknown plug-in 'PcCalback'; did you mean 'PcCallback'\?$"),
         (["show", "PcGone"], r"plugin 'PcGone' \(pc_pack 3\.1\): no module pc_gone; reinstall pc_pack"),
         (["shoow"], r"unknown command 'dlo plugins shoow'; did you mean 'show'\? available: show, new"),
         (["PcCallback"], "did you mean 'dlo plugins show PcCallback'"),

@@ -99,11 +99,10 @@ def test_a_function_is_no_plugin(install: Install) -> None:
 
 def test_an_unknown_name_gets_the_nearest_of_its_kind(install: Install) -> None:
     install("pkg", {"strategy": ["fsdp = rg_none:Fsdp"]})
-    with pytest.raises(DloError, match=r"^unknown strategy 'fsdp3'; did you mean 'fsdp'\? available: "):
+    with pytest.raises(DloError, match=r"^unknown strategy 'fsdp3'; did you mean 'fsdp'\?$"):
         Registry().load("fsdp3", "strategy")
     error = Registry().unknown("deepsped", "strategy", others=["deepspeed"])
-    assert str(error).startswith("unknown strategy 'deepsped'; did you mean 'deepspeed'? available: deepspeed, ")
-    assert ", fsdp, " in str(error)
+    assert str(error) == "unknown strategy 'deepsped'; did you mean 'deepspeed'?"
     assert str(Registry().unknown("qqq", "applier")).startswith(
         "unknown applier 'qqq'; available: ActivationCheckpoint, "
     )

@@ -19,12 +19,24 @@ def test_the_grid_holds_each_image_where_its_label_is():
     images = torch.stack([torch.full((3, 32, 32), shade, dtype=torch.uint8) for shade in (10, 100, 200)])
     grid = image_grids.image_grid(images, ["a", "b", "a class with a very long name indeed"], columns=2)
     assert grid.dtype is torch.uint8
-    assert grid.shape == (3, 2 * (96 + 18 + 4) + 4, 2 * 100 + 4)
+    assert grid.shape == (3, 2 * (96 + 50 + 4) + 4, 2 * 100 + 4), "three lines of text"
     assert grid[0, 20, 20] == 10
     assert grid[0, 20, 120] == 100
-    assert grid[0, 140, 20] == 200
+    assert grid[0, 170, 20] == 200
     captions = grid[:, 101:117, 4:100]
     assert captions.min() < 100  # there is ink under the first image
+
+
+def test_captions_are_not_cut():
+    soft = image_grids.target_labels(torch.tensor([[0.6, 0.4]]), ["great white shark", "house finch"])[0]
+    assert " ".join(image_grids._wrap(soft, 96, image_grids._font(13))) == soft
+    names = ["great white shark", "house finch", "tench"]
+    picture = image_grids.confusion_picture(torch.eye(3, dtype=torch.long) * 5, names)
+    title, side, top = picture[:, :24], picture[:, 150:, :114], picture[:, 26:130, 114:]
+    for part in (title[:, :, -8:], side[:, :, :2]):
+        assert part.min() == 255, "paper beside the text"
+    for part in (title, side, top):
+        assert part.min() < 100, "ink"
 
 
 def test_labels_of_hard_padding_and_soft_targets():

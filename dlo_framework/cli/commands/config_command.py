@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
@@ -33,6 +34,10 @@ def main(argv: list[str]) -> int:
     diff.add_argument("second", metavar="B", help="the same")
     given = parser.parse_args(argv or ["--help"])
     first, second = (read_config(resolve_config(name)) for name in (given.first, given.second))
+    names = [(config.get("run") or {}).get("name") for config in (first, second)]
+    for name, config, other in zip((given.first, given.second), (first, second), reversed(names), strict=True):
+        if other == Path(name).stem:  # The default, which only a run's own config writes down.
+            config.setdefault("run", {}).setdefault("name", other)
     differences = compare_configs(first, second, Registry())
     for key, one, other in differences:
         if other is ABSENT:

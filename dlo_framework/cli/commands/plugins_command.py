@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import json
 import sys
@@ -10,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.config_scan import parse_plugin_list
 from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, list_extensions
-from dlo_framework.registry import KINDS, Plugin, Registry
+from dlo_framework.registry import KINDS, Plugin, Registry, kind_of
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, plain, read_class
 
 COMMANDS = ("show", "new")
@@ -26,7 +29,8 @@ def main(argv: list[str]) -> int:
         raise DloError(_unknown_command(first))
     given = _parser().parse_args(argv)
     if given.command == "show":
-        _show(Registry(), given.name, as_json=given.json)
+        registry = Registry()
+        _show(registry, _find(registry, given.name, parse_plugin_list(given.plugins)), as_json=given.json)
     elif given.command == "new":
         from dlo_framework.cli.scaffold import write_plugin
 
@@ -45,7 +49,8 @@ def _parser() -> CommandParser:
         help="print one plug-in's parameters, defaults and docs, and its YAML",
         description="Show one plug-in.",
     )
-    show.add_argument("name", metavar="NAME", help="its short name, such as WeightEMA")
+    show.add_argument("name", metavar="NAME", help="its short name, such as WeightEMA, or its class path")
+    show.add_argument("--plugins", nargs="+", metavar="FILE", help="modules and files of your own that have it")
     show.add_argument("--json", action="store_true", help="print JSON, for machines")
     new = commands.add_parser("new", help="write a working plug-in with a test", description="Write a new plug-in.")
     new.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
@@ -97,13 +102,31 @@ def _to_json(registry: Registry, plugin: Plugin) -> dict[str, Any]:
     }
 
 
-def _show(registry: Registry, name: str, *, as_json: bool) -> None:
-    plugin = registry.get(name)
+def _find(registry: Registry, name: str, modules: Sequence[str]) -> Plugin:
+    """Returns a plug-in: an installed one, the user's own, or a callback of every run or of Lightning.
+
+    Raises:
+        DloError: If there is none of that name.
+    """
+    module, _, short = name.rpartition(".")
+    for spec in [*modules, *([module] if module else [])]:
+        registry.load_user_module(spec)
+    if short not in registry.names():
+        for home in ("dlo_framework.defaults", "lightning.pytorch.callbacks"):
+            cls = getattr(importlib.import_module(home), short, None)
+            if inspect.isclass(cls) and kind_of(cls) == "callback":
+                return Plugin(short, "callback", f"{cls.__module__}:{short}", home.partition(".")[0], "")
+    return registry.get(short)
+
+
+def _show(registry: Registry, plugin: Plugin, *, as_json: bool) -> None:
     try:
         source = read_class(plugin.target)
     except SourceNotFoundError as error:
         raise DloError(f"plugin '{plugin.name}' ({plugin.origin}): {error}; reinstall {plugin.distribution}") from error
     snippet = format_yaml_snippet(plugin.kind, plugin.name, source.parameters)
+    if not plugin.version and plugin in registry.plugins():  # The user's own.
+        snippet = f"plugins: [{plugin.distribution}]\n{snippet}"
     if as_json:
         parameters = [vars(parameter) for parameter in source.parameters]
         more = {"doc": source.doc, "parameters": parameters, "yaml": snippet, "import": _format_import(plugin)}
@@ -124,7 +147,7 @@ def _show(registry: Registry, name: str, *, as_json: bool) -> None:
 
 def _format_import(plugin: Plugin) -> str:
     """Returns the import of a plug-in: every installed one is a name of ``dlo_framework``."""
-    return f"from dlo_framework import {plugin.name}"
+    return f"from {'dlo_framework' if plugin.version else plugin.module} import {plugin.name}"
 
 
 def _format_location(source: ClassSource) -> str:

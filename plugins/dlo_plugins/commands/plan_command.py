@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,8 +88,8 @@ def config_of_check(argv: list[str]) -> list[str]:
     Raises:
         DloError: The run does not exist, or has not finished.
     """
-    names = [word.partition("=")[2] or following for word, following in zip(argv, [*argv[1:], ""], strict=True)
-             if word.partition("=")[0] == "--check"]  # fmt: skip
+    pairs = itertools.pairwise([*argv, ""])
+    names = [word.partition("=")[2] or following for word, following in pairs if word.partition("=")[0] == "--check"]
     if not names or not names[-1]:
         return []
     from dlo_plugins.planner.run_check import read_summary

@@ -78,5 +78,7 @@ class ProfileCLI(DloCLI):
             callbacks.insert(0, Energy())
         kwargs["callbacks"] = [*callbacks, *stop]
         kwargs |= {"enable_checkpointing": bool(stop), "num_sanity_val_steps": 0, "limit_val_batches": 0}
-        kwargs |= {"max_steps": self._steps, "max_epochs": -1, "max_time": None}
+        # Each epoch has a step, so that max_steps ends the run; points in percent need a number of epochs.
+        epochs = max(self._get(self.config_init, "trainer").get("max_epochs") or 0, self._steps)
+        kwargs |= {"max_steps": self._steps, "max_epochs": epochs, "max_time": None}
         return super()._build_trainer(kwargs)

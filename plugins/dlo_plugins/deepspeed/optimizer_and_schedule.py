@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dlo_framework.errors import DloError, did_you_mean, nearest
+from dlo_framework.errors import DloError, did_you_mean, nearest, unknown_hint
 from dlo_plugins.deepspeed.json_file import get, get_source, get_stage
 from dlo_plugins.deepspeed.own_optimizers import DeepSpeedLamb, UncorrectedAdam
 from dlo_plugins.deepspeed.schema import import_config_module
@@ -156,9 +156,7 @@ def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> ty
     if kind not in known:
         names = ["AdamW", "Adam", "Lamb", "Lion", *(cls.__name__ for cls in known.values())]
         names = sorted(set(names))
-        raise DloError(
-            f"{source}: unknown optimizer.type '{name}'{did_you_mean(name, names) or ';'} available: {', '.join(names)}"
-        )
+        raise DloError(f"{source}: unknown optimizer.type '{name}'{unknown_hint(name, names)}")
     return known[kind]
 
 

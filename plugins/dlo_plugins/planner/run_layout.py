@@ -36,8 +36,8 @@ def rotor_budget(config: dict[str, Any]) -> Budget | None:
     budget = Budget.parse(options.get("budget", "auto"))
     if budget.is_auto:
         raise DloError(
-            "plan: --check must have a run without Rotor, or with a budget in bytes or per cent, got budget: auto;"
-            " check another run"
+            "a predicted run must have no Rotor, or one with a budget in bytes or per cent, got budget: auto; set a"
+            " budget, or measure a run"
         )
     return budget
 
@@ -76,14 +76,15 @@ def read_layout(config: dict[str, Any], ranks: int) -> Layout:
     offload = bool((rotor or {}).get("offload"))
     batch = read_batch(config)
     if batch is None:
-        raise DloError("plan: --check must have a run whose data has batch_size, got none in its config.yaml")
+        raise DloError("a predicted run must have data.init_args.batch_size, got none; set it, or measure a run")
     accumulated = (config.get("trainer") or {}).get("accumulate_grad_batches") or 1
     if name in ("mesh", "MeshStrategy"):
         layout = _mesh_layout(options, ranks, batch, accumulated)
         return layout if rotor is None else replace(layout, recompute="rotor", every=1, offload=offload)
     if name not in _STAGES:
         raise DloError(
-            f"plan: --check must have a run of MeshStrategy, {', '.join(_STAGES)}, got {name}; check another run"
+            f"predictions are for auto, ddp, zero1 to zero3, fsdp and mesh, all in the device's memory, got {name};"
+            " measure a run"
         )
     known = _STAGES[name]
     stage = int(options.get("stage", 1)) if known is None else known

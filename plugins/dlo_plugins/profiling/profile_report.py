@@ -232,7 +232,7 @@ class ProfileReport:
         backward = [group.backward / count * 1e3 for _, group in groups]
         axes.barh(range(len(groups)), forward, 0.8, color="#3f6ad8", label="forward")
         axes.barh(range(len(groups)), backward, 0.8, left=forward, color="#a05195", label="backward")
-        axes.set_yticks(range(len(groups)), [name[-34:] for name, _ in groups], fontsize=7)
+        axes.set_yticks(range(len(groups)), [_shorten(name, 34) for name, _ in groups], fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("ms of a step")
         axes.set_title(f"by module, rank {own.rank}", fontsize=9, loc="left")
@@ -283,12 +283,17 @@ class ProfileReport:
         left.set(xlabel="ms", ylabel="MB beyond the start")
         groups = list(_grouped_bytes(memory.at_peak).items())[:10]
         right.barh(range(len(groups)), [size / 1e6 for _, size in groups], color="#d9822b")
-        right.set_yticks(range(len(groups)), [name[-30:] for name, _ in groups], fontsize=7)
+        right.set_yticks(range(len(groups)), [_shorten(name, 30) for name, _ in groups], fontsize=7)
         right.invert_yaxis()
         right.set_xlabel("MB at the peak")
         for axes in (left, right):
             _plain(axes)
         return figure
+
+
+def _shorten(name: str, length: int) -> str:
+    """Returns the end of a module's name, after an ellipsis where it is longer."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def _plain(axes: Axes) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 _INK = (20, 20, 20)
 _PAPER = (255, 255, 255)
+#: Pixels of the longest class name of a confusion matrix; longer ones are shortened.
+_LONGEST = 240
 
 
 def denormalise(images: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
@@ -48,16 +50,17 @@ def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4, least: i
     factor = max(1, -(-least // images.shape[-1]))
     images = F.interpolate(images.float(), scale_factor=factor, mode="nearest").to(torch.uint8)
     height, width = images.shape[-2:]
-    caption, gap = 18, 4
+    font, gap = _font(13), 4
+    lines = ["\n".join(_wrap(label, width, font)) for label in labels]
+    caption = 2 + 16 * max((text.count("\n") + 1 for text in lines), default=1)
     rows = -(-len(images) // columns)
     size = (columns * (width + gap) + gap, rows * (height + caption + gap) + gap)
     canvas = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(canvas)
-    font = _font(13)
-    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+    for i, (image, text) in enumerate(zip(images, lines, strict=True)):
         x, y = gap + i % columns * (width + gap), gap + i // columns * (height + caption + gap)
         canvas.paste(_to_pil(image), (x, y))
-        draw.text((x, y + height + 1), _fit(draw, label, width, font), fill=_INK, font=font)
+        draw.multiline_text((x, y + height + 1), text, fill=_INK, font=font, spacing=1)
     return _to_tensor(canvas)
 
 
@@ -91,20 +94,22 @@ def confusion_picture(counts: Tensor, class_names: Sequence[str], counted_up_to:
     cell = 44 if written else max(1, 1000 // classes)
     shades = _shades(shares if written else shares.sqrt())  # [C, C, 3]
     body = Image.fromarray(np.repeat(np.repeat(shades, cell, axis=0), cell, axis=1))
-    left, top = (110, 46) if written else (24, 46)
-    canvas = Image.new("RGB", (left + body.width + 8, top + body.height + 26), _PAPER)
-    canvas.paste(body, (left, top))
-    draw = ImageDraw.Draw(canvas)
     hits, total = int(counts.diagonal().sum()), int(counts.sum())
     title = f"{hits:,} of {total:,} right ({hits / max(total, 1):.2%}); rows: true class, columns: predicted"
-    draw.text((8, 6), _fit(draw, title, canvas.width - 16, _font(14)), fill=_INK, font=_font(14))
+    longest = min(_LONGEST, max(int(_font(13).getlength(name)) for name in class_names) + 1)
+    left, top = (max(110, longest + 12), 46 if longest < cell else longest + 34) if written else (24, 46)
+    width = max(left + body.width + 8, int(_font(14).getlength(title)) + 16)
+    canvas = Image.new("RGB", (width, top + body.height + 26), _PAPER)
+    canvas.paste(body, (left, top))
+    draw = ImageDraw.Draw(canvas)
+    draw.text((8, 6), title, fill=_INK, font=_font(14))
     if written:
-        _write_cells(draw, counts, shares, class_names, cell, (left, top))
+        _write_cells(canvas, counts, shares, class_names, cell, (left, top))
     return _to_tensor(canvas)
 
 
 def _write_cells(
-    draw: ImageDraw.ImageDraw,
+    canvas: Image.Image,
     counts: Tensor,
     shares: Tensor,
     class_names: Sequence[str],
@@ -112,11 +117,19 @@ def _write_cells(
     origin: tuple[int, int],
 ) -> None:
     left, top = origin
-    font = _font(13)
-    for row, name in enumerate(class_names):
+    font, draw = _font(13), ImageDraw.Draw(canvas)
+    names = [_fit(name, _LONGEST, font) for name in class_names]
+    upright = max(map(font.getlength, names)) < cell
+    for row, name in enumerate(names):
         middle = row * cell + cell // 2
-        draw.text((left - 6, top + middle), _fit(draw, name, left - 12, font), fill=_INK, font=font, anchor="rm")
-        draw.text((left + middle, top - 4), _fit(draw, name, cell - 2, font), fill=_INK, font=font, anchor="ms")
+        draw.text((left - 6, top + middle), name, fill=_INK, font=font, anchor="rm")
+        if upright:
+            draw.text((left + middle, top - 4), name, fill=_INK, font=font, anchor="ms")
+        else:  # Turned, from below to above.
+            label = Image.new("RGB", (int(font.getlength(name)) + 1, 18), _PAPER)
+            ImageDraw.Draw(label).text((0, 9), name, fill=_INK, font=font, anchor="lm")
+            turned = label.rotate(90, expand=True)
+            canvas.paste(turned, (left + middle - 9, top - 4 - turned.height))
         for column in range(len(counts)):
             count = int(counts[row, column])
             if count:
@@ -133,13 +146,26 @@ def _shades(shares: Tensor) -> np.ndarray:
     return colours.round().to(torch.uint8).numpy()
 
 
-def _fit(draw: ImageDraw.ImageDraw, text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def _fit(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """Returns `text`, shortened with an ellipsis to at most `width` pixels."""
-    if draw.textlength(text, font=font) <= width:
+    if font.getlength(text) <= width:
         return text
-    while text and draw.textlength(text + "…", font=font) > width:
+    while text and font.getlength(text + "…") > width:
         text = text[:-1]
     return text + "…" if text else ""
+
+
+def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    """Returns the lines of a text, broken at spaces; a word that is wider than `width` pixels is shortened."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines += [_fit(word, width, font)] if lines[-1] else []
+            lines[-1] = _fit(word, width, font)
+    return lines
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -16,12 +16,14 @@ from timm.models import parse_model_name
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean, unknown_hint
 from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection
 from dlo_tasks.imagenet.timm_channels import narrowed_args
 
 #: Argument for the width of a head, beside `num_heads`; timm (1.0) takes it through `attn_layer` only.
 _HEAD_DIM = "attn_head_dim"
+#: Packages whose errors say that weights cannot be downloaded, beside OSError.
+_DOWNLOADERS = ("huggingface_hub", "httpx", "requests")
 _HUBS = ("hf-hub", "hf_hub", "local-dir")
 
 
@@ -47,10 +49,7 @@ def check_name(name: str, *, pretrained: bool) -> None:
     weights = [full.partition(".") for full in timm.list_pretrained(architecture + "*")]
     tags = [found for known, _, found in weights if known == architecture]
     if tag and tag not in tags:
-        raise DloError(
-            f"timm has no weights '{tag}' of {architecture}{did_you_mean(tag, tags)}"
-            f" available: {', '.join(tags) or 'none'}"
-        )
+        raise DloError(f"timm has no weights '{tag}' of {architecture}{unknown_hint(tag, tags)}")
 
 
 @lru_cache
@@ -240,5 +239,13 @@ def _create(name: str, args: dict[str, Any], **more: Any) -> nn.Module:
             known = inspect.signature(type(timm.create_model(name)).__init__).parameters
         raise DloError(
             f"model_args must be arguments of {name}, got '{unknown[1]}'{did_you_mean(unknown[1], known)}"
+        ) from error
+    except Exception as error:
+        package = type(error).__module__.partition(".")[0]
+        if not more.get("pretrained") or not (isinstance(error, OSError) or package in _DOWNLOADERS):
+            raise
+        raise DloError(
+            f"pretrained weights of {name} must be in the cache or downloadable, got {type(error).__name__}:"
+            f" {str(error).splitlines()[0]}; connect to the hub once, or set model.init_args.pretrained to false"
         ) from error
     return model

@@ -232,9 +232,9 @@ def as_markdown(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[s
 
 def print_samples(prompts: Sequence[str | list[dict[str, Any]]], texts: Sequence[str]) -> None:
     """Prints prompts, each with its completion."""
-    print("\nsamples, each from its prompt on:")
+    print("\nsamples, each a prompt⟶completion:")
     for prompt, text in zip(map(format_prompt, prompts), texts, strict=True):
-        print(f"--- {prompt!r}\n{prompt}{text}")
+        print(f"---\n{prompt}⟶{text}")
 
 
 def _indented(text: str) -> str:

@@ -75,6 +75,11 @@ def test_simulated_ranks_have_the_runs_precision(
         capsys.readouterr()
 
 
+def test_no_options_are_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "plan: --config must name a config, got none; add --config x.yaml" in capsys.readouterr().err
+
+
 def test_bad_options_are_refused_before_torch_is_imported(config: str) -> None:
     code = f"""
 import sys
