@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
@@ -44,6 +45,8 @@ from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import SignalListener
 from dlo_framework.distributed.stacks import StackSampler, print_stack
 from dlo_framework.errors import is_agreed
+from dlo_framework.random_streams import random_state, restore_random_state
+from dlo_framework.strategy_contract import contract_of
 
 #: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
 _GRACE = 2.0
@@ -372,8 +375,12 @@ class WatchedRanks(DDPStrategy):
         return self._timeout.total_seconds() if self._timeout is not None else float("inf")
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Returns a loader that, in evaluation, repeats no sample on any rank."""
+        """Returns a loader that, in evaluation, repeats no sample on any rank.
+
+        Where workers are seeded by rank, as Lightning (2.6) does, ranks of the same samples get the same seeds.
+        """
         module = self.lightning_module
+        _auto_add_worker_init_fn(dataloader, contract_of(self).data_share()[0])
         return dataloader if module is None else without_repeats(dataloader, module.trainer)
 
     def _configure_launcher(self) -> None:
@@ -394,8 +401,10 @@ class WatchedRanks(DDPStrategy):
         try:
             self.set_world_ranks()
             join_restarted(self)
-            joined = dist.is_initialized()
+            joined, state = dist.is_initialized(), random_state()
             super().setup_distributed()
+            # Lightning (2.6) has reset the seed, and ranks of an unseeded run have seeds of their own.
+            restore_random_state(self.broadcast(state))
             backend = str(dist.get_backend())
             if not joined and "nccl" in backend and backend != "nccl":
                 atexit.register(dist.destroy_process_group)  # Lightning does so for NCCL alone only.

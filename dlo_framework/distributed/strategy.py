@@ -314,6 +314,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.move_metrics()
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
+        self.begin_training_streams()
         self.barrier("sharded")
 
     def check_callbacks(self, trainer: Trainer) -> None:
@@ -450,6 +451,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.accelerator.teardown()
+        self.end_training_streams()
         self.handled()
 
 

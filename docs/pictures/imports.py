@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "agreement",
                 "process_identity",
                 "process_setup",
+                "random_streams",
                 "constructor_record",
                 "copy_streams",
             ),
