@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "versions",
                 "errors",
                 "extensions",
+                "interrupts",
                 "units",
                 "yaml_text",
                 "atomic_file",
