@@ -522,7 +522,7 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
 
 def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
-    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook")):
+    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook"), ("spawn", "_spawn")):
         for ending, find_unused in (
             ("", None),
             ("_find_unused_parameters_false", False),
