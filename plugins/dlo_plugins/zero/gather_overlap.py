@@ -77,7 +77,8 @@ class GatherOverlap:
         if not self.enabled:
             self.finish()
         self._wait(self._first)
-        if kind in self._watched or compiled or all(group.shares_memory for group in self._groups) > self.enabled:
+        needs_watch = self.enabled or not all(group.shares_memory for group in self._groups)
+        if kind in self._watched or compiled or not needs_watch:
             yield
             return
         self._watched.add(kind)
