@@ -17,7 +17,7 @@ from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import WIDTH, Block, Module, differ, found_by, mine, of, trainer
-from support.parameter_writes import WRITERS, ByHand, Forward, Momentum, variant
+from support.parameter_writes import ByHand, ByHandBefore, ByHandData, Forward, Momentum, Normalising
 
 
 class Hooked(Module):
@@ -143,13 +143,12 @@ def _deepspeed(stage: int) -> Any:
     return lambda: DeepSpeedBridge(stage=stage)
 
 
-UNUSED = {stage: _zero(stage, find_unused=True) for stage in (1, 3)}
 RIGHT: list[tuple[type[Module], list[Any]]] = [
-    *((kind, [_zero(3, find_unused=True)]) for kind in WRITERS),
-    *((kind, [_zero(1, bucket_mb=1e-5), _zero(3)]) for kind in (Hooked, Sparse, Penalty, Scalar, Twice)),
-    *((kind, list(UNUSED.values())) for kind in (Chosen, Inside)),
-    *((kind, [_deepspeed(1)]) for kind in (variant(Forward, "view"), variant(Momentum, "place"))),
-    *((kind, [_deepspeed(2)]) for kind in (variant(Forward, "data"), variant(ByHand, "after"))),
+    *((kind, [_zero(3, find_unused=True)]) for kind in (Momentum, ByHandBefore, ByHandData, Chosen, Inside)),
+    *((kind, [_zero(3)]) for kind in (Penalty, Scalar, Twice)),
+    *((kind, [_zero(1, bucket_mb=1e-5), _zero(3)]) for kind in (Hooked, Sparse)),
+    (Forward, [_zero(3, find_unused=True), _deepspeed(1)]),
+    (ByHand, [_zero(3), _deepspeed(2)]),
 ]
 
 
@@ -195,7 +194,6 @@ class ClipsByHand(ByHand):
     way = "before"
 
 
-WRITTEN = variant(Forward, "normalised")
 BF16 = {"precision": "bf16-mixed"}
 BY_OPTIMIZER, FROM_GROUP = "must be written by its optimizer alone", "from add_param_group"
 GRADIENTS = "must be read and changed through the optimizer"
@@ -208,11 +206,14 @@ REFUSED: list[tuple[type[Module], Any, dict[str, Any], str]] = [
     (ClipsByHand, _zero(2), {}, GRADIENTS),
     (Module, _zero(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
     (Module, _deepspeed(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
-    *((WRITTEN, _zero(stage, param_dtype="bfloat16"), BF16, "must be gathered in torch.float32") for stage in (1, 3)),
-    (WRITTEN, _deepspeed(1), BF16, BY_OPTIMIZER),
-    (WRITTEN, _deepspeed(3), {}, BY_OPTIMIZER),
-    (variant(Momentum, "data"), _deepspeed(3), {}, BY_OPTIMIZER),
-    (Scalar, _deepspeed(1), {}, "must have a dim, got count and scale"),
+    *(
+        (Normalising, _zero(stage, param_dtype="bfloat16"), BF16, "must be gathered in torch.float32")
+        for stage in (1, 3)
+    ),
+    (Normalising, _deepspeed(1), BF16, BY_OPTIMIZER),
+    (Normalising, _deepspeed(3), {}, BY_OPTIMIZER),
+    (Momentum, _deepspeed(3), {}, BY_OPTIMIZER),
+    (Scalar, _deepspeed(1), {}, "must have a dim, got scale, count"),
     (Sparse, _deepspeed(2), {}, "sparse=True of table"),
 ]
 

@@ -13,26 +13,22 @@ from support.fsdp_nets import WIDTH, Block, Module
 class Momentum(Module):
     """A momentum encoder (MoCo, BYOL) that a training step updates: in place, through ``data``, by assignment."""
 
-    way = "place"
-
     def __init__(self) -> None:
         super().__init__()
         self.teacher = nn.ModuleList([Block() for _ in range(2)]).requires_grad_(False)
 
     @torch.no_grad()
     def update(self) -> None:
-        for mine, theirs in zip(self.teacher.parameters(), self.net.blocks.parameters(), strict=True):
-            if self.way == "place":
+        pairs = zip(self.teacher.parameters(), self.net.blocks.parameters(), strict=True)
+        for number, (mine, theirs) in enumerate(pairs):
+            if number % 4 == 0:
                 mine.lerp_(theirs, 0.1)
-            elif self.way == "data":
+            elif number % 4 == 1:
                 mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
-            elif self.way == "assigned":
+            elif number % 4 == 2:
                 mine.data = mine.data * 0.9 + theirs.data * 0.1
-        if self.way == "foreach":
-            torch._foreach_lerp_(list(self.teacher.parameters()), list(self.net.blocks.parameters()), 0.1)
-        if self.way == "vector":
-            vectors = [nn.utils.parameters_to_vector(part.parameters()) for part in (self.teacher, self.net.blocks)]
-            nn.utils.vector_to_parameters(0.9 * vectors[0] + 0.1 * vectors[1], self.teacher.parameters())
+            else:
+                torch._foreach_lerp_([mine], [theirs], 0.1)
 
     def loss(self, batch: Any) -> Tensor:
         self.update()
@@ -72,14 +68,14 @@ class Writing(nn.Module):
 
 
 class Forward(Module):
-    """Weights of a block, or of none, that are written in the forward."""
+    """Weights of blocks, and of none, that are written in the forward, one way after the other."""
 
-    way = "normalised"
+    ways: tuple[str, ...] = ("normalised", "data", "first", "view", "state", "max_norm")
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = Writing(self.way)  # Outside of the blocks.
-        self.net.blocks = nn.ModuleList([Writing(self.way) for _ in range(2)])
+        self.extra = Writing(self.ways[0])  # Outside of the blocks.
+        self.net.blocks = nn.ModuleList([Writing(way) for way in self.ways])
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(self.net.head(self.blocks(self.net.stem(batch[0]))), batch[1])
@@ -118,12 +114,19 @@ class ByHand(Module):
             self.bound()
 
 
-def variant(kind: type[Module], way: str) -> type[Module]:
-    return type(f"{kind.__name__} {way}", (kind,), {"way": way})
+class ByHandBefore(ByHand):
+    """The same before the step."""
+
+    way = "before"
 
 
-WRITERS = [
-    *(variant(Momentum, way) for way in ("place", "data", "assigned", "foreach", "vector")),
-    *(variant(Forward, way) for way in ("normalised", "data", "first", "view", "state", "max_norm")),
-    *(variant(ByHand, way) for way in ("after", "before", "data")),
-]
+class ByHandData(ByHand):
+    """The same after the step, through ``data``."""
+
+    way = "data"
+
+
+class Normalising(Forward):
+    """Weights that are normalised in the forward."""
+
+    ways = ("normalised", "normalised")
