@@ -44,6 +44,17 @@ class TensorSlice:
         found = torch.cat([whole.narrow(self.dim, first, count) for first, count in self.runs], dim=self.dim)
         return found if self.inner is None else self.inner.slice_tensor(found)
 
+    def write_slice(self, whole: Tensor, part: Tensor) -> None:
+        """Writes the slice into a full tensor."""
+        at = 0
+        for first, count in self.runs:
+            target, piece = whole.narrow(self.dim, first, count), part.narrow(self.dim, at, count)
+            if self.inner is None:
+                target.copy_(piece)
+            else:
+                self.inner.write_slice(target, piece)
+            at += count
+
     def slice_shape(self, whole: torch.Size) -> torch.Size:
         """Returns the slice's shape."""
         assert whole[self.dim] == self.size

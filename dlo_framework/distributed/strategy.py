@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from dlo_framework.distributed.backward_buckets import BackwardBuckets
-from dlo_framework.distributed.checkpointing import CanonicalStrategy
+from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.launcher import WatchedRanks
@@ -143,6 +143,9 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
                 " ddp walks over the graph in each backward to find them; use --trainer.strategy"
                 " ddp_find_unused_parameters_false if every backward reaches all parameters"
             )
+        if self.several_buckets:
+            trained = sum(p.numel() * p.element_size() for p in named.values() if p.requires_grad)
+            self._ddp_kwargs.setdefault("bucket_cap_mb", min(25.0, trained / BUCKETS / 2**20))
         super().configure_ddp()
         if self.separates and isinstance(self.model, DistributedDataParallel):
             # torch checks a hook's annotations, and accepts a hook without any.
@@ -314,7 +317,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.move_metrics()
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
-        self.begin_training_streams()
         self.barrier("sharded")
 
     def check_callbacks(self, trainer: Trainer) -> None:
@@ -451,7 +453,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.accelerator.teardown()
-        self.end_training_streams()
         self.handled()
 
 
@@ -522,7 +523,7 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
 
 def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
-    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook"), ("spawn", "_spawn")):
+    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook")):
         for ending, find_unused in (
             ("", None),
             ("_find_unused_parameters_false", False),

@@ -46,7 +46,13 @@ class Row:
     @property
     def ok(self) -> bool:
         """Whether loss and norm are within their limits."""
-        return all(pair.ok for pair in (self.loss, self.norm) if pair is not None)
+        return all(pair.ok for _, pair in self.pairs)
+
+    @property
+    def pairs(self) -> list[tuple[str, Pair]]:
+        """Pairs of the step that are known, with their titles, in the order in which a step computes them."""
+        found = (("loss", self.loss), ("gradient norm", self.norm))
+        return [(title, pair) for title, pair in found if pair is not None]
 
 
 @dataclass(frozen=True)

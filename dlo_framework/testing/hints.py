@@ -12,7 +12,26 @@ _CHAOTIC = 1e-3
 
 
 def hints(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
-    """Returns the likely causes of a difference, the most certain first; empty without a difference."""
+    """Returns what differs first and the likely causes, the most certain first; no cause without a difference."""
+    causes = _causes(comparison, one, ranks)
+    if comparison.within or not comparison.rows or comparison.untrained is not None:
+        return causes
+    return [*first_difference(comparison), *causes]
+
+
+def first_difference(comparison: Comparison) -> list[str]:
+    """Returns a line about the first quantity that is out of its limit: of a step, or a tensor at the end."""
+    pairs = ((f"{what} of step {row.step}", pair) for row in comparison.rows for what, pair in row.pairs if not pair.ok)
+    what, pair = next(pairs, (None, None))
+    names = comparison.culprits
+    tensor = f"'{names[0]}' ({comparison.tensors[names[0]].difference:.1e} of its change)" if names else ""
+    if pair is None:
+        return [f"the first difference is in {tensor} at the end"] if names else []
+    most = f"; at the end {tensor} differs most" if names else ""
+    return [f"the first difference is the {what}: {pair.one:.8g} in one process, {pair.ranks:.8g} on the ranks{most}"]
+
+
+def _causes(comparison: Comparison, one: Record, ranks: Record) -> list[str]:
     found = []
     rows = comparison.rows
     if comparison.control is not None and comparison.control[0] > _CHAOTIC:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, map_rows, rebuild
+from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
@@ -190,6 +191,8 @@ def record_training(
             epochs = overruled["max_epochs"] = options.get("max_epochs")
             notes += [f"{' and '.join(in_need)}: a percentage is of the run's {epochs} epochs, not of these steps"]
         trainer = make_trainer(overruled | {"callbacks": every, "default_root_dir": folder})
+        if isinstance(trainer.strategy, CanonicalStrategy):
+            trainer.strategy.several_buckets = True  # A fault between buckets shows in a small model too.
         use_canonical_checkpoints(trainer)  # So that the one process returns its optimizer state by parameter.
         _clip_precisely(trainer)
         trainer.fit(model, **feed)

@@ -1,6 +1,8 @@
 """Trainings on two ranks beside one process: those that are the same are found to be, and those that are not, too."""
 
 import random
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dlo_framework.data import ResumableDataModule
+from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import Case, RankFailed, assert_parity, compare_cases
+from dlo_framework.testing.report import report
+from dlo_plugins.strategies.zero import ZeroStrategy
 
 
 class Points(Dataset):
@@ -204,3 +210,50 @@ def test_a_case_that_raises_is_named():
         match=r"rank 1 of 2[\s\S]*ZeroDivisionError: rank 1 stumbles\s+in parity case 'ddp, flaw=raise', 2 ranks",
     ):
         compare_cases(build, [Case("ddp", {"flaw": "raise"})], steps=6)
+
+
+class DeafDDP(DataParallelStrategy):
+    """Averages gradients of the first bucket only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, self._reduce)  # type: ignore[union-attr, operator]
+
+    def _reduce(self, state: None, bucket):
+        gradients = bucket.buffer()
+        if bucket.index() == 0:
+            torch.distributed.all_reduce(gradients)
+            gradients /= 2
+        done = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+
+class DeafRanks(Communicator):
+    """Reduces nothing that is smaller than all of a model's gradients."""
+
+    def reduce_scatter(self, buffer, *, average=False):
+        if buffer.numel() >= WHOLE:
+            return super().reduce_scatter(buffer, average=average)
+        return Pending([], lambda: self.segment(buffer))
+
+
+WHOLE = sum(parameter.numel() for parameter in Model().parameters())
+
+
+class DeafZero(ZeroStrategy):
+    def _build(self, communicator, initialise):
+        return super()._build(DeafRanks(communicator.group), initialise)
+
+
+def test_a_fault_between_buckets_of_a_small_model_is_found() -> None:
+    """By default one bucket has room for all; a size that a user sets stays."""
+    big = partial(DeafZero, 2, bucket_mb=24.0)
+    cases = [Case(DeafDDP), Case(partial(DeafZero, 1), name="zero1"), Case(partial(DeafZero, 2), name="zero2")]
+    *found, single = compare_cases(build, [*cases, Case(big, name="set")], steps=4)
+    assert [comparison.ok for comparison in found] == [False] * 3
+    assert single.ok, report(single)
+    pattern = (
+        r"the first difference is the gradient norm of step [01]: .* on the ranks; at the end 'net\..*' .* differs most"
+    )
+    assert re.fullmatch(pattern, found[0].hints[0])  # torch divides anew after its first step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dlo_framework.applier import Applier, Phase
@@ -61,6 +62,8 @@ class TensorParallel(Applier):
         self.stream: ShardedSequence | None = None
         #: Inferred rules, by the names and shapes of a model's parameters; ranks get those of the launching process.
         self._inferred: dict[Any, InferredRules] = {}
+        #: Rules that trying a user's rules on values has added, by the same keys; None for those not tried.
+        self._tried: dict[Any, InferredRules | None] = {}
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         """Cuts a model in place; it may be on the meta device.
@@ -112,8 +115,8 @@ class TensorParallel(Applier):
     def complete_plan(self, task: Any, plan: ParallelPlan, tp: int, datamodule: Any = None) -> ParallelPlan:
         """Returns a plan with tensor rules: its own, and inferred ones where it has none.
 
-        Inferred rules are those of all blocks, or, beside rules of the plan, of attentions and MLPs that it leaves
-        whole; see :mod:`dlo_plugins.tensor.inference`.
+        A user's rules are tried on values. Inferred rules are those of all blocks, or, beside rules of the plan, of
+        attentions and MLPs that it leaves whole; see :mod:`dlo_plugins.tensor.inference`.
 
         Args:
             task: Task with its model built; it is not changed.
@@ -122,14 +125,28 @@ class TensorParallel(Applier):
             datamodule: Datamodule that may know the shapes of a batch.
 
         Raises:
-            DloError: The plan has no rules and none can be inferred; the message has the layers in the way.
+            DloError: The plan has no rules and none can be inferred, with the layers in the way; or slices by a user's
+                rules do not compute what the full blocks do.
         """
-        from dlo_plugins.tensor.inference.inferred_rules import complete_rules, has_rules, infer_rules, with_rules
+        from dlo_framework.distributed.gradient_check import is_shipped
+        from dlo_plugins.tensor.inference.inferred_rules import (
+            complete_rules,
+            has_rules,
+            infer_rules,
+            try_rules,
+            with_rules,
+        )
         from dlo_plugins.tensor.inference.proof_units import lacks_rules
         from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         key = _shapes(task.model)
         if has_rules(plan):
+            author = next(kind for kind in type(task).__mro__ if "parallel_plan" in vars(kind))
+            if not is_shipped(author) or "parallel_plan" in vars(task):
+                if key not in self._tried:
+                    self._tried[key] = try_rules(task, plan, datamodule)
+                added = self._tried[key]
+                plan = plan if added is None else replace(plan, tensor={**plan.tensor, **added.tensor})
             if self.sequence_parallel or not lacks_rules(task.model, plan):
                 return plan
             make_tp_plan(task.model, plan, tp)  # What the family's rules divide must be divisible.
@@ -145,6 +162,11 @@ class TensorParallel(Applier):
         if key not in self._inferred:
             self._inferred[key] = infer_rules(task, plan, datamodule)
         return with_rules(plan, self._inferred[key], task.model, tp)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a user's rules have been tried on values, or there are none."""
+        return None not in self._tried.values()
 
     def describe_inferred(self, model: nn.Module) -> list[str]:
         """Returns lines about the rules that were inferred for a model; none if its plan brings them."""

@@ -88,7 +88,7 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
                     shape = self._slice_shape(name, rank)
                     piece = received[rank][at[rank] : at[rank] + shape.numel()].view(shape)
                     at[rank] += shape.numel()
-                    _write_slice(full, piece, self._slices_of[rank][name])
+                    self._slices_of[rank][name].write_slice(full, piece)
                 tensors[name] = full.to(home)
         return tensors
 
@@ -117,15 +117,3 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
                 sizes = [self._slice_shape(name, mine).numel() for name in owned]
                 found |= dict(zip(owned, values.split(sizes), strict=True))
         return found
-
-
-def _write_slice(full: Tensor, piece: Tensor, place: TensorSlice) -> None:
-    """Writes a slice into the full tensor."""
-    at = 0
-    for first, count in place.runs:
-        target, part = full.narrow(place.dim, first, count), piece.narrow(place.dim, at, count)
-        if place.inner is None:
-            target.copy_(part)
-        else:
-            _write_slice(target, part, place.inner)
-        at += count

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.distributed.gradient_check import is_shipped
 from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
@@ -36,6 +37,7 @@ from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
+from dlo_plugins.tensor.full_values import FullValues
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
 _MODEL = "model."
@@ -78,6 +80,22 @@ class MeshEngine:
         self._ends_window = True  # Whether the running backward is the last of its accumulation.
         self._state: _Fit | None = None
         self._gradient_hooks: list[RemovableHandle] = []
+        ranks = self.sharded.tensor_parallel
+        self._full_values = None
+        if ranks.size > 1 and not is_shipped(type(module)):
+            tried = state.tensor is None or state.tensor.is_tried
+            self._full_values = FullValues(
+                module, self.sharded.layout, ranks, lambda: self._fit.is_summed, is_tried=tried
+            )
+
+    def full_values(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Gives a user's code in a kind of step the full values of what ranks of `tp` have parts of."""
+        return contextlib.nullcontext() if self._full_values is None else self._full_values.watch(kind)
+
+    @property
+    def gives_full_values(self) -> bool:
+        """Whether a user's code gets full gradients now, where ranks of `tp` have parts of them."""
+        return self._full_values is not None and self._full_values.is_watching
 
     def begin_fit(self, optimizers: list[Optimizer], rounding: StochasticSteps | None = None) -> None:
         """Replaces the parameters in the optimizers by this rank's shards, and records the use of parameters."""
@@ -117,7 +135,8 @@ class MeshEngine:
             loss_scale: Function that returns the factor of the loss in backward, for a pipeline.
         """
         if self.pipelined is None:
-            return self.sharded.call("training_step", batch, *args)
+            with self.full_values("training step"):
+                return self.sharded.call("training_step", batch, *args)
         accumulates = self._fit.is_open
         self._open_window()
         self.sharded.set_sync(False)
@@ -126,15 +145,17 @@ class MeshEngine:
         train = functools.partial(
             self.pipelined.train, seed=loss_scale(), accumulates=accumulates, ends_window=self._ends_window
         )
-        found = self.sharded.call_with_backwards(train, batch)
+        with self.full_values("training step"):
+            found = self.sharded.call_with_backwards(train, batch)
         self._fit.usage.record_accumulated()
         return found
 
     def evaluate(self, step: str, batch: Any, *args: Any) -> Any:
         """Runs ``validation_step`` or ``test_step`` with parameters gathered."""
-        if self.pipelined is not None:
-            return self.sharded.call(self.pipelined.evaluate, batch, *args if step == "validation_step" else ())
-        return self.sharded.call(step, batch, *args)
+        with self.full_values(step.replace("_", " ")):
+            if self.pipelined is not None:
+                return self.sharded.call(self.pipelined.evaluate, batch, *args if step == "validation_step" else ())
+            return self.sharded.call(step, batch, *args)
 
     def predict(self, batch: Any, *args: Any) -> Any:
         """Runs ``predict_step`` with parameters gathered."""

@@ -114,7 +114,7 @@ class PipelinedTask:
             ends_window=ends_window,
         )
         anchor = torch.zeros((), device=total.device, requires_grad=True)
-        return {"loss": total.float() + anchor}
+        return {"loss": total.to(wide_dtype()) + anchor}
 
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""

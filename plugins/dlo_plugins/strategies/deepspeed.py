@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
+from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import memory_of
@@ -45,12 +45,11 @@ from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, comput
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
-from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
 
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
+class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
@@ -262,12 +261,12 @@ class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
     def _start(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
-        self.has_stepped = False
         optimizer = self._optimizer(trainer)
         self._checkpoint_activations(self._module())
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
         module = self._module()
-        self.engine = DeepSpeedEngine(module, optimizer, config, self.root_device)
+        buckets = BUCKETS if self.several_buckets else 1
+        self.engine = DeepSpeedEngine(module, optimizer, config, self.root_device, buckets)
         if self.steps_on_host:
             prefer_fused(optimizer, on_cpu=True)
         module.__dict__[OWNER] = self._owner(self.engine)
@@ -357,14 +356,6 @@ class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
 
     # --- a step --------------------------------------------------------------------------------------------
 
-    def watched_names(self) -> dict[int, str]:
-        """Returns the names of the parameters whose gradients are in DeepSpeed's partitions, by id."""
-        return self.engine.names if self.engine is not None and self.stage > 0 else {}
-
-    def check_written(self, names: list[str]) -> None:
-        """Checks whether the step may write parameters through their ``data``."""
-        self._started().check_written(names)
-
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients in a half precision, by DeepSpeed's own option."""
         name, given = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], self.asked.get("communication_data_type")
@@ -422,7 +413,6 @@ class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of trained weights in single precision."""
-        self.finish_step()
         state = super().lightning_module_state_dict()
         masters = self.engine.master_weights if self.engine is not None else None
         shards = masters.shards() if masters is not None else {}
@@ -436,7 +426,6 @@ class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
 
     def local_tensors(self) -> list[Tensor]:
         """Returns the tensors of this rank's partitions, of unpartitioned parameters, and of buffers."""
-        self.finish_step()
         masters = self.engine.master_weights if self.engine is not None else None
         if masters is None:
             return super().local_tensors()
@@ -445,11 +434,6 @@ class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
             local_tensor(p) for name, p in module.named_parameters() if masters.find_partition(plain_name(name)) is None
         ]
         return [*(flat.tensor for flat in masters.partitions), *frozen, *module.buffers()]
-
-    def finish_step(self) -> None:
-        """Stores what the user's code has written to parameters since the last step in the partitions."""
-        if self.engine is not None:
-            self.engine.store_writes()
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]

@@ -303,7 +303,6 @@ class MeshStrategy(ShardedStrategy):
         self.shard(trainer)
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
-        self.begin_training_streams()
         self.barrier("sharded")
 
     def needs_all_ranks(self, module: nn.Module) -> bool:
@@ -385,6 +384,11 @@ class MeshStrategy(ShardedStrategy):
         """Runs the module's training step, with its parameters gathered."""
         with self._running.reset_on_error(), self.precision_plugin.train_step_context():
             return self._running.train(self._shard_batch(batch), *args, loss_scale=self._loss_scale)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer, whose closure runs the training step and the hooks before the step."""
+        with self._running.full_values("optimizer step"):
+            return super().optimizer_step(*args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any) -> Any:
         """Runs the module's validation step, with its parameters gathered."""
@@ -500,7 +504,8 @@ class MeshStrategy(ShardedStrategy):
     def divided_gradients(self) -> str:
         """Returns the axes by which ranks have gradients of other parameters or slices, such as ``pp=2``."""
         spec = self.mesh_spec()
-        sizes = {"pp": spec.pp, "tp": spec.tp, "ep": spec.ep}
+        joined = self.engine is not None and self.engine.gives_full_values
+        sizes = {"pp": spec.pp, "tp": 1 if joined else spec.tp, "ep": spec.ep}
         return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
     def accumulated_gradients(self) -> dict[str, Shard]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.distributed.checkpointing import OWNER, ShardOwner, plain_name
+from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
@@ -31,17 +31,18 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
-from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
 MIB = 2**20
+#: Size of a gradient bucket in MiB, as torch's DistributedDataParallel has it.
+_BUCKET_MB = 25.0
 #: Autocast's dtype by the Trainer's precision.
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
+class ZeroStrategy(ShardedStrategy):
     """Shards optimizer state, gradients and parameters over the ranks: ZeRO, stages 1 to 3.
 
     With psi parameters in single precision under Adam, plain data parallelism takes 16 psi bytes per rank. With N
@@ -58,8 +59,7 @@ class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
             the shards that it steps), `parameters` (their shards, those of frozen parameters too; stage 3), or `both`.
             With `parameters` alone, the shards are copied to the device for a step.
         bucket_mb: Size of a gradient bucket in MiB (stages 1 and 2; stage 3 reduces unit by unit).
-        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them. In
-            stage 3 all units are then gathered for the full step.
+        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
         units: Names of the modules whose parameters are gathered together in stage 3, and that wait for the last
             step's parameters in stages 1 and 2; by default the model's blocks.
         param_dtype: Dtype in which parameters in single precision are gathered and computed, with sharded master
@@ -78,7 +78,7 @@ class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
         self,
         stage: Literal[1, 2, 3] = 2,
         offload: Literal["optimizer", "parameters", "both"] | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float = _BUCKET_MB,
         find_unused: bool = False,
         units: list[str] | None = None,
         param_dtype: str | None = None,
@@ -189,7 +189,6 @@ class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
             module.to(self.root_device)
         if fitting:
             self._dissolve_engine()
-            self.has_stepped = False
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
             self.engine = self._build(communicator, initialise)
@@ -226,9 +225,12 @@ class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
         units = self.units if self.units is not None else find_units(module)
         gathered, reduced = self._gathered_dtypes()
         element = max((p.element_size() for p in module.parameters()), default=4)
+        bucket = int(self.bucket_mb * MIB / element)
+        if self.several_buckets and self.bucket_mb == _BUCKET_MB:
+            bucket = min(bucket, sum(p.numel() for p in module.parameters() if p.requires_grad) // BUCKETS)
         options = ZeroOptions(
             stage=self.stage,
-            bucket_elements=int(self.bucket_mb * MIB / element),
+            bucket_elements=bucket,
             offload_optimizer=self.offload in ("optimizer", "both"),
             offload_parameters=self.offload in ("parameters", "both"),
             find_unused=self.find_unused,
@@ -295,16 +297,12 @@ class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
         """Runs the module's training step, with its parameters gathered.
 
         Raises:
-            DloError: The user's code has written to parameters without values, or reads gradients in the first step.
+            DloError: Someone has assigned to the ``data`` of a parameter since the last step.
         """
         if self.engine is not None:
             self.engine.check_params()
         with self._step("training"):
             return super().training_step(*args, **kwargs)
-
-    def watched_names(self) -> dict[int, str]:
-        """Returns the names of the parameters whose gradients are in the engine's shards, by id."""
-        return self.engine.trained_names if self.engine is not None else {}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's validation step, with its parameters gathered."""

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.tensor.collectives import owned, start_gather
+from dlo_plugins.tensor.collectives import check_first_derivative, owned, start_gather
 
 #: Default number of chunks.
 CHUNKS = 4
@@ -303,6 +303,7 @@ class _ScatterRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        check_first_derivative()
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         factors = [Factor(weight.to(grads[0].dtype).t())] if ctx.needs_input_grad[0] else []
         full, outputs = ctx.products.gather(grads[0], x.shape[1], factors)
@@ -321,6 +322,7 @@ class _ReduceRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        check_first_derivative()
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         grad = grads[0]
         of_x = (grad @ weight.to(grad.dtype)).to(ctx.dtype) if ctx.needs_input_grad[0] else None

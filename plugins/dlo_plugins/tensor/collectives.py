@@ -20,9 +20,11 @@ from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import copy_in
+from dlo_framework.errors import DloError
 
 __all__ = [
     "all_reduce_both",
+    "check_first_derivative",
     "copy_in",
     "copy_last_in",
     "gather_features",
@@ -128,6 +130,19 @@ def _scattered(partial: Tensor, communicator: Communicator) -> Tensor:
     return start_scatter(partial, communicator)()
 
 
+def check_first_derivative() -> None:
+    """Checks that a backward is not differentiated itself, as in a gradient penalty: its collectives are not.
+
+    Raises:
+        DloError: It is.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise DloError(
+            "tensor parallelism does not support create_graph=True: the collectives of its backward have no derivative;"
+            " train a gradient penalty with tp: 1"
+        )
+
+
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -135,6 +150,7 @@ class _SumOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        check_first_derivative()
         return grads[0], None
 
 
@@ -204,4 +220,5 @@ class _ScatterOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        check_first_derivative()
         return _gathered(grads[0], ctx.length, ctx.communicator), None

@@ -19,7 +19,7 @@ from dlo_plugins.tensor import (
 from dlo_plugins.tensor.async_products import AsyncProducts
 from dlo_plugins.tensor.local_random import LocalRandom
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
-from dlo_plugins.tensor.tp_plan import TPPlan, vocabulary_size
+from dlo_plugins.tensor.tp_plan import TPPlan, distinct, vocabulary_size
 
 
 def install_plan(
@@ -40,9 +40,10 @@ def install_plan(
         products: Products that overlap with collectives; None without asynchronous tensor parallelism.
         random: This rank's random numbers; by default new ones.
     """
-    parameter_sharding.shard_parameters(module, found, communicator.size, communicator.rank)
+    parameter_sharding.shard_parameters(module, found, communicator)
     random = LocalRandom(communicator.rank) if random is None else random
-    for name, region in found.regions.items():
+    for name in distinct(module, found.regions):
+        region = found.regions[name]
         around = module.get_submodule(name)
         columns = [module.get_submodule(column) for column in region.columns]
         rows = [module.get_submodule(row) for row in region.rows]
@@ -60,7 +61,7 @@ def install_plan(
         for norm in region.norms:
             size = found.divisions[f"{norm}.weight"].pieces[0]
             sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
-    for name in found.experts:
+    for name in distinct(module, found.experts):
         expert_slices.install_slices(module.get_submodule(name), communicator)
-    for name in found.vocabulary:
+    for name in distinct(module, found.vocabulary):
         vocabulary.install_vocabulary(module.get_submodule(name), vocabulary_size(found, name), communicator)

@@ -8,24 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.channelwise import set_channel_counts
+from dlo_plugins.tensor.full_values import move_hooks
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
 from dlo_plugins.tensor.projections import set_feature_counts
-from dlo_plugins.tensor.tp_plan import TPPlan
+from dlo_plugins.tensor.tp_plan import TPPlan, distinct
 
 
 @torch.no_grad()
-def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) -> None:
+def shard_parameters(module: nn.Module, found: TPPlan, communicator: Communicator) -> None:
     """Replaces a model's parameters by this rank's shards; tied ones stay one parameter.
 
     Args:
         module: Model, on any device; the meta device will do.
         found: Tensor-parallel plan.
-        ranks: Number of ranks on the axis.
-        rank: This rank's number on the axis.
+        communicator: Communicator of the axis.
     """
+    ranks, rank = communicator.size, communicator.rank
     layout = get_layout(module)
     shards: dict[int, nn.Parameter] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -42,10 +44,14 @@ def shard_parameters(module: nn.Module, found: TPPlan, ranks: int, rank: int) ->
         if id(full) not in shards:
             shards[id(full)] = nn.Parameter(made.slice_tensor(full), requires_grad=full.requires_grad)
             shards[id(full)].__dict__.update(full.__dict__)
+            move_hooks(name, full, shards[id(full)], made, communicator)
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, shards[id(full)])
+    for partial, name in {parameters[name]: name for name in sorted(found.partial - found.divisions.keys())}.items():
+        move_hooks(name, partial, partial, None, communicator)
     layout.partial |= found.partial
-    for around, region in found.regions.items():
+    for around in distinct(module, found.regions):
+        region = found.regions[around]
         for name in (*region.columns, *region.rows):
             projection = module.get_submodule(name)
             set_feature_counts(name, base_of(projection))

@@ -29,13 +29,18 @@ def find_partial(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
         if name.startswith(shared):
             found.partial.add(name)
             continue
+        owner, region = owners[name.rpartition(".")[0]], found.regions[around]
+        if _takes_inputs(owner, parameter, region):
+            continue  # It works on full activations, before the column projections or after the row projections.
         if around in blocks or around == "" or any(block.startswith(f"{around}.") for block in blocks):
+            if plan.has_rule_for(name):  # The rule `replicate`.
+                continue
             raise DloError(
                 f"parameter '{name}' must have a rule, as '{around}' contains it and sharded projections, got none; set"
                 " the rule 'sequence' if it works on full activations, or move the projections into a module of their"
                 " own"
             )
-        if _spans_all(owners[name.rpartition(".")[0]], parameter, found.regions[around]):
+        if _spans_all(owner, parameter, region):
             raise DloError(
                 f"parameter '{name}' must not span all features of '{around}', which are sharded, got shape"
                 f" {tuple(parameter.shape)}; set tp=1, remove the module's projections from the plan's tensor rules, or"
@@ -51,6 +56,13 @@ def _spans_all(owner: nn.Module, parameter: nn.Parameter, region: RegionPlan) ->
     if len(shape) == 1:
         return shape[0] in region.inputs | region.outputs
     return len(shape) > 1 and (shape[0] in region.outputs and shape[1] in region.inputs)
+
+
+def _takes_inputs(owner: nn.Module, parameter: nn.Parameter, region: RegionPlan) -> bool:
+    """Returns whether a region's parameter works on as many features as enter it, which are not those of a slice."""
+    weight = getattr(owner, "weight", None)
+    shape = weight.shape if isinstance(weight, nn.Parameter) else parameter.shape
+    return len(shape) > 0 and shape[-1] in region.inputs - region.outputs - {region.width}
 
 
 def check_sequence(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:

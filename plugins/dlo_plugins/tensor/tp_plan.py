@@ -7,7 +7,10 @@ that contains both a row projection and a column projection.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from dlo_plugins.tensor.division import Divisibility, Division
 
@@ -83,6 +86,14 @@ def region_of(found: TPPlan, name: str) -> str | None:
             return name
         name = name.rpartition(".")[0]
     return "" if "" in found.regions else None
+
+
+def distinct(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns the names of different submodules: the first name of one that is registered several times."""
+    found: dict[int, str] = {}
+    for name in names:
+        found.setdefault(id(module.get_submodule(name)), name)
+    return list(found.values())
 
 
 def vocabulary_size(found: TPPlan, name: str) -> int:

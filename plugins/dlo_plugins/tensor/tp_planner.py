@@ -127,6 +127,7 @@ def _divide_module(found: TPPlan, modules: dict[str, nn.Module], name: str, rule
     check_adapted(name, part)
     base, inner = base_of(part), base_name(name, part)
     kind = projection_kind(name, base)
+    _check_plain(name, base, rule)
     inputs, size = getattr(base, kind.inputs), getattr(base, kind.outputs)
     if rule is Rule.ROW:
         for key in weight_names(base):
@@ -228,11 +229,22 @@ def _divide_vocabulary(found: TPPlan, name: str, part: nn.Module) -> None:
             f"module '{name}' with the rule 'vocab' must be an Embedding or a Linear, got {type(part).__name__}; remove"
             " it from the plan's tensor rules"
         )
+    _check_plain(name, base, Rule.VOCAB)
     size = base.weight.shape[0]
     found.vocabulary.append(name)
     for key, _ in base.named_parameters(recurse=False):
         found.divisions[f"{inner}.{key}"] = Division(0, (size,))
     _divide_adapters(found, name, part, (size,), row=False)
+
+
+def _check_plain(name: str, part: nn.Module, rule: Rule) -> None:
+    """Checks that a module's weights are parameters, and not computed from others."""
+    computed = next((key for key in weight_names(part) if key not in part._parameters), None)
+    if computed is not None:
+        raise DloError(
+            f"module '{name}' with the rule '{rule}' must have a {computed} of its own, got one that a parametrization,"
+            " a weight norm or pruning computes; remove it from the plan's tensor rules"
+        )
 
 
 def _check_vocabulary(found: TPPlan, tp: int) -> None:
@@ -276,7 +288,7 @@ def _divide_channels(found: TPPlan, name: str, part: nn.Module) -> None:
 
 def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
     """Divides the parameters that a rule matches by their own name, and buffers that are not saved."""
-    for name, parameter in (*module.named_parameters(remove_duplicate=False), *_unsaved_buffers(module)):
+    for name, parameter in (*module.named_parameters(remove_duplicate=False), *unsaved_buffers(module)):
         rule = plan.rule_for(name)
         owner = name.rpartition(".")[0]
         if rule not in _CUTTING or name in found.divisions or plan.rule_for(owner) is rule:
@@ -298,7 +310,8 @@ def _divide_parameters(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> 
         found.divisibilities.append(Divisibility(name, parameter.shape[dim], "entries"))
 
 
-def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that are not saved, by name."""
     for name, part in module.named_modules():
         for key in part._non_persistent_buffers_set:
             buffer = part._buffers.get(key)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dlo_framework.watch.flops import is_compiled
+from dlo_plugins.sharding.outside_use import OutsideUse
 from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.outside_use import OutsideUse
 
 
 class GatherOverlap:
@@ -71,14 +71,12 @@ class GatherOverlap:
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
         """Waits for the parameters used first, and watches the first step of a kind, such as "training"."""
-        compiled = kind not in self._watched and is_compiled(self._module)
-        if compiled:
+        if is_compiled(self._module) if kind not in self._watched else False:
             self.enabled = False  # Compiled code hides which parameters it uses, and where.
         if not self.enabled:
             self.finish()
         self._wait(self._first)
-        needs_watch = self.enabled or not all(group.shares_memory for group in self._groups)
-        if kind in self._watched or compiled or not needs_watch:
+        if kind in self._watched or not self.enabled:
             yield
             return
         self._watched.add(kind)
@@ -90,14 +88,12 @@ class GatherOverlap:
         def leave(name: str) -> Callable[..., None]:
             return lambda *_: inside.discard(name)
 
-        def on_use(parameter: int, by_data: bool) -> None:
+        def on_use(parameter: int) -> None:
             home = self._home[parameter]
-            used = [g for g in self._groups if any(id(p) == parameter for p in g.parameters)]
             if home and home not in inside:
+                used = [g for g in self._groups if any(id(p) == parameter for p in g.parameters)]
                 self._first += [group for group in used if group not in self._first]
                 self._wait(used)
-            for group in used if by_data else ():
-                group.watch_data()
 
         handles = [part.register_forward_pre_hook(enter(name)) for name, part in self._units.items()]
         handles += [part.register_forward_hook(leave(name), always_call=True) for name, part in self._units.items()]

@@ -61,7 +61,7 @@ def both(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], dict[str, 
         alone = run(make(kind).mlp.experts)  # type: ignore[union-attr]
         model, plan = make(kind), TPPlan()
         divide_stacked_experts(plan, model, ParallelPlan())
-        shard_parameters(model, plan, world_size, rank)
+        shard_parameters(model, plan, ranks)
         experts: Any = model.mlp.experts  # type: ignore[union-attr]
         install_slices(experts, ranks)
         mine = run(experts)

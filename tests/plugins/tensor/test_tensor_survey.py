@@ -105,11 +105,9 @@ def test_what_works_on_all_features_at_once_is_refused_where_each_rank_has_a_par
         make_tp_plan(Net(norm=True), plan(up="column", down="row"), 2)
 
 
-def test_what_works_on_the_input_has_to_be_said() -> None:
-    with pytest.raises(DloError, match=r"'blocks.0.mlp.before.weight'.* if it works on the module's input"):
-        make_tp_plan(Net(inside=True), plan(up="column", down="row"), 2)
-    found = make_tp_plan(Net(inside=True), plan(up="column", down="row", before="sequence"), 2)
-    assert not found.partial
+def test_what_works_on_the_input_need_not_be_said() -> None:
+    for more in ({}, {"before": "sequence"}):
+        assert not make_tp_plan(Net(inside=True), plan(up="column", down="row", **more), 2).partial
 
 
 def test_rules_that_do_not_make_a_region_are_refused() -> None:

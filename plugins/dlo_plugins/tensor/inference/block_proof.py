@@ -114,7 +114,7 @@ class BlockProof:
         for result in results:
             self._compare("output", result.outputs, self._full.outputs)
             self._compare("input's gradient", result.inputs, self._full.inputs)
-        more = dict(rules)
+        more, partial = dict(rules), set[str]()
         biases = {f"{row}.bias" for region in found.regions.values() for row in region.rows}
         for name, expected in self._full.grads.items():
             parts = [result.grads[name] for result in results]
@@ -133,9 +133,17 @@ class BlockProof:
                     more.setdefault(local, Rule.SEQUENCE)
             elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
                 raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
+            else:
+                partial.add(name)
         more = dict(sorted(more.items(), key=lambda item: item[1] in SHAPING))
-        # Partial gradients may not be supported there.
-        make_tp_plan(self._holder, self._plan(more, head_widths, operands, shared), ranks)
+        try:
+            final = make_tp_plan(self._holder, self._plan(more, head_widths, operands, shared), ranks)
+        except DloError as error:
+            if not partial:
+                raise
+            raise _partial_error(partial) from error
+        if partial - final.partial:
+            raise _partial_error(partial - final.partial)
         return more
 
     def _plan(
@@ -217,10 +225,9 @@ class BlockProof:
     def _compare(self, what: str, found: list[Any], expected: list[Any]) -> None:
         if len(found) != len(expected):
             raise NotProvenError(f"its {what} with slices of the weights is {len(found)} tensors, not {len(expected)}")
-        for one, other in zip(found, expected, strict=True):
-            differs = self._differs(one, other)
-            if differs is not None:
-                raise NotProvenError(f"its {what} with slices of the weights {differs}")
+        differences = [self._differs(one, other) for one, other in zip(found, expected, strict=True)]
+        if worst := max((text for text in differences if text is not None), key=_size, default=None):
+            raise NotProvenError(f"its {what} with slices of the weights {worst}")
 
     def _differs(self, found: Tensor | None, expected: Tensor | None) -> str | None:
         if found is None or expected is None:
@@ -281,6 +288,16 @@ class BlockProof:
             if isinstance(leaf, TensorInput) and leaf.dtype.is_floating_point and (at == call.hidden or leaf.is_trained)
         ]
         return tree_map(made, (call.args, call.kwargs))
+
+
+def _partial_error(names: set[str]) -> NotProvenError:
+    return NotProvenError(f"the gradient of '{min(names).removeprefix('block.')}' differs, a partial sum on each rank")
+
+
+def _size(difference: str) -> float:
+    """Returns the number in a difference; infinity for one that has none."""
+    last = difference.rpartition(" ")[2]
+    return float(last) if last[:1].isdigit() else math.inf
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:

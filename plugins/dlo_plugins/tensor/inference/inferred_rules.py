@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.errors import DloError
+from dlo_framework.experts import find_mixtures
 from dlo_framework.fake_kernels import FakeKernels, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.division import check_divisibility
@@ -23,8 +26,8 @@ from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, is_projection, record_flow
 from dlo_plugins.tensor.inference.proof_units import find_units
 from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
-from dlo_plugins.tensor.tp_plan import region_of
-from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
+from dlo_plugins.tensor.tp_plan import TPPlan, region_of
+from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan, unsaved_buffers
 
 _ROWS = 2
 #: Tokens of a row: enough for each to see others.
@@ -149,6 +152,76 @@ def complete_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inf
     with isolate_rng(include_cuda=False):
         units = find_units(task.model, plan)
         return _infer(task.model, units, _record(task, units, example))
+
+
+def try_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules | None:
+    """Tries a user's rules on values, block by block; returns those that they leave to be known of other parameters.
+
+    A block is not tried if it has mixtures of experts, or does not run on random values.
+
+    Args:
+        task: Task with its model built, on any device; it is not changed.
+        plan: Plan of the model, with rules for projections.
+        datamodule: Datamodule that may know the shapes of a batch; without an example batch, None is
+            returned and nothing tried.
+
+    Raises:
+        DloError: The slices of a block do not give the full block's outputs or gradients.
+    """
+    example, model = task.example_batch(datamodule), task.model
+    cut = make_tp_plan(model, replace(plan, tensor={**plan.tensor, "**": Rule.SEQUENCE}), 1)
+    mixtures = tuple(mixture.name for mixture in find_mixtures(model, plan))
+    blocks = [name for name in plan.block_names(model) if not any(f"{one}.".startswith(f"{name}.") for one in mixtures)]
+    if example is None:
+        rank_zero_info(
+            f"the tensor rules of {type(model).__name__} were not tried on values, since its task has no example_batch"
+        )
+        return None
+    modules, found = [name for name, _ in model.named_modules()], InferredRules()
+    with isolate_rng(include_cuda=False):
+        flow = _record(task, dict.fromkeys(blocks, True), example)
+        by_kind: dict[Any, list[str]] = {}
+        for name in (name for name in blocks if name in flow.calls):
+            by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
+        for names in by_kind.values():
+            own = _try_block(model.get_submodule(names[0]), names[0], flow, plan, cut)
+            found = _merged(found, own, _patterns(names, modules))
+    return found
+
+
+def _try_block(block: nn.Module, name: str, flow: ProjectionFlow, plan: ParallelPlan, cut: TPPlan) -> InferredRules:
+    """Returns the rules that a plan leaves to be known, with names relative to a block.
+
+    Raises:
+        DloError: The block's slices do not give its outputs or gradients.
+    """
+    inside = [one for one, _ in (*block.named_modules(), *block.named_parameters(), *unsaved_buffers(block)) if one]
+    inside.sort(key=lambda one: -one.count("."))  # The rule of a module does not hide those inside it.
+    rules = {one: rule for one in inside if (rule := plan.rule_for(f"{name}.{one}")) is not Rule.REPLICATE}
+    widths = {one: width for one in inside if (width := plan.head_width_for(f"{name}.{one}"))}
+    operands = {one: dims for one in inside if (dims := plan.head_operands_for(f"{name}.{one}"))}
+    shared = {one: count for one in inside if (count := plan.shared_features_for(f"{name}.{one}"))}
+    try:
+        proof = BlockProof(block, flow.calls[name])
+        proved = proof.prove(rules, widths, operands, shared)
+    except NotProvenError as error:
+        if "does not run" in str(error):
+            return InferredRules()
+        regions = [of for at, of in cut.regions.items() if f"{at}.".startswith(f"{name}.")]
+        for region in regions if len(regions) > 1 else ():
+            others = tuple(f"{one}." for of in regions if of is not region for one in (*of.columns, *of.rows))
+            alone = {one: rule for one, rule in rules.items() if not f"{name}.{one}.".startswith(others)}
+            with contextlib.suppress(DloError):
+                proof.prove(alone, widths, operands, shared)
+                rules = {one: rule for one, rule in rules.items() if one not in alone}
+        shown = ", ".join(f"{one}: {rule}" for one, rule in rules.items() if one in dict(block.named_modules()))
+        raise DloError(
+            f"tensor rules must give what the full '{name}' computes, got {shown}, with which {error}; correct"
+            " ParallelPlan(tensor=...)"
+        ) from error
+    except DloError:  # Sizes that do not fit, of which the planner tells.
+        return InferredRules()
+    return InferredRules({one: rule for one, rule in proved.items() if one not in rules})
 
 
 def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:

@@ -18,17 +18,17 @@ _TENSORS = {"data", "T", "H", "mT", "mH", "real", "imag"}
 
 
 class OutsideUse(TorchFunctionMode):
-    """Calls ``on_use`` with the id of each parameter just before its values are used, and whether by its ``data``.
+    """Calls ``on_use`` with the id of each parameter just before its values are used.
 
     The mode intercepts every torch function that is called on a tensor, which costs a few microseconds each. So only
     the first step is watched; later steps use the same parameters.
 
     Args:
         watched: Ids of the parameters.
-        on_use: Callback that gets a parameter's id, and whether its ``data`` are read, before the function runs.
+        on_use: Callback that gets a parameter's id before the function runs.
     """
 
-    def __init__(self, watched: set[int], on_use: Callable[[int, bool], None]) -> None:
+    def __init__(self, watched: set[int], on_use: Callable[[int], None]) -> None:
         super().__init__()
         self.watched, self.on_use = watched, on_use
 
@@ -36,10 +36,9 @@ class OutsideUse(TorchFunctionMode):
         """Reports the watched parameters among the arguments, and calls the function."""
         kwargs = kwargs or {}
         if uses_values(func):
-            by_data = _attribute(func) == "data"
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self.watched:
-                    self.on_use(id(leaf), by_data)
+                    self.on_use(id(leaf))
         return func(*args, **kwargs)
 
 
@@ -47,10 +46,5 @@ def uses_values(function: Any) -> bool:
     """Returns whether a function that ``__torch_function__`` receives may read or write a tensor's values."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return _attribute(function) in _TENSORS
+        return getattr(getattr(function, "__self__", None), "__name__", "") in _TENSORS
     return name not in _NOT_VALUES
-
-
-def _attribute(function: Any) -> str:
-    """Returns the name of the attribute that a function reads or writes; empty for other functions."""
-    return str(getattr(getattr(function, "__self__", None), "__name__", ""))

@@ -1,0 +1,766 @@
+"""Small modules that are odd in what they do, as people write them: what every strategy must train as one process does.
+
+:data:`MODULES` has them by name: tasks whose net is four blocks of an MLP between a stem and a head, with a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+from dlo_framework import ParallelPlan, Task
+from dlo_framework.plan import tied_groups
+
+ROWS, INPUTS, WIDTH, CLASSES = 16, 6, 8, 3
+DATA = ("ddp", "zero1", "zero2", "zero3", "fsdp", "deepspeed1", "deepspeed2", "deepspeed3")
+PIPELINES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV")
+#: Without those that run neither a training step nor a whole loss.
+STEPS = (*DATA, "tp")
+
+
+def batches(steps: int = 4) -> list[Any]:
+    """Returns global batches: inputs [ROWS, INPUTS] in double precision, and classes [ROWS]."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(ROWS, INPUTS, generator=generator, dtype=torch.float64),
+            torch.randint(CLASSES, (ROWS,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+class Block(nn.Module):
+    """Residual block of an MLP, as `docs/write/task.md` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.more()
+
+    def more(self) -> Any:
+        """Adds what the oddity needs."""
+
+    def act(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.fc2(self.act(self.fc1(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Stem, four blocks, head."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(INPUTS, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.more()
+
+    def more(self) -> Any:
+        """Adds what the oddity needs."""
+
+    def body(self, x: Tensor, order: Any = range(4), run: Callable[..., Tensor] = lambda block, x: block(x)) -> Tensor:
+        for number in order:
+            x = run(self.blocks[number], x)
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(self.stem(x)))
+
+
+class Odd(Task):
+    """The common task.
+
+    Attributes:
+        strategies: Strategies under which it is meant to run.
+        per_forward: Whether each forward changes something, so that one process must see a pipeline's micro-batches.
+        trainer_options: Further options of the trainer.
+    """
+
+    block: type[nn.Module] = Block
+    net: type[Net] = Net
+    strategies: tuple[str, ...] = (*STEPS, *PIPELINES)
+    per_forward = False
+    trainer_options: Any = None
+    rules = ("fc1", "fc2")
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            torch.manual_seed(2)
+            self.model = self.net(self.block)
+            self.change(self.model)
+
+    def change(self, net: Any) -> Any:
+        """Changes the net."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, eps=1e-3, weight_decay=0.1)
+
+    def parallel_plan(self) -> ParallelPlan:
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        tops = dict.fromkeys(name.partition(".")[0] for name, _ in tensors)
+        return ParallelPlan(
+            blocks=("blocks.*",),
+            stem=tuple(name for name in tops if name not in ("blocks", "head", "domain")),
+            head=tuple(name for name in tops if name in ("head", "domain")),
+            tensor=dict(zip((f"blocks.*.{name}" for name in self.rules), ("column", "row"), strict=True)),
+            tied=tied_groups(self.model),
+        )
+
+
+class Manual(Odd):
+    """Optimizes by hand; `before` does what people do between backward and step."""
+
+    strategies = STEPS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def before(self) -> Any:
+        """Does nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        every: Any = optimizers if isinstance(optimizers, list) else [optimizers]
+        for optimizer in every:
+            optimizer.zero_grad()
+        loss = self.loss(self(batch[0]), batch)
+        self.manual_backward(loss)
+        self.before()
+        for optimizer in every:
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+
+def block(forward: Any = None, more: Any = None, act: Any = None) -> type[nn.Module]:
+    given = {"forward": forward, "more": more, "act": act}
+    return type("Block", (Block,), {name: value for name, value in given.items() if value is not None})
+
+
+def net(forward: Any = None, more: Any = None) -> type[Net]:
+    given = {"forward": forward, "more": more}
+    return type("Net", (Net,), {name: value for name, value in given.items() if value is not None})
+
+
+def odd(base: type[Odd] = Odd, **members: Any) -> type[Odd]:
+    return type("Odd", (base,), members)
+
+
+def put(target: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(target, name, value)
+
+
+def each(function: Callable[[Any], Any]) -> Callable[..., None]:
+    """Returns a `change` that calls a function with each block."""
+
+    def change(_: Any, model: Any) -> None:
+        for one in model.blocks:
+            function(one)
+
+    return change
+
+
+def gained(gain: Any, more: Any) -> type[Odd]:
+    """Returns a task whose blocks multiply their input by something made of odd parameters."""
+    return odd(block=block(lambda self, x: Block.forward(self, x * gain(self)), more))
+
+
+def on_tokens(more: Any, mix: Any) -> type[Odd]:
+    """Returns a task whose blocks mix four tokens of two features each."""
+    return odd(block=block(lambda self, x: Block.forward(self, x + mix(self, x.view(-1, 4, 2)).flatten(1)), more))
+
+
+def penalised(penalty: Any, strategies: tuple[str, ...] = STEPS) -> type[Odd]:
+    return odd(strategies=strategies, loss=lambda self, out, batch: Odd.loss(self, out, batch) + 0.05 * penalty(self))
+
+
+def hooked(function: Callable[[Any, Any], Any], names: str = "", **members: Any) -> type[Odd]:
+    """Returns a task of which a hook is set on each parameter whose name has a part."""
+    change = lambda _, model: [function(name, p) for name, p in model.named_parameters() if names in name]
+    return odd(change=change, **members)
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def clipped(grad: Tensor) -> Tensor:
+    return grad * (0.01 / grad.norm()).clamp(max=1)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3 / 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0] ** 2
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+@dataclasses.dataclass
+class Found:
+    logits: Tensor
+    norm: Tensor
+
+
+def lazily(self: Any, x: Tensor, register: Any) -> Tensor:
+    if getattr(self, "table", None) is None:
+        register(self, torch.linspace(0.5, 1.5, WIDTH, dtype=x.dtype, device=x.device))
+    return Block.forward(self, x * self.table)
+
+
+def lerped(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.average.lerp_(self.norm.weight.norm(), 0.1)
+    return Block.forward(self, x) / self.average.clone()
+
+
+def standardised(self: Any, x: Tensor, weight: Tensor) -> Tensor:
+    return x + self.fc2(F.gelu(F.linear(self.norm(x), weight, self.fc1.bias)))
+
+
+def branched(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return Block.forward(self, x) + (self.other(x) if self.calls % 2 else 0 * self.other(x))
+
+
+def carried(self: Any, x: Tensor) -> Tensor:
+    x = self.cell(self.stem(x), self.state)
+    self.state = x.detach()
+    return self.head(self.body(x))
+
+
+def embedded(self: Any, x: Tensor) -> Tensor:
+    words = (x[:, :2].abs() * 2).long().clamp(max=4)
+    return self.head(self.body(self.stem(x) + self.table(words[:, 0]) + self.bag(words)))
+
+
+def two_views() -> dict[str, Tensor]:
+    both = torch.ones(2 * WIDTH)
+    return {"one": both[:WIDTH], "two": both[WIDTH:]}
+
+
+def supervised(self: Any, x: Tensor) -> list[Tensor]:
+    x, found = self.stem(x), []
+    for one in self.blocks:
+        x = one(x)
+        found.append(self.head(x))
+    return found
+
+
+def with_stem(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    stem = self.stem(x)
+    return self.head(self.body(stem)), stem
+
+
+def reversed_for_a_head(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = self.body(self.stem(x))
+    return self.head(x), self.domain(2 * x.detach() - x)
+
+
+def normalised(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.head.weight.copy_(F.normalize(self.head.weight, dim=1))
+    return Net.forward(self, x)
+
+
+def initialised(self: Any, x: Tensor) -> Tensor:
+    if self.training and not self.done:
+        self.done = True
+        with torch.no_grad():
+            self.gain.copy_(torch.linspace(0.5, 1.5, WIDTH))
+    return Block.forward(self, x * self.gain)
+
+
+def counted(self: Any, hidden: Tensor) -> Tensor:
+    self.calls += 1
+    return F.gelu(hidden) / self.calls.sqrt()
+
+
+def reassigned(self: Any, hidden: Tensor) -> Tensor:
+    self.scale = self.scale * 0.95
+    return F.gelu(hidden) * self.scale
+
+
+def slope_hooked(self: Any, hidden: Tensor) -> Tensor:
+    if hidden.requires_grad:
+        hidden.register_hook(lambda grad: 0.5 * grad)
+    return F.gelu(hidden)
+
+
+def low_rank(self: Any) -> None:
+    self.requires_grad_(False)
+    self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+
+class Domains(Odd):
+    net = net(reversed_for_a_head, lambda self: put(self, domain=nn.Linear(WIDTH, CLASSES)))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs[0], batch[1]) + 0.3 * F.cross_entropy(outputs[1], batch[1])
+
+
+class Contrastive(Odd):
+    strategies = STEPS
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        ours, is_alone = F.normalize(outputs), self.trainer.world_size == 1
+        theirs = ours.detach() if is_alone else self.all_gather(ours.detach()).reshape(-1, CLASSES)
+        classes = batch[1] if is_alone else self.all_gather(batch[1]).reshape(-1)
+        alike = (batch[1][:, None] == classes[None]).to(ours.dtype)
+        return F.binary_cross_entropy_with_logits(5 * ours @ theirs.t(), alike) + super().loss(outputs, batch)
+
+
+class MemoryBank(Odd):
+    strategies = STEPS
+    net = net(more=lambda self: self.register_buffer("bank", torch.zeros(CLASSES)))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        mean = self.trainer.strategy.reduce(outputs.detach().mean(0), reduce_op="mean")
+        loss = super().loss(outputs + self.model.bank, batch)
+        self.model.bank.lerp_(mean, 0.5)  # type: ignore[operator]
+        return loss
+
+
+class GradientPenalty(Odd):
+    strategies = STEPS
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        outputs = self(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return {"loss": self.loss(outputs, batch) + 0.1 * slope.square().mean()}
+
+
+class InnerSlope(Odd):
+    strategies = STEPS
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        model: Any = self.model
+        head, hidden = dict(model.head.named_parameters()), model.body(model.stem(batch[0]))
+        before = F.cross_entropy(functional_call(model.head, head, hidden.detach()), batch[1])
+        slopes: Any = torch.autograd.grad(before, tuple(head.values()), create_graph=True)
+        return {"loss": self.loss(model.head(hidden), batch) + 0.01 * sum(slope.sum() for slope in slopes)}
+
+
+class TwoGroups(Odd):
+    def configure_optimizers(self) -> Any:
+        decayed, others = ([p for p in self.parameters() if (p.ndim == 2) == flag] for flag in (True, False))
+        groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed, "lr": 0.01}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (1 + s), lambda s: 1.0])]
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        model: Any = self.model
+        ends = torch.optim.SGD([*model.stem.parameters(), *model.head.parameters()], lr=0.1)
+        return [torch.optim.AdamW(model.blocks.parameters(), lr=0.02, eps=1e-3), ends]
+
+
+class Adversarial(Manual):
+    def change(self, net: Any) -> Any:
+        net.critic = nn.Sequential(nn.Linear(CLASSES, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def configure_optimizers(self) -> Any:
+        named = [("critic" in name, p) for name, p in self.model.named_parameters()]
+        parts = ([p for of_critic, p in named if of_critic == flag] for flag in (False, True))
+        return [torch.optim.AdamW(part, lr=0.02, eps=1e-3) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (made, judged), critic, outputs = self.optimizers(), self.model.critic, self(batch[0])  # type: ignore[misc]
+        losses: list[Any] = []
+        for optimizer, loss in (
+            (judged, lambda: critic(outputs.detach()).square().mean() + critic(batch[0][:, :3]).mean()),
+            (made, lambda: self.loss(outputs, batch) + 0.1 * critic(outputs).mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            losses.append(loss())
+            optimizer.zero_grad()
+            self.manual_backward(losses[-1])
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return {"loss": losses[-1].detach()}
+
+
+class Sharpness(Manual):
+    """SAM's two passes, with a step along the gradient."""
+
+    def before(self) -> Any:
+        with torch.no_grad():
+            moved = [(p, 0.01 * p.grad) for p in self.parameters() if p.grad is not None]
+            for parameter, step in moved:
+                parameter.add_(step)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(self.loss(self(self.batch[0]), self.batch))
+        with torch.no_grad():
+            for parameter, step in moved:
+                parameter.sub_(step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch = batch
+        return super().training_step(batch, batch_idx)
+
+
+class MomentumEncoder(Odd):
+    strategies = STEPS
+
+    def change(self, net: Any) -> Any:
+        net.slow = copy.deepcopy(net.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        model: Any = self.model
+        with torch.no_grad():
+            for slow, fast in zip(model.slow.parameters(), model.head.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        hidden = model.body(model.stem(batch[0]))
+        outputs, target = model.head(hidden), model.slow(hidden.detach())
+        return {"loss": self.loss(outputs, batch) + 0.1 * F.mse_loss(outputs, target)}
+
+
+class AverageOfWeights(Odd):
+    strategies = STEPS
+    net = net(more=lambda self: self.register_buffer("average", torch.zeros(WIDTH)))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        model: Any = self.model
+        bias = model.blocks[0].norm.bias.detach()
+        model.average.lerp_(bias.full_tensor() if hasattr(bias, "full_tensor") else bias, 0.5)
+
+
+class BuiltInSetup(Odd):
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(11)
+        self.extra = nn.Linear(CLASSES, CLASSES)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(self.extra(outputs), batch)
+
+
+class WeightOfTheLoss(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_of_loss = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * torch.exp(-self.weight_of_loss) + self.weight_of_loss
+
+
+def after_batches(function: Callable[[Tensor], Any]) -> type[Odd]:
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.model.blocks.parameters():
+                function(parameter)
+
+    return odd(on_train_batch_end=on_train_batch_end)
+
+
+def clips(self: Any, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def scales(self: Any) -> None:
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+TABLE = torch.linspace(0.5, 1.5, WIDTH)
+MODULES: dict[str, type[Odd]] = {
+    "plain": odd(),
+    # Tied, shared, reused.
+    "head of the stem": odd(
+        net=net(lambda s, x: Net.forward(s, x) + F.linear(s.body(s.stem(x)), s.stem.weight.t())[:, :CLASSES])
+    ),
+    "tied blocks": odd(change=lambda s, net: put(net.blocks[2].fc1, weight=net.blocks[0].fc1.weight)),
+    "tied neighbours": odd(change=lambda s, net: put(net.blocks[1].fc2, bias=net.blocks[0].fc2.bias)),
+    "tied norms": odd(change=lambda s, net: [put(one.norm, weight=net.blocks[0].norm.weight) for one in net.blocks]),
+    "one norm object": odd(change=lambda s, net: [put(one, norm=net.blocks[0].norm) for one in net.blocks]),
+    "same block twice": odd(change=lambda s, net: net.blocks.__setitem__(1, net.blocks[0])),
+    "second name": odd(
+        block=block(lambda s, x: Block.forward(s, x) + 0.1 * s.alias.mean() * x, lambda s: put(s, alias=s.norm.weight))
+    ),
+    "tied transposed": odd(
+        block=block(lambda s, x: x + F.linear(F.gelu(s.fc1(s.norm(x))), s.fc1.weight.t(), s.fc2.bias)),
+        change=each(lambda one: one.fc2.weight.requires_grad_(False)),
+    ),
+    "called twice": odd(block=block(lambda s, x: Block.forward(s, 0.5 * Block.forward(s, x)))),
+    "recurrent depth": odd(net=net(lambda s, x: s.head(0.5 * s.body(0.5 * s.body(s.stem(x)))))),
+    "out of order": odd(net=net(lambda s, x: s.head(s.body(s.stem(x), (2, 0, 3, 1))))),
+    "stem at the end": odd(net=net(lambda s, x: s.head(s.body(s.stem(x)) + s.stem(x)))),
+    # Buffers.
+    "counting buffer": odd(
+        block=block(act=counted, more=lambda s: s.register_buffer("calls", torch.zeros((), dtype=torch.long))),
+        per_forward=True,
+    ),
+    "reassigned buffer": odd(
+        block=block(act=reassigned, more=lambda s: s.register_buffer("scale", torch.ones(1))), per_forward=True
+    ),
+    "unsaved buffer": gained(lambda s: s.table, lambda s: s.register_buffer("table", TABLE.clone(), persistent=False)),
+    "lazy buffer": odd(
+        block=block(lambda s, x: lazily(s, x, lambda s, t: s.register_buffer("table", t, persistent=False)))
+    ),
+    "lazy table": odd(block=block(lambda s, x: lazily(s, x, lambda s, t: put(s, table=t)))),
+    "view of a buffer": gained(
+        lambda s: s.first,
+        lambda s: [s.register_buffer("all", torch.cat([TABLE, TABLE])), s.register_buffer("first", s.all[:WIDTH])],
+    ),
+    "running norm of weights": odd(
+        block=block(lerped, lambda s: s.register_buffer("average", torch.ones(()))), per_forward=True
+    ),
+    "buffer set by the task": odd(
+        net=net(
+            lambda s, x: Net.forward(s, x) / s.temperature, lambda s: s.register_buffer("temperature", torch.ones(()))
+        ),
+        on_train_batch_start=lambda s, batch, number: put(
+            s.model, temperature=torch.full_like(s.model.temperature, 1.0 + 0.2 * number)
+        ),
+    ),
+    "frozen statistics": odd(block=block(more=lambda s: put(s, norm=nn.BatchNorm1d(WIDTH).eval()))),
+    "group norm": odd(block=block(more=lambda s: put(s, norm=nn.GroupNorm(2, WIDTH)))),
+    # Parametrisations.
+    "weight norm": odd(change=each(lambda one: parametrizations.weight_norm(one.fc1))),
+    "weight norm of the head": odd(change=lambda s, net: parametrizations.weight_norm(net.head)),
+    "old weight norm": odd(change=lambda s, net: torch.nn.utils.weight_norm(net.stem)),
+    "spectral norm": odd(change=each(lambda one: parametrizations.spectral_norm(one.fc1)), per_forward=True),
+    "orthogonal": odd(
+        change=each(lambda one: put(one, norm=parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False))))
+    ),
+    "symmetric": odd(
+        net=net(
+            lambda s, x: s.head(s.body(s.square(s.stem(x)))),
+            lambda s: [
+                put(s, square=nn.Linear(WIDTH, WIDTH)),
+                parametrize.register_parametrization(s.square, "weight", Symmetric()),
+            ],
+        )
+    ),
+    "low rank": odd(
+        block=block(lambda s, x: x + s.fc2(F.gelu(s.fc1(s.norm(x)))) + s.up(s.down(F.gelu(s.fc1(s.norm(x))))), low_rank)
+    ),
+    "standardised weights": odd(
+        block=block(lambda s, x: standardised(s, x, s.fc1.weight - s.fc1.weight.mean(1, keepdim=True)))
+    ),
+    "weights over their norm": odd(block=block(lambda s, x: standardised(s, x, s.fc1.weight / s.fc1.weight.norm()))),
+    "pruned": odd(change=each(lambda one: prune.l1_unstructured(one.fc1, "weight", 0.5))),
+    "fake quantised": odd(block=block(act=lambda s, h: F.gelu(h + ((h * 8).round() / 8 - h).detach()))),
+    # Kinds of parameters.
+    "scalar": gained(lambda s: s.scale, lambda s: put(s, scale=nn.Parameter(torch.tensor(1.1)))),
+    "complex": gained(
+        lambda s: 1 + 0.1 * (s.phase * s.phase.conj()).real,
+        lambda s: put(s, phase=nn.Parameter(torch.randn(WIDTH, dtype=torch.cdouble))),
+    ),
+    "empty": gained(lambda s: 1 + s.none.sum(), lambda s: put(s, none=nn.Parameter(torch.zeros(0)))),
+    "integer": gained(
+        lambda s: 1 + 0.1 * s.order, lambda s: put(s, order=nn.Parameter(torch.arange(WIDTH), requires_grad=False))
+    ),
+    "boolean": gained(lambda s: s.mask + 0.5, lambda s: s.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)),
+    "list of parameters": gained(
+        lambda s: s.gains[0] + s.gains[1], lambda s: put(s, gains=nn.ParameterList([torch.ones(WIDTH), TABLE.clone()]))
+    ),
+    "dict of parameters": gained(
+        lambda s: s.gains["a"] + s.gains["b"],
+        lambda s: put(s, gains=nn.ParameterDict({"b": torch.ones(WIDTH), "a": torch.full((1,), 0.1)})),
+    ),
+    "strided": odd(
+        block=block(more=lambda s: put(s.fc2, weight=nn.Parameter(s.fc2.weight.detach().t().contiguous().t())))
+    ),
+    "views of one tensor": gained(
+        lambda s: s.one * s.two, lambda s: put(s, **{n: nn.Parameter(p) for n, p in two_views().items()})
+    ),
+    "weight of the loss": WeightOfTheLoss,
+    "channels last": odd(
+        block=block(
+            lambda s, x: Block.forward(s, x + s.conv(x.view(-1, 2, 2, 2)).flatten(1)),
+            lambda s: put(s, conv=nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)),
+        )
+    ),
+    "depthwise": odd(
+        block=block(
+            lambda s, x: Block.forward(s, x + s.conv(x.view(-1, 2, 4)).flatten(1)),
+            lambda s: put(s, conv=nn.Conv1d(2, 2, 3, padding=1, groups=2)),
+        )
+    ),
+    "frozen stem": odd(change=lambda s, net: net.stem.requires_grad_(False)),
+    "frozen middle": odd(
+        change=lambda s, net: [net.blocks[1].requires_grad_(False), net.blocks[2].fc1.weight.requires_grad_(False)]
+    ),
+    "unfrozen later": odd(
+        change=lambda s, net: net.head.bias.requires_grad_(False),
+        configure_optimizers=lambda s: torch.optim.AdamW(s.parameters(), lr=0.02, eps=1e-3),
+        on_train_batch_start=lambda s, batch, number: [None, s.model.head.bias.requires_grad_(number >= 2)][0],
+    ),
+    # What a forward does.
+    "branch by step": odd(
+        block=block(branched, lambda s: put(s, other=nn.Linear(WIDTH, WIDTH), calls=0)), per_forward=True
+    ),
+    "pair of outputs": odd(
+        net=net(lambda s, x: (Net.forward(s, x), torch.tanh(Net.forward(s, x)).mean(1))),
+        strategies=STEPS,
+        loss=lambda s, out, batch: F.cross_entropy(out[0], batch[1]) + 0.1 * out[1].mean(),
+    ),
+    "dataclass of outputs": odd(
+        net=net(lambda s, x: (lambda out: Found(out, out.square().mean(1)))(Net.forward(s, x))),
+        loss=lambda s, out, batch: F.cross_entropy(out.logits, batch[1]) + 0.1 * out.norm.mean(),
+    ),
+    "deep supervision": odd(
+        net=net(supervised), loss=lambda s, out, batch: sum(F.cross_entropy(one, batch[1]) for one in out) / 4
+    ),
+    "stem in the loss": odd(
+        net=net(with_stem),
+        loss=lambda s, out, batch: F.cross_entropy(out[0], batch[1]) + 0.1 * out[1].square().mean(),
+    ),
+    "loss in an attribute": odd(
+        block=block(lambda s, x: [put(s, penalty=x.square().mean()), Block.forward(s, x)][1]),
+        loss=lambda s, out, batch: Odd.loss(s, out, batch) + 0.1 * sum(one.penalty for one in s.model.blocks),
+    ),
+    "lambda": odd(block=block(more=lambda s: put(s, act=lambda hidden: hidden * torch.sigmoid(hidden)))),
+    "nested containers": odd(
+        change=lambda s, net: [
+            net.blocks.__setitem__(n, nn.Sequential(nn.Sequential(one), nn.Tanh())) for n, one in enumerate(net.blocks)
+        ],
+        rules=("0.0.fc1", "0.0.fc2"),
+    ),
+    "dict of modules": odd(
+        net=net(
+            lambda s, x: s.head(s.body(s.stem(x), "dbca")),
+            lambda s: put(s, blocks=nn.ModuleDict(dict(zip("dbca", s.blocks, strict=True)))),
+        )
+    ),
+    "keywords only": odd(
+        net=net(lambda s, *, values, scale=1.0: Net.forward(s, values * scale)),
+        inputs=lambda s, batch: ((), {"values": batch[0], "scale": 0.5}),
+    ),
+    "no residual": odd(block=block(lambda s, x: s.fc2(torch.relu(s.fc1(x))), lambda s: s.__delattr__("norm"))),
+    "in-place activation": odd(block=block(act=lambda s, hidden: hidden.relu_())),
+    "writes to its input": odd(block=block(lambda s, x: Block.forward(s, x.mul_(0.9)))),
+    "own function": odd(block=block(act=lambda s, hidden: Cube.apply(hidden))),
+    "gradient reversal": Domains,
+    "checkpointed": odd(block=block(lambda s, x: checkpoint(Block.forward, s, x, use_reentrant=False))),
+    "checkpointed by the net": odd(
+        net=net(lambda s, x: s.head(s.body(s.stem(x), run=lambda one, x: checkpoint(one, x, use_reentrant=False))))
+    ),
+    "functional call": odd(
+        block=block(lambda s, x: x + functional_call(s.fc2, {"bias": 2 * s.fc2.bias}, F.gelu(s.fc1(s.norm(x)))))
+    ),
+    "mapped": odd(block=block(lambda s, x: x + torch.vmap(s.norm)(Block.forward(s, x)))),
+    "hypernetwork": gained(lambda s: 1 + 0.1 * s.maker(s.norm.bias[:2]), lambda s: put(s, maker=nn.Linear(2, WIDTH))),
+    "Fourier": odd(block=block(lambda s, x: Block.forward(s, torch.fft.ifft(torch.fft.fft(x) * 0.9).real))),
+    "mixture by hand": odd(
+        block=block(
+            lambda s, x: s.gate(x).softmax(-1)[:, :1] * Block.forward(s, x) + s.gate(x)[:, 1:] * s.other(x),
+            lambda s: put(s, gate=nn.Linear(WIDTH, 2), other=nn.Linear(WIDTH, WIDTH)),
+        )
+    ),
+    "cosine head": odd(
+        net=net(
+            lambda s, x: 5 * F.linear(F.normalize(s.body(s.stem(x))), F.normalize(s.head.weight)),
+            lambda s: s.head.bias.requires_grad_(False),
+        )
+    ),
+    "attention": on_tokens(
+        lambda s: put(s, mix=nn.MultiheadAttention(2, 2, batch_first=True)), lambda s, x: s.mix(x, x, x)[0]
+    ),
+    "encoder layer": on_tokens(
+        lambda s: put(s, mix=nn.TransformerEncoderLayer(2, 2, 4, dropout=0.0, batch_first=True)), lambda s, x: s.mix(x)
+    ),
+    "recurrent cells": on_tokens(
+        lambda s: put(s, mix=nn.LSTM(2, 2, num_layers=2, batch_first=True)), lambda s, x: s.mix(x)[0]
+    ),
+    "state between steps": odd(
+        net=net(carried, lambda s: put(s, cell=nn.GRUCell(WIDTH, WIDTH), state=None)), strategies=STEPS
+    ),
+    "embedded": odd(
+        net=net(
+            embedded,
+            lambda s: put(s, table=nn.Embedding(5, WIDTH, padding_idx=1), bag=nn.EmbeddingBag(5, WIDTH, mode="sum")),
+        )
+    ),
+    "bilinear": odd(
+        block=block(
+            lambda s, x: Block.forward(s, x) + 0.1 * s.slope(s.pair(x, x)),
+            lambda s: put(s, pair=nn.Bilinear(WIDTH, WIDTH, WIDTH), slope=nn.PReLU()),
+        )
+    ),
+    # Hooks.
+    "hook on weights": hooked(lambda name, p: p.register_hook(lambda grad: 0.5 * grad)),
+    "hook on weights of blocks": hooked(lambda name, p: p.register_hook(lambda grad: 3 * grad), "fc"),
+    # Ranks of other samples clip their own gradients, as under torch's DDP.
+    "hook that clips by norm": hooked(
+        lambda name, p: p.register_hook(clipped), "fc", strategies=("tp", *PIPELINES), per_forward=True
+    ),
+    "hook after accumulation": hooked(
+        lambda name, p: p.register_post_accumulate_grad_hook(halve), "blocks", strategies=STEPS
+    ),
+    "hook of a module's backward": odd(
+        change=each(lambda one: one.register_full_backward_hook(lambda m, inward, outward: (0.5 * inward[0],)))
+    ),
+    "hook before forward": odd(change=each(lambda one: one.fc1.register_forward_pre_hook(lambda m, a: (2 * a[0],)))),
+    "hook after forward": odd(change=each(lambda one: one.fc2.register_forward_hook(lambda m, a, out: 0.5 * out))),
+    "hook on activations": odd(block=block(act=slope_hooked)),
+    # Losses.
+    "L2": penalised(lambda s: sum(p.square().sum() for p in s.parameters()), (*STEPS, *PIPELINES)),
+    "norms of weights": penalised(lambda s: sum(one.fc1.weight.norm() for one in s.model.blocks)),
+    "orthogonal weights": penalised(
+        lambda s: (s.model.blocks[0].fc2.weight @ s.model.blocks[0].fc2.weight.t() - torch.eye(WIDTH)).square().sum()
+    ),
+    "label smoothing": odd(loss=lambda s, out, batch: F.cross_entropy(out, batch[1], label_smoothing=0.1)),
+    "contrastive": Contrastive,
+    "memory bank": MemoryBank,
+    "gradient penalty": GradientPenalty,
+    "inner slope": InnerSlope,
+    "evaluated block": odd(net=net(lambda s, x: [s.blocks[0].eval(), Net.forward(s, x)][1])),
+    # Optimization.
+    "two groups": TwoGroups,
+    "momentum": odd(
+        configure_optimizers=lambda s: torch.optim.SGD(s.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        trainer_options={"gradient_clip_val": 0.05},
+    ),
+    "clipped by value": odd(trainer_options={"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"}),
+    "accumulated": odd(trainer_options={"accumulate_grad_batches": 2}),
+    "clips by itself": odd(on_before_optimizer_step=clips),
+    "clips by itself by hand": odd(Manual, before=clips),
+    "scales gradients": odd(on_after_backward=scales),
+    "by hand": odd(Manual),
+    "two optimizers": TwoOptimizers,
+    "adversarial": Adversarial,
+    "sharpness": Sharpness,
+    "decays by hand": after_batches(lambda p: p.mul_(0.9)),
+    "clamps weights": after_batches(lambda p: p.data.clamp_(-0.2, 0.2)),
+    "momentum encoder": MomentumEncoder,
+    "prototypes": odd(net=net(normalised)),
+    "largest norm": odd(
+        net=net(
+            lambda s, x: s.head(s.body(s.stem(x) + s.table(torch.arange(5)).mean(0))),
+            lambda s: put(s, table=nn.Embedding(5, WIDTH, max_norm=1.0)),
+        )
+    ),
+    "initialised by use": odd(
+        block=block(initialised, lambda s: put(s, gain=nn.Parameter(torch.ones(WIDTH)), done=False))
+    ),
+    "built in setup": BuiltInSetup,
+    "average of weights": AverageOfWeights,
+}
