@@ -9,6 +9,8 @@ from torch import nn
 from dlo_framework.plan import NoBlocksError, ParallelPlan
 from dlo_framework.task import Task
 
+#: Modules that are never called, so that no hook of a forward gathers what they hold.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 #: Largest share of a model's parameters in one unit, where neither a plan nor repetition names its blocks.
 SHARE = 1 / 16
 
@@ -25,7 +27,8 @@ def find_units(module: nn.Module) -> list[str]:
     try:
         if isinstance(module, Task):
             return [f"model.{name}" for name in module.parallel_plan().block_names(module.model)]
-        return ParallelPlan.infer(module).block_names(module)
+        names = ParallelPlan.infer(module).block_names(module)
+        return [name for name in names if not isinstance(module.get_submodule(name), CONTAINERS)]
     except NoBlocksError:
         most = SHARE * sum(parameter.numel() for parameter in module.parameters())
         first_names = {name for name, _ in module.named_modules()}  # A module that is registered twice is one unit.
@@ -38,8 +41,7 @@ def _by_size(module: nn.Module, prefix: str, most: float) -> Iterator[str]:
         if count == 0:
             continue
         holds_own = next(child.parameters(recurse=False), None) is not None
-        container = isinstance(child, nn.ModuleList | nn.ModuleDict)  # they have no forward to hook
-        if not container and (count <= most or holds_own or next(child.children(), None) is None):
+        if not isinstance(child, CONTAINERS) and (count <= most or holds_own or next(child.children(), None) is None):
             yield prefix + name
         else:
             yield from _by_size(child, f"{prefix}{name}.", most)

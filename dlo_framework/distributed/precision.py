@@ -79,20 +79,22 @@ class ShardedClipping(EmptyClipping):
     Attributes:
         gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
         divided: Function that returns the axes by which ranks have other gradients, such as ``pp=2``; "" for none.
+        guard_gradients: Function that returns a context for the hooks before an optimizer's step.
     """
 
     gradient_norm: Any
     divided: Any
+    guard_gradients: Any
 
     def post_backward(self, *args: Any) -> Any:
         """Calls the hooks after a backward; an error of :class:`~dlo_framework.distributed.norms.JointGradients`."""
         with self._checked_hooks():
             return super().post_backward(*args)  # type: ignore[misc]
 
-    def _after_closure(self, *args: Any) -> None:
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Calls the hooks before a step, in which Lightning (2.6) clips."""
-        with self._checked_hooks():
-            super()._after_closure(*args)  # type: ignore[misc]
+        with self._checked_hooks(), self.guard_gradients(optimizer):
+            super()._after_closure(model, optimizer)  # type: ignore[misc]
 
     def _checked_hooks(self) -> contextlib.AbstractContextManager[Any]:
         divided = self.divided()
@@ -148,7 +150,9 @@ class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
     """Mixed precision (bf16 or fp16 by autocast) with clipping over all ranks."""
 
 
-def with_sharded_clipping(plugin: Precision, gradient_norm: Any, divided: Any = str) -> Precision:
+def with_sharded_clipping(
+    plugin: Precision, gradient_norm: Any, divided: Any = str, guard_gradients: Any = contextlib.nullcontext
+) -> Precision:
     """Returns a precision plugin for sharded gradients that otherwise behaves as the given one.
 
     With fp16, all ranks have one loss scale, and skip a step together if gradients overflow on any of them.
@@ -157,6 +161,7 @@ def with_sharded_clipping(plugin: Precision, gradient_norm: Any, divided: Any = 
         plugin: Precision plugin that Lightning chose.
         gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
         divided: Function that returns the axes by which ranks have other gradients; "" for none.
+        guard_gradients: Function that returns a context for the hooks before an optimizer's step.
     """
     if isinstance(plugin, ShardedClipping):
         return plugin
@@ -170,7 +175,7 @@ def with_sharded_clipping(plugin: Precision, gradient_norm: Any, divided: Any = 
     else:
         # Half and double precision keep their own conversions, so that their class is only extended.
         result = _extend(plugin, ShardedClipping, f"Sharded{type(plugin).__name__}")
-    result.gradient_norm, result.divided = gradient_norm, divided
+    result.gradient_norm, result.divided, result.guard_gradients = gradient_norm, divided, guard_gradients
     return result
 
 

@@ -291,7 +291,9 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self._precision_plugin = (
             None
             if precision_plugin is None
-            else with_sharded_clipping(precision_plugin, self.gradient_norm, self.divided_gradients)
+            else with_sharded_clipping(
+                precision_plugin, self.gradient_norm, self.divided_gradients, self.guard_gradients
+            )
         )
 
     @property
@@ -429,6 +431,10 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    def guard_gradients(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for the hooks before an optimizer's step, in which the user's code may change gradients."""
+        return contextlib.nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""

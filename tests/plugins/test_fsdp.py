@@ -372,16 +372,13 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
 def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_never_called() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias.requires_grad = False
-    found: Any = SimpleNamespace(module=model, units=[], roots=[model], parameters=dict(model.named_parameters()))
-    found.unwatch = None
-    for is_sharded, expected in ((False, {"0.weight", "0.bias", "1.weight"}), (True, set())):
-        found.is_sharded = is_sharded
-        usage = UsedParams(found)
-        usage.announced = True
-        model[1](model[0](torch.ones(1, 2))).sum().backward()
-        assert usage.used == expected
+    found: Any = SimpleNamespace(module=model, units=[], roots=[model], copies=[])
+    found.parameters, found.unwatch = dict(model.named_parameters()), None
+    usage = UsedParams(found)
+    usage.announced = True
+    model[1](model[0](torch.ones(1, 2))).sum().backward()
+    assert usage.used == {"0.weight", "0.bias", "1.weight"}
     model[1].bias.requires_grad = True
-    found.is_sharded = False
     usage, earlier = UsedParams(found), usage
     usage.announced, earlier.announced, earlier.used = True, False, set()
     model(torch.ones(1, 2)).sum().backward()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.checkpointing import plain_name
@@ -26,7 +29,48 @@ from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
+from dlo_plugins.sharding.outside_use import attribute_of
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
+
+#: Message about a gradient that was changed where the optimizer does not see it.
+_CHANGED = (
+    "gradients of sharded parameters must be changed in on_after_backward, or later in place if the optimizer is"
+    " elementwise, got that of {1} {0} after it; change it in on_after_backward"
+)
+
+
+class GradientWrites(TorchFunctionMode):
+    """Raises where code writes to gradients.
+
+    Args:
+        gradients: Names by the ids of the gradients; entries may be added and removed inside the block.
+    """
+
+    def __init__(self, gradients: Mapping[int, str]) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self._aliases: dict[int, tuple[Tensor, Any]] = {}  # Results of ``data`` and ``detach``, and their sources.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function, unless it writes to a gradient.
+
+        Raises:
+            DloError: It does.
+        """
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+        for leaf in tree_leaves((args, kwargs)) if writes and self._gradients else ():
+            source = self._aliases[id(leaf)][1] if id(leaf) in self._aliases else leaf
+            if id(source) in self._gradients:
+                raise DloError(_CHANGED.format("written", self._gradients[id(source)]))
+        result = func(*args, **(kwargs or {}))
+        if name == "detach" or (name == "__get__" and attribute_of(func) == "data"):
+            self._aliases[id(result)] = (result, args[0])
+        return result
+
+
+#: Special methods that write to a tensor.
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
 
 
 class OptimizerShards:
@@ -53,8 +97,13 @@ class OptimizerShards:
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
         #: Full tensors that are stepped after backward, where the others are stepped in backward.
         self._late: list[OptimizerShard[RowGroup]] | None = None
+        #: Parameters by optimizer, with the gradients from which those of the optimizer were set.
+        self._given: dict[int, list[tuple[str, nn.Parameter, Tensor | None]]] = {}
+        self._copied: dict[int, str] = {}  # Names by the ids of gradients of which there are full copies.
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
+        # In manual optimization a forward may have gathered parameters since the last backward.
+        optimizer.register_step_pre_hook(lambda *_: self.sharded.reshard())
         kind = self._probe(optimizer)
         self._check_experts(optimizer, kind)
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
@@ -184,9 +233,12 @@ class OptimizerShards:
     def set_grads(self, used: Iterable[str]) -> None:
         """Sets the gradients of the optimizers' tensors from those that backward has left on the parameters."""
         used = set(used)
-        for share in self._shares.values():
+        for key, share in self._shares.items():
             if share is None:
                 continue
+            given = self._given[key] = [(self._names[id(p)], p, p.grad) for p in _parameters(share)]
+            if not isinstance(share, RowShard):
+                self._copied |= {id(gradient): name for name, _, gradient in given if gradient is not None}
             if not any(tensor.requires_grad for tensor in share.stepped_tensors):
                 for parameter in _parameters(share):  # The user has toggled another optimizer.
                     parameter.grad = None
@@ -196,6 +248,30 @@ class OptimizerShards:
             for tensor in share.stepped_tensors if self._late is None else ():
                 if tensor.numel() == 0 and tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)  # The loss scaler must find at least one gradient.
+
+    def forget_gradients(self) -> None:
+        """Forgets the gradients that were set, as a backward has computed others."""
+        self._given.clear()
+        self._copied.clear()
+
+    @contextlib.contextmanager
+    def guard_gradients(self, optimizer: Optimizer) -> Iterator[None]:
+        """Checks that the user's code inside the block, before a step, changes gradients so that the optimizer sees it.
+
+        Raises:
+            DloError: It replaces one, or changes one of which the optimizer has a full copy.
+        """
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self.guard_writes():
+            yield
+        for name, parameter, given in self._given.pop(id(optimizer), ()) if self._late is None else ():
+            if parameter.grad is not given:
+                raise DloError(_CHANGED.format("replaced", name))
+
+    def guard_writes(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context that raises where code writes to a gradient of which an optimizer has a full copy."""
+        has_copies = any(isinstance(share, FullTensorShard | SeparateShards) for share in self._shares.values())
+        return GradientWrites(self._copied) if has_copies else contextlib.nullcontext()
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> list[RemovableHandle]:
         """Calls a function in backward with this rank's tensors of the parameters whose gradients are complete.

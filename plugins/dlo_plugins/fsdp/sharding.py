@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from dlo_framework.distributed.collectives import Communicator, backend_of
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.meta_init import Initialiser
+from dlo_framework.distributed.model_units import CONTAINERS
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
@@ -28,10 +30,15 @@ from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_gradients
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
+from dlo_plugins.fsdp.gathered_copies import GatheredCopies, gathered_copies, move_hooks
+from dlo_plugins.fsdp.held_parameters import check_held
 from dlo_plugins.fsdp.master_rows import MasterRows, like_gradient
 from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
-from dlo_plugins.fsdp.step_state import drop_step_state, resume_forward
+from dlo_plugins.fsdp.shard_use import ShardUse
+from dlo_plugins.fsdp.step_state import begin_root, drop_step_state, resume_forward
+from dlo_plugins.sharding.shared_max_norm import bound_rows_alike
+from dlo_plugins.sharding.written_values import WrittenValues
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -117,6 +124,10 @@ class ShardedModule:
         parameters: Parameters of which this rank holds the full tensor or a shard, by name; each once.
         roots: Outermost sharded modules.
         units: Names of the units.
+        copies: Gathered copies of the sharded parameters, the innermost first.
+        kept: Those of them that are gathered for each full step, because a step uses them outside their unit's forward.
+        written: Record of what this rank has written to gathered copies, which :meth:`check_writes` compares.
+        compares_all: Whether all copies are recorded; otherwise those that are written for the first time.
         unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.used_params.UsedParams`.
     """
 
@@ -154,14 +165,23 @@ class ShardedModule:
         self._scalars = [parameter for parameter in self._params_here(module) if parameter.ndim == 0]
         step_device = torch.device("cpu") if options.offload else device
         self.masters = MasterRows(step_device, options.policy.param_dtype) if options.has_masters else None
+        self.copies: list[GatheredCopies] = []
+        self.kept: list[GatheredCopies] = []
+        self.written = WrittenValues()
+        self.compares_all = False
+        self._compared: set[str] = set()
+        self._replaced: dict[str, weakref.ref[nn.Parameter]] = {}
         initialise = Initialiser(device, seed, self.layout)
         for part in [*blocks, *(root for root in self.roots if not any(root is block for block in blocks))]:
             named = part.module if isinstance(part, StepRoot) else part
             initialise(named, names[id(named)])
             self._shard(part)
         self._prefetch(outer)
+        check_held(module, self._replaced)
+        if self.is_sharded and self._averaging.size > 1:
+            bound_rows_alike(module, self._averaging)
         self.collect_params()
-        self._syncs = True
+        self._syncs, self._keeps_gathered = True, False
         self.unwatch: Callable[[], None] | None = None
 
     @property
@@ -185,6 +205,7 @@ class ShardedModule:
             for name, parameter in self.module.named_parameters()
             if plain_name(name) not in self.layout.other_stages
         }
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
 
     def _shard(self, part: nn.Module) -> None:
         options = self.options
@@ -194,7 +215,7 @@ class ShardedModule:
                 self._keep_masters(part)
                 cast_tensors(part, options.policy)
             return
-        ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0}
+        ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
         ignored |= {parameter for parameter in part.parameters() if id(parameter) in self._elsewhere}
         integers = [p for p in part.parameters() if not (p.is_floating_point() or p.is_complex())]
         if integers and not _shards_integers(self._mesh):
@@ -215,6 +236,7 @@ class ShardedModule:
         def placement(parameter: nn.Parameter) -> Shard | None:
             return None if in_part else Shard(shard_dim(parameter.shape, sharers.size, of_experts))
 
+        given = {name: parameter for name, parameter in part.named_parameters() if not isinstance(parameter, DTensor)}
         fully_shard(
             part,
             mesh=mesh,
@@ -226,6 +248,12 @@ class ShardedModule:
         )
         sharded: Any = part
         complete_gradients(sharded)
+        self.copies += gathered_copies(sharded, self._record_write)
+        names = {id(parameter): plain_name(name) for name, parameter in self.module.named_parameters()}
+        for name, parameter in part.named_parameters():
+            if name in given and given[name] is not parameter:
+                move_hooks(given[name], parameter)
+                self._replaced[names[id(parameter)]] = weakref.ref(given[name])
         if self.device.type == "cpu" and backend_of(self.sharers.group, self.device) == "gloo":
             sharded.set_custom_all_gather(PairwiseAllGather(sharers))
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(sharers))
@@ -273,10 +301,63 @@ class ShardedModule:
 
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the module, or a function that uses it, with parameters gathered; returns its result."""
-        if self.options.whole_steps:
-            return self.roots[0](method, *args, **kwargs)
-        call = getattr(self.module, method) if isinstance(method, str) else method
-        return call(*args, **kwargs)
+        function = getattr(self.module, method) if isinstance(method, str) else method
+
+        if not self.options.whole_steps:
+            for root in self._sharded_roots():
+                begin_root(root)
+            return function(*args, **kwargs)
+
+        def call(*given: Any, **named: Any) -> Any:
+            for copies in self.kept:
+                copies.unit.unshard()
+            return function(*given, **named)
+
+        return self.roots[0](call, *args, **kwargs)
+
+    def keep(self, copies: GatheredCopies) -> None:
+        """Gathers parameters now, and for the full length of later steps."""
+        if copies not in self.kept:
+            self.kept.append(copies)
+            copies.keep()
+        copies.unit.unshard()
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of a step that gathers what it uses outside of a unit's forward, there and in later steps.
+
+        All ranks take the same steps, so they gather the same parameters in the same order.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ShardUse(self.copies, self.keep):
+                return function(*args, **kwargs)
+
+        return call
+
+    def finish_backward(self) -> None:
+        """Reduces the gradients of kept parameters that FSDP2 has not seen a backward of."""
+        for copies in self.kept:
+            copies.finish_backward()
+
+    def check_writes(self) -> None:
+        """Checks that all ranks have written the same to parameters; a collective call.
+
+        Raises:
+            DloError: They have not.
+        """
+        for copies in self.copies if self.compares_all else ():
+            for shard, copy in copies.pairs:
+                self._record_write(shard, copy, False)
+        self.written.check(self._averaging)
+
+    def _record_write(self, shard: nn.Parameter, copy: nn.Parameter, is_written: bool) -> None:
+        name = self._names.get(id(shard))
+        if name is None or name in self.layout.experts:
+            return
+        if self.compares_all or (is_written and name not in self._compared):
+            self.written.add(name, copy)
+        if is_written:
+            self._compared.add(name)
 
     def call_with_backwards(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that uses the module and runs backwards itself; returns its result.
@@ -294,8 +375,10 @@ class ShardedModule:
 
     def set_keep_gathered(self, enabled: bool) -> None:
         """Sets whether the next backward passes leave parameters gathered, for others of the same step."""
-        for root in self._sharded_roots():
-            root.set_reshard_after_backward(not enabled)
+        if enabled != self._keeps_gathered:
+            self._keeps_gathered = enabled
+            for root in self._sharded_roots():
+                root.set_reshard_after_backward(not enabled)
 
     def set_sync(self, enabled: bool) -> None:
         """Sets whether the next backward passes reduce gradients, or accumulate them unreduced on each rank."""
@@ -311,17 +394,19 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; the next use gathers the shards again."""
-        for root in self.roots:
-            for submodule in root.modules():
-                if isinstance(submodule, FSDPModule):
-                    submodule.reshard()
+        for copies in self.copies:
+            copies.group.reshard()
 
     def refresh(self) -> None:
         """Frees the gathered parameters, or gathers master weights, after the shards were written from outside.
 
         With master weights it is a collective call.
         """
+        for copies in self.copies:
+            copies.keeps_writes = False  # The shards have newer values.
         self.reshard()
+        for copies in self.copies:
+            copies.keeps_writes = True
         if self.masters is not None:
             self.masters.all_gather(self.device)
 
@@ -516,9 +601,7 @@ def match_units(module: nn.Module, patterns: list[str]) -> list[str]:
             raise DloError(
                 f"units must name modules, got '{pattern}', which matches none{did_you_mean(pattern, names)}"
             )
-        container = next(
-            (n for n in matches if isinstance(module.get_submodule(n), nn.ModuleList | nn.ModuleDict)), None
-        )
+        container = next((n for n in matches if isinstance(module.get_submodule(n), CONTAINERS)), None)
         if container is not None:
             raise DloError(
                 "units must name modules that are called, since a call gathers them, got"

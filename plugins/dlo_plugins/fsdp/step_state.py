@@ -37,6 +37,16 @@ def drop_step_state(root: FSDPModule) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
+def begin_root(root: FSDPModule) -> None:
+    """Makes a module the root of those under it, as its first forward does; a step may call these alone.
+
+    A reach into torch 2.11 to 2.15.
+    """
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:
+        state._lazy_init()
+
+
 def resume_forward(root: FSDPModule) -> None:
     """Makes FSDP2 continue the forward of a root after backwards that ran inside it.
 

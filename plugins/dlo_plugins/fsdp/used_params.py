@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dlo_framework.distributed.unused_parameters import check_backward_seen
 from dlo_plugins.fsdp.sharding import ShardedModule
@@ -15,9 +16,8 @@ from dlo_plugins.fsdp.sharding import ShardedModule
 class UsedParams:
     """Record of the parameters that got a gradient on this rank since ``used`` was cleared.
 
-    FSDP2 gathers into parameters of its own, which replace the sharded ones in their modules from a unit's forward to
-    the end of its backward. Each gets a hook when it is first seen. Where nothing is sharded, hooks are set from the
-    start, because a user's step may call submodules without ever calling the root.
+    FSDP2 gathers into parameters of its own, each of which gets a hook when it is first gathered. Parameters that are
+    not sharded get theirs from the start, because a user's step may call submodules without ever calling the root.
 
     Args:
         sharded: Sharded module.
@@ -38,6 +38,8 @@ class UsedParams:
         self.gathered: dict[str, Tensor] = {}
         self.handles: list[Any] = []
         names = {id(parameter): name for name, parameter in sharded.parameters.items()}
+        for copies in sharded.copies:
+            copies.on_gather = lambda shard, copy: self._add(names[id(shard)], copy)
         claimed: set[int] = set()
         for part in _innermost_first(sharded):
             places = []
@@ -46,10 +48,10 @@ class UsedParams:
                     continue
                 claimed.add(id(submodule))
                 own = [(key, p) for key, p in submodule._parameters.items() if p is not None and id(p) in names]
-                places += [(submodule, key, names[id(p)]) for key, p in own]
-            look = self._watch(places)
-            self.handles.append(part.register_forward_pre_hook(look))
-            if not sharded.is_sharded:
+                places += [(submodule, key, names[id(p)]) for key, p in own if not isinstance(p, DTensor)]
+            if places:
+                look = self._watch(places)
+                self.handles.append(part.register_forward_pre_hook(look))
                 look()
 
     def record_accumulated(self) -> None:
@@ -65,6 +67,8 @@ class UsedParams:
         """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
+        for copies in self._sharding.copies:
+            copies.on_gather = None
 
     def _watch(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         def look(*_: Any) -> None:
@@ -72,13 +76,16 @@ class UsedParams:
                 return
             for submodule, key, name in places:
                 parameter = submodule._parameters[key]
-                if not self._sharding.is_sharded and parameter is not self._sharding.parameters.get(name):
-                    continue  # A copy of a pipeline's weights, whose gradients are those of another step.
-                if parameter is not None and parameter.requires_grad and self.gathered.get(name) is not parameter:
-                    self.gathered[name] = parameter
-                    self.handles.append(parameter.register_post_accumulate_grad_hook(self._note(name)))
+                # Another is a copy of a pipeline's weights, whose gradients are those of another step.
+                if parameter is not None and parameter is self._sharding.parameters.get(name):
+                    self._add(name, parameter)
 
         return look
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and self.gathered.get(name) is not parameter:
+            self.gathered[name] = parameter
+            self.handles.append(parameter.register_post_accumulate_grad_hook(self._note(name)))
 
     def _note(self, name: str) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:

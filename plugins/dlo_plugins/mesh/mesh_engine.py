@@ -5,8 +5,9 @@ One step, for each micro-batch of an accumulation:
 1. :meth:`MeshEngine.train` runs the task's training step with parameters gathered. Under a pipeline the schedule runs
    forward and backward of all micro-batches there, because Lightning copies the loss before ``backward``.
 2. :meth:`MeshEngine.before_backward` opens the accumulation window, if none is open, and drops the last gradients.
-3. :meth:`MeshEngine.after_backward` sums partial and tied gradients at the window's end, and sets the gradients of the
-   tensors that the optimizers step.
+3. :meth:`MeshEngine.reduce_gradients` sums partial and tied gradients at the window's end, before the user's
+   ``on_after_backward``.
+4. :meth:`MeshEngine.after_backward` sets the gradients of the tensors that the optimizers step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,8 +29,9 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.gradient_check import is_shipped
 from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.unused_parameters import unused_message
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
+from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.master_rows import like_gradient
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
@@ -80,6 +83,8 @@ class MeshEngine:
         self._ends_window = True  # Whether the running backward is the last of its accumulation.
         self._state: _Fit | None = None
         self._gradient_hooks: list[RemovableHandle] = []
+        self._reduced: set[str] | None = None  # Parameters with complete gradients.
+        self._watched: set[str] = set()  # Kinds of step that have been watched.
         ranks = self.sharded.tensor_parallel
         self._full_values = None
         if ranks.size > 1 and not is_shipped(type(module)):
@@ -135,8 +140,15 @@ class MeshEngine:
             loss_scale: Function that returns the factor of the loss in backward, for a pipeline.
         """
         if self.pipelined is None:
-            with self.full_values("training step"):
-                return self.sharded.call("training_step", batch, *args)
+            self._allow_inner_backwards()
+            with self.full_values("training step"), self._watch("training_step") as step:
+                by_hand = not self.module.automatic_optimization
+                with self._fit.shares.guard_writes() if by_hand else contextlib.nullcontext():
+                    found = self.sharded.call_with_backwards(step, batch, *args)
+                self._check_writes()
+            if by_hand:
+                self.sharded.compares_all = False
+            return found
         accumulates = self._fit.is_open
         self._open_window()
         self.sharded.set_sync(False)
@@ -155,11 +167,60 @@ class MeshEngine:
         with self.full_values(step.replace("_", " ")):
             if self.pipelined is not None:
                 return self.sharded.call(self.pipelined.evaluate, batch, *args if step == "validation_step" else ())
-            return self.sharded.call(step, batch, *args)
+            with self._watch(step) as function:
+                found = self.sharded.call(function, batch, *args)
+                self._check_writes()
+            self.sharded.compares_all = False
+            return found
 
     def predict(self, batch: Any, *args: Any) -> Any:
         """Runs ``predict_step`` with parameters gathered."""
-        return self.sharded.call("predict_step" if self.pipelined is None else self.pipelined.predict, batch, *args)
+        if self.pipelined is not None:
+            return self.sharded.call(self.pipelined.predict, batch, *args)
+        return self.evaluate("predict_step", batch, *args)
+
+    @contextlib.contextmanager
+    def _watch(self, kind: str) -> Iterator[Callable[..., Any]]:
+        """Watches the first step of a kind: what it uses outside of units, and whether ranks write the same.
+
+        Args:
+            kind: Name of the module's method.
+        """
+        function, known = getattr(self.module, kind), len(self.sharded.kept)
+        is_first = self.sharded.is_sharded and kind not in self._watched
+        self._watched.add(kind)
+        if is_first:
+            self.sharded.compares_all = True
+        # By hand a step has several backwards, each of which frees what it has used.
+        by_hand = known > 0 and not self.sharded.options.whole_steps
+        watches = by_hand or (is_first and not is_compiled(self.module))  # Compiled code hides what it uses.
+        yield self.sharded.watched(function) if watches else function
+        if self.sharded.kept[known:]:
+            names = {submodule: name for name, submodule in self.module.named_modules()}
+            kept = shown_names([names.get(copies.unit, "the root") for copies in self.sharded.kept[known:]])
+            rank_zero_warn(
+                f"FSDP gathers the weights of {kept} for each full step, because {kind} uses them outside these"
+                " modules' own forward; that costs the memory that sharding saves"
+            )
+
+    def _check_writes(self) -> None:
+        """Checks that ranks have written the same to parameters: in a watched step, and when they write to others."""
+        names = self.sharded.written.names
+        if names and not self.sharded.compares_all:
+            strategy: Any = self.module.trainer.strategy
+            missing = strategy.meet(f"a step that writes to {shown_names(names)}")
+            if missing:
+                raise DloError(
+                    f"parameters under {type(strategy).__name__} must be written on all ranks alike, got a write to"
+                    f" {shown_names(names)} on rank {strategy.global_rank}, while {missing}; take it out of a condition"
+                )
+        if names or self.sharded.compares_all:
+            self.sharded.check_writes()
+
+    def _allow_inner_backwards(self) -> None:
+        """Leaves parameters gathered, and gradients alone, in a backward inside the step, as of a gradient penalty."""
+        self.sharded.set_sync(False)
+        self.sharded.set_keep_gathered(True)
 
     @contextlib.contextmanager
     def reset_on_error(self) -> Iterator[None]:
@@ -168,6 +229,7 @@ class MeshEngine:
             yield
         except BaseException:
             self.sharded.reset()
+            self._reduced, self.sharded.compares_all = None, False
             if self._state is not None:
                 self._state.usage.used.clear()
                 self._state.is_open = False
@@ -232,12 +294,17 @@ class MeshEngine:
         layout = self.sharded.layout
         return name not in layout.tied_copies and not (name in layout.partial and self.sharded.groups.coordinates.tp)
 
-    def after_backward(self) -> None:
-        """Sums gradients that ranks have partial sums of, and sets those of the tensors that the optimizers step.
+    def reduce_gradients(self) -> None:
+        """Sums gradients that ranks have partial sums of, so that parameters have those of the run.
 
         Raises:
-            DloError: Parameters have no gradient, and ``find_unused`` is off.
+            DloError: Parameters have no gradient, and ``find_unused`` is off, or ranks have written other values.
         """
+        self.sharded.finish_backward()
+        self._check_writes()
+        self._fit.shares.forget_gradients()
+        if self.module.automatic_optimization:
+            self.sharded.compares_all = False
         fit, automatic = self._fit, self.module.automatic_optimization
         fit.usage.announced = False
         if not (self._ends_window or (self._shard.sync_every_micro_batch and not self._delays)):
@@ -257,11 +324,19 @@ class MeshEngine:
         for name, parameter in self.sharded.parameters.items():
             if name not in used:
                 parameter.grad = None
-        if self._ends_window:
+        self._reduced = used if self._ends_window else None
+
+    def after_backward(self) -> None:
+        """Sets the gradients of the tensors that the optimizers step, at the window's end."""
+        fit, automatic = self._fit, self.module.automatic_optimization
+        used, self._reduced = self._reduced, None
+        if used is not None:
             fit.shares.set_grads(used)
             fit.is_open = not automatic
             if automatic:
                 fit.usage.used.clear()
+        if not automatic:
+            self._allow_inner_backwards()
 
     @property
     def _delays(self) -> bool:

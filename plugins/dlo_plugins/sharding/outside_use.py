@@ -10,7 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 #: Functions that do not read values: they may be called on a parameter whose memory is freed.
 _NOT_VALUES = {"__hash__", "__len__", "__set__", "__delete__", "data_ptr", "dim", "element_size", "get_device"}
-_NOT_VALUES |= {"is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared", "is_signed", "ndimension"}
+_NOT_VALUES |= {
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_pinned",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+}
 _NOT_VALUES |= {"nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size"}
 _NOT_VALUES |= {"storage_offset", "stride", "untyped_storage"}
 #: Attributes that are tensors; all others describe shape, dtype and device.
@@ -46,5 +55,10 @@ def uses_values(function: Any) -> bool:
     """Returns whether a function that ``__torch_function__`` receives may read or write a tensor's values."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return getattr(getattr(function, "__self__", None), "__name__", "") in _TENSORS
+        return attribute_of(function) in _TENSORS
     return name not in _NOT_VALUES
+
+
+def attribute_of(function: Any) -> str:
+    """Returns the name of the attribute that a function reads or writes; empty for other functions."""
+    return str(getattr(getattr(function, "__self__", None), "__name__", ""))

@@ -405,17 +405,24 @@ class MeshStrategy(ShardedStrategy):
         with self._running.reset_on_error(), self.precision_plugin.predict_step_context():
             return self._running.predict(batch, *args)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a backward pass; resets the sharding if it raises."""
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a backward pass, with complete gradients in ``on_after_backward``; resets the sharding if it raises."""
+        module, precision = self._module(), self.precision_plugin
         with self._running.reset_on_error():
-            return super().backward(*args, **kwargs)
+            self.pre_backward(closure_loss)
+            loss = precision.pre_backward(closure_loss, module)
+            precision.backward(loss, module, optimizer, *args, **kwargs)
+            self._running.reduce_gradients()
+            loss = precision.post_backward(loss, module)
+            self.post_backward(loss)
+        return loss
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Opens the accumulation window."""
         self._running.before_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Reduces the gradients and sets those of the optimizer shards."""
+        """Sets the gradients of the optimizer shards."""
         self._running.after_backward()
 
     @contextlib.contextmanager
@@ -531,6 +538,10 @@ class MeshStrategy(ShardedStrategy):
             self._running.restore_delayed_gradients(saved, loss)
         else:
             super().restore_delayed_gradients(saved, loss)
+
+    def guard_gradients(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Checks that hooks before a step change gradients only so that the optimizer sees it."""
+        return self._running.shares.guard_gradients(optimizer)
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""
