@@ -50,7 +50,8 @@ class AccumulationTail(Callback):
         batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % size + 1
         if batches < size:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, size / batches)
+            if gradients:  # None where StochasticWeightAveraging (Lightning 2.6) renews statistics in a last pass.
+                torch._foreach_mul_(gradients, size / batches)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the number that the user set."""

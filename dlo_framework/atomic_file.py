@@ -11,8 +11,8 @@ from uuid import uuid4
 
 from dlo_framework.errors import DloError
 
-#: Ending of the temporary file.
-PARTIAL = ".partial"
+#: Ending of the temporary file, which no file of a user has: leftovers with it are removed.
+PARTIAL = ".dlo-partial"
 
 #: Errors of file systems that cannot sync a folder (CIFS, some FUSE ones).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)

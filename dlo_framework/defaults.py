@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from dlo_framework import runs
 from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
-from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
-from dlo_framework.stop import GracefulStop
+from dlo_framework.resume import ExactResume, logged_metrics, raw_random_state, restore_raw_random_state, same_metrics
+from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
@@ -41,6 +43,7 @@ def add_default_callbacks(
     progress_bar: bool = True,
     checkpoints: bool = True,
     stop_grace: float = GRACE,
+    save_minutes: float = SAVE_MINUTES,
     cudnn_benchmark: bool = True,
 ) -> list[Callback]:
     """Returns ``callbacks`` with dlo's own beside them.
@@ -53,12 +56,14 @@ def add_default_callbacks(
         progress_bar: Whether to draw a bar.
         checkpoints: Whether to save any.
         stop_grace: Seconds without progress that a run which was asked to stop may take.
+        save_minutes: Minutes after the last checkpoint when ``last.ckpt`` is saved; 0 for never.
         cudnn_benchmark: Whether to let cuDNN measure its algorithms.
 
     Raises:
         DloError: The folder of the run, or that of a ModelCheckpoint, begins with a scheme, such as ``s3:``.
     """
     check_on_file_system("run.dir", run_folder)
+    run_folder = run_folder.absolute()  # A script may change the directory.
     check_checkpoint_folders(callbacks)
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state, traffic = StateReport(), TrafficReport()
@@ -83,14 +88,15 @@ def add_default_callbacks(
         for callback in own:
             # Lightning's own default is the first logger's folder, where `last`, `best` and `auto` do not look.
             callback.dirpath = callback.dirpath or os.path.realpath(folder)
-        if not own:
+        if not any(callback.monitor for callback in own):
             defaults += best_checkpoint(run_folder, model)
         last = next((callback for callback in own if callback.save_last and _is_same(callback.dirpath, folder)), None)
         if last is None:
             last = LastCheckpoint(folder)
             defaults.append(last)
-        defaults.append(GracefulStop(folder, stop_grace))
-        first.append(EndCheckpoint(last))
+        stop = GracefulStop(folder, stop_grace, save_minutes)
+        defaults.append(stop)
+        first.append(EndCheckpoint(last, stop))
     return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
 
 
@@ -131,8 +137,8 @@ def best_checkpoint(run_folder: Path, model: LightningModule) -> list[Callback]:
     metric, mode = getattr(model, "best_metric", ASSUMED_METRIC) or (None, "min")
     if metric is None:
         return []
-    kind = ModelCheckpoint if hasattr(model, "best_metric") else BestIfLogged
-    checkpoint = kind(
+    checkpoint = BestIfLogged(
+        assumed=not hasattr(model, "best_metric"),
         dirpath=run_folder / runs.CHECKPOINTS,
         filename=f"epoch={{epoch}}-step={{step}}-{metric}={{{metric}:.4f}}",
         auto_insert_metric_name=False,
@@ -156,15 +162,28 @@ class _SavesAtEnds(ModelCheckpoint):
 
 
 class BestIfLogged(_SavesAtEnds):
-    """Saves the best checkpoint by a metric that the model may not log, and warns once if it does not."""
+    """Saves the best checkpoint by a metric that the run may not log, and says so once if it does not.
 
-    monitor_is_optional = True
+    A metric that the model names must be logged where there is a validation.
+
+    Args:
+        assumed: Whether the metric is dlo's assumption.
+        **options: Arguments of ModelCheckpoint.
+    """
+
     _said = False
+
+    def __init__(self, *, assumed: bool, **options: Any) -> None:
+        super().__init__(**options)
+        if assumed:
+            self.monitor_is_optional = True
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Saves if the metric was logged; Lightning's (2.6.6), which it overrides, raises an error without it."""
         is_logged = self.monitor in monitor_candidates
-        if not self._said:
+        if not is_logged and not hasattr(self, "monitor_is_optional") and trainer.enable_validation:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)  # Raises.
+        if not self._said and (not is_logged or hasattr(self, "monitor_is_optional")):
             name = type(trainer.lightning_module).__name__
             choose = f"set best_metric = (name, 'min' or 'max') on {name} to take another metric"
             rank_zero_info(
@@ -203,39 +222,120 @@ class LastCheckpoint(_SavesAtEnds):
 
 
 class EndCheckpoint(Callback):
-    """Saves ``last.ckpt`` when training ends, unless it already holds that state; on by default.
+    """Saves ``last.ckpt`` when training ends or raises, unless it already holds that state; on by default.
 
     Training may end at any step: by ``max_steps`` or ``max_time`` in mid-epoch, by a target, by a callback that stops
     it. This one precedes all other callbacks, so that it saves the state of a run that can continue: callbacks that
     average weights leave the average in the module when training ends.
 
+    After an exception it saves the state before the batch that raised, if it is whole: not if weights or gradients may
+    have changed in part (in the optimizer's step; in backward where gradients accumulate), and on several ranks only if
+    all of them raise together, since otherwise the others are in the middle of a collective.
+
     Args:
         last: Callback that writes ``last.ckpt``.
+        stop: Callback that notes which step has begun.
     """
+
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
 
     #: The same as Lightning's property, which every hook of every step reads.
     state_key = "EndCheckpoint"
 
-    def __init__(self, last: ModelCheckpoint) -> None:
-        self.last = last
-        self._metrics: dict[str, Any] | None = None
+    def __init__(self, last: ModelCheckpoint, stop: GracefulStop) -> None:
+        self.last, self.stop = last, stop
+        self._metrics: dict[str, Any] = {}
+        self._statistics: list[Tensor] = []  # of batch norms, which a forward pass changes
+        self._before: _BatchStart | None = None
+        self._had_backward = False  # since the batch began
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds what a forward pass changes."""
+        self._before = None
+        norms = (module for module in pl_module.modules() if isinstance(module, _NormBase))
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Copies what the batch changes besides weights."""
+        self._had_backward = False
+        self._before = _BatchStart(trainer.global_step, raw_random_state(), [each.clone() for each in self._statistics])
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Notes that gradients change."""
+        self._had_backward = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Records the metrics that the checkpoint holds."""
-        self._metrics = logged_metrics(trainer)
+        """Records the metrics that the checkpoint holds; if this save fails, another one would."""
+        self._metrics, self._before = logged_metrics(trainer), None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves, if steps have been done or metrics logged since the last save."""
+        if self._saves(trainer) and not (
+            self._is_saved(trainer) and same_metrics(self._metrics, logged_metrics(trainer))
+        ):
+            self._save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves the state before the batch that raised; an error in doing so does not hide the first one."""
+        ends_itself = not isinstance(exception, Exception) or isinstance(exception, OrderlyEnd)
+        together = trainer.world_size == 1 or is_agreed(exception)
+        if ends_itself or not together or not self._saves(trainer) or self._is_saved(trainer):
+            return
+        if self._before is None or not self._rewind(trainer):
+            return
+        path = runs.shown(Path(self.last.dirpath or "") / runs.LAST)
+        try:
+            self._save(trainer)
+            what = (
+                f"saved the state before the error, of step {trainer.global_step}: {path}; go on with --ckpt_path last"
+            )
+        except Exception as error:  # A full disk, or an accelerator that has failed.
+            what = (
+                f"the state before the error could not be saved: {(str(error) or type(error).__name__).splitlines()[0]}"
+            )
+        if trainer.is_global_zero:
+            print(f"dlo: {what}", file=sys.stderr, flush=True)
+
+    def _rewind(self, trainer: Trainer) -> bool:
+        """Takes back what an unfinished batch has changed; returns whether the state is whole."""
+        before, self._before = self._before, None
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.ready == progress.current.processed:
+            return True
+        by_batch = trainer.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1
+        has_begun = self.stop.stepping == trainer.global_step
+        if before is None or has_begun or trainer.global_step != before.step or (self._had_backward and not by_batch):
+            return False
+        restore_raw_random_state(before.random)
+        for buffer, value in zip(self._statistics, before.statistics, strict=True):
+            buffer.copy_(value)
+        for batches in (progress.total, progress.current):
+            # The loader has handed it out: its position is that before a batch that has started.
+            batches.ready, batches.started = batches.completed, batches.completed + 1
+        progress.is_last_batch = False
+        return True
+
+    def _saves(self, trainer: Trainer) -> bool:
         options: Any = trainer
-        if options.fast_dev_run or trainer.global_step == 0 or self.last not in options.callbacks:
-            return
-        is_saved = self.last._last_global_step_saved == trainer.global_step
-        if is_saved and same_metrics(self._metrics or {}, logged_metrics(trainer)):
-            return
+        return not options.fast_dev_run and trainer.global_step > 0 and self.last in options.callbacks
+
+    def _is_saved(self, trainer: Trainer) -> bool:
+        return self.last._last_global_step_saved == trainer.global_step
+
+    def _save(self, trainer: Trainer) -> None:
         if isinstance(self.last, LastCheckpoint):
             self.last.save_now(trainer)
         else:
             _save_last(self.last, trainer)
+
+
+class _BatchStart(NamedTuple):
+    """State before a batch, apart from weights and gradients: optimizer steps, random state, running statistics."""
+
+    step: int
+    random: tuple[Any, ...]
+    statistics: list[Tensor]
 
 
 def _save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:

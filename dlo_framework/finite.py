@@ -100,8 +100,9 @@ class FiniteLoss(Callback):
         """Agrees with the other ranks, and prevents a bad step."""
         if self.on_nan == "ignore" or _has_scaler(trainer):
             return
-        problem = _Problem.TAKEN if self._gradient.read() else _Problem.LOSS if self._flag.read() else None
-        self._gradient.clear()
+        if self._gradient.read():  # The flag stays, so that nothing saves these weights.
+            raise mark_agreed(DloError(_message(trainer, _Problem.TAKEN)))
+        problem = _Problem.LOSS if self._flag.read() else None
         contract = contract_of(trainer.strategy)
         if not (contract.drops_gradients or contract.delays_gradients):
             self._gradient.look(agreed_gradient_norm(trainer, optimizer))

@@ -40,6 +40,11 @@ def versions(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("version_")), reverse=True)
 
 
+def shown(path: Path) -> Path:
+    """Returns a path as a user would type it: relative, if it is in the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def is_first_process() -> bool:
     """Returns whether this is global rank 0, from the variables of torchrun, SLURM and Lightning's launcher."""
     if "RANK" in os.environ:

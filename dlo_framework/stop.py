@@ -1,16 +1,18 @@
 """Stops a run on request: Ctrl-C, SIGTERM and SIGUSR1 end it at the next optimizer step, with a checkpoint.
 
-All ranks stop at the same step, whichever of them got the signal: each step starts an all-reduce of one number on a
+All ranks stop at the same step, whichever of them got the signal: each step starts an all-reduce of two numbers on a
 separate gloo group and reads the result of the step before, so that nothing waits for it and no accelerator is
 synchronised.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +32,10 @@ from dlo_framework.distributed.signals import STOP_SIGNALS, SignalListener
 from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.resume import mid_accumulation
+from dlo_framework.strategy_contract import contract_of
 
+#: Minutes after the last checkpoint when the state is saved.
+SAVE_MINUTES = 10.0
 #: Seconds that a single process's main thread has to exit by itself after a second Ctrl-C.
 _INTERRUPTED = 1.5
 
@@ -43,7 +48,7 @@ class RunStopped(OrderlyEnd):
         if checkpoint is None:
             super().__init__("stopped before the first step; nothing to save")
         else:
-            super().__init__(f"stopped at step {step}; saved {checkpoint}; go on with --ckpt_path last")
+            super().__init__(f"stopped at step {step}; saved {runs.shown(checkpoint)}; go on with --ckpt_path last")
 
 
 class _Request:
@@ -56,7 +61,10 @@ class _Request:
 
 
 class GracefulStop(Checkpoint):
-    """Ends a run on Ctrl-C, SIGTERM or SIGUSR1 at the next optimizer step, saving ``last.ckpt``; on by default.
+    """Saves ``last.ckpt`` every ten minutes, and on Ctrl-C, SIGTERM or SIGUSR1, which end the run; on by default.
+
+    A run saves at the next optimizer step when ``minutes`` have passed since its last checkpoint, by rank 0's clock.
+    The state is copied, and written in the background while training goes on. A signal ends the run at the next step.
 
     SLURM sends SIGUSR1 before the time limit if configured (``#SBATCH --signal=USR1@120``); it has the same effect as
     SIGTERM, exit code 143 included. Either may reach one rank or all, and more than once. Lightning's own requeueing on
@@ -73,14 +81,21 @@ class GracefulStop(Checkpoint):
         folder: Folder of ``last.ckpt``.
         grace: Seconds without progress after a request to stop; at least twice the longest time without progress
             before, so that a long batch is finished.
+        minutes: Minutes after a checkpoint when the next one is saved; 0 for never.
+
+    Attributes:
+        stepping: Number of the optimizer step that has begun last, which may have changed weights.
 
     Raises:
-        DloError: if ``grace`` is not above 0.
+        DloError: if ``grace`` is not above 0, or ``minutes`` is negative.
     """
 
-    def __init__(self, folder: Path, grace: float = GRACE) -> None:
+    def __init__(self, folder: Path, grace: float = GRACE, minutes: float = SAVE_MINUTES) -> None:
         if not grace > 0:
             raise DloError(f"run.stop_grace must be above 0 seconds, got {grace:g}; the default is {GRACE:g}")
+        if not minutes >= 0:
+            raise DloError(f"run.save_minutes must be at least 0, got {minutes:g}; the default is {SAVE_MINUTES:g}")
+        self.minutes, self._saved, self.stepping = minutes, math.inf, -1
         self.folder = Path(folder)
         self.grace = grace
         self._alone: _SingleProcess | None = None
@@ -88,6 +103,9 @@ class GracefulStop(Checkpoint):
         self._previous: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
 
     #: One instance per run. Not a property: every hook of every step reads it.
     state_key = "GracefulStop"
@@ -110,6 +128,7 @@ class GracefulStop(Checkpoint):
         self._group = control_group(trainer)
         self._install_handlers(trainer)
         _disable_sigterm_broadcast(trainer)
+        self._saved, self.stepping = time.monotonic(), -1
 
     def _install_handlers(self, trainer: Trainer) -> None:
         if self._alone is None and trainer.world_size == 1:
@@ -134,16 +153,33 @@ class GracefulStop(Checkpoint):
             )
         self._asked.signum = self._asked.signum or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Notes the step that begins, where backward changes weights."""
+        if contract_of(trainer.strategy).drops_gradients:
+            self.stepping = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Notes the step that begins."""
+        self.stepping = trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Notes the time."""
+        self._saved = time.monotonic()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops at the end of an optimizer step, if requested; after the last of `max_steps` the run ends by itself."""
-        signum = self._agree() if self._group is not None else self._asked.signum
-        if signum and not mid_accumulation(trainer) and not _is_last(trainer):
+        """Saves or stops at the end of an optimizer step, if due; after the last of `max_steps` the run ends itself."""
+        at_end = not mid_accumulation(trainer) and not _is_last(trainer)
+        signum, is_due = self._agree(at_end)
+        if signum and at_end:
             # Lightning (2.6) would call the module's hook, and log, after this one.
             call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
             trainer._logger_connector.update_train_step_metrics()
             self._stop(trainer, signum)
+        if is_due and at_end:
+            with contract_of(trainer.strategy).saving_in_background():
+                trainer.save_checkpoint(self.folder / runs.LAST)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops after a validation, if requested during it; several ranks agree at their next step instead."""
@@ -159,24 +195,36 @@ class GracefulStop(Checkpoint):
         Raises:
             RunStopped: if so; there is nothing to save.
         """
-        signum = self._agree() if self._group is not None else self._asked.signum
+        signum, _ = self._agree(False)
         if signum:
             raise RunStopped(signum)
 
-    def _agree(self) -> int:
-        """Returns the signal that any rank had by the step before, the same on every rank; 0 if none."""
-        agreed = 0
+    def _agree(self, saves: bool) -> tuple[int, bool]:
+        """Returns the signal that any rank had by the step before, or 0, and whether a save was due on rank 0.
+
+        Args:
+            saves: Whether a save that is due comes now; the same on every rank.
+        """
+        if self._group is None:
+            return self._asked.signum, self._is_due()
+        agreed, is_due = 0, False
         if self._pending is not None:
             flag, work = self._pending
             work.wait()
-            agreed = int(flag)
-        flag = torch.tensor(self._asked.signum, dtype=torch.int32)
+            agreed, is_due = int(flag[0]), bool(flag[1])
+            if is_due and saves:
+                self._saved = time.monotonic()
+        due = dist.get_rank() == 0 and self._is_due()
+        flag = torch.tensor([self._asked.signum, due], dtype=torch.int32)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = (flag, work)
         # An accumulation window may be open: keep answering until it closes.
         self._asked.signum = max(self._asked.signum, agreed)
-        return agreed
+        return agreed, is_due
+
+    def _is_due(self) -> bool:
+        return self.minutes > 0 and time.monotonic() - self._saved > 60 * self.minutes
 
     def _stop(self, trainer: Trainer, signum: int) -> None:
         path = self.folder / runs.LAST

@@ -222,6 +222,10 @@ class StrategyContract:
             " of its last batch are dropped"
         )
 
+    def saving_in_background(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which checkpoints are written in the background, where the strategy can."""
+        return contextlib.nullcontext()
+
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written in the background."""

@@ -44,7 +44,7 @@ from dlo_framework.run_setup import (
     strategy_arguments,
     with_checkpoint_io,
 )
-from dlo_framework.stop import RunStopped
+from dlo_framework.stop import SAVE_MINUTES, RunStopped
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.summary import RunRecord
@@ -69,6 +69,7 @@ class Trainer(LightningTrainer):
             shard.
         checkpoint_format: Format of checkpoints; `lightning` is one file, under auto and ddp only.
         stop_grace: Seconds without a batch or a save after which a run that was asked to stop is killed.
+        save_minutes: Minutes after the last checkpoint when `last.ckpt` is saved in the background; 0 for never.
         config: Config of the run as YAML, to be saved with it; by default a record of the objects' options.
         options: Arguments of Lightning's Trainer. `strategy` also takes the names of plug-ins, such as `zero2`.
 
@@ -87,6 +88,7 @@ class Trainer(LightningTrainer):
         async_checkpoints: bool = False,
         checkpoint_format: Literal["canonical", "lightning"] = "canonical",
         stop_grace: float = GRACE,
+        save_minutes: float = SAVE_MINUTES,
         config: str | None = None,
         **options: Any,
     ) -> None:
@@ -95,7 +97,15 @@ class Trainer(LightningTrainer):
         register_data_parallel()
         for name in options:
             if name not in _DEFAULTS or name == "self":
-                known = [*_DEFAULTS, "run_name", "run_dir", "async_checkpoints", "checkpoint_format", "stop_grace"]
+                known = [
+                    *_DEFAULTS,
+                    "run_name",
+                    "run_dir",
+                    "async_checkpoints",
+                    "checkpoint_format",
+                    "stop_grace",
+                    "save_minutes",
+                ]
                 meant = OTHER_NAMES.get(name, "").removeprefix("trainer.")
                 hint = f"; did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
                 raise DloError(f"unknown argument '{name}' of Trainer{hint}")
@@ -104,7 +114,7 @@ class Trainer(LightningTrainer):
         self._run_options: dict[str, Any] = {"name": run_name or script_name()}
         self._run_options["dir"] = str(run_dir) if run_dir is not None else None
         self._run_options |= {"async_checkpoints": async_checkpoints, "checkpoint_format": checkpoint_format}
-        self._config, self._stop_grace = config, stop_grace
+        self._config, self._stop_grace, self._save_minutes = config, stop_grace, save_minutes
         self._options = {**_DEFAULTS, **options}
         self._options["strategy"] = _find_strategy(self._options["strategy"])
         self._options |= self._open_options()
@@ -279,7 +289,7 @@ class Trainer(LightningTrainer):
         self.run_folder = resumed or runs.new_run(self._runs())
         self._lock = lock_run_folder(self.run_folder, self._runs(), starts=is_auto and resumed is None)
         if self._options["logger"] in (None, True):
-            self.loggers = [TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)]
+            self.loggers = [TensorBoardLogger(self.run_folder.absolute(), name="", version="", default_hp_metric=False)]
         lightnings = [callback for callback in self._callbacks() if callback in self._lightnings]
         users = [callback for callback in self._callbacks() if callback not in lightnings]
         callbacks = add_default_callbacks(
@@ -290,6 +300,7 @@ class Trainer(LightningTrainer):
             progress_bar=self._options["enable_progress_bar"] is not False,
             checkpoints=self._options["enable_checkpointing"] is not False,
             stop_grace=self._stop_grace,
+            save_minutes=self._save_minutes,
             cudnn_benchmark=self._options["benchmark"] is not False,
         )
         # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pickle
 import time
 import warnings
 import zipfile
@@ -72,16 +71,7 @@ def read_entry(path: Path) -> Entry | None:
         refuse_remote(found)
         content = torch.load(found, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(found))
         return Entry(path, int(content["global_step"]), status.time, "optimizer_states" not in content)
-    except (
-        DloError,
-        OSError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:
+    except Exception as error:  # Damaged bytes raise anything.
         # At the head of the list, so that it is reported.
         reason = str(error) if isinstance(error, DloError) else f"damaged checkpoint: cannot read {found}"
         return Entry(path, math.inf, 0.0, False, reason)
@@ -158,7 +148,7 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
     found: list[Any] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), store_of(folder).open(folder / RESUMED) as file:
         for line in file:
-            with contextlib.suppress(ValueError):  # The file may have been edited by hand.
+            with contextlib.suppress(ValueError, RecursionError):  # The file may have been edited by hand.
                 found.append(json.loads(line))
     return [note for note in found if isinstance(note, dict)]
 

@@ -228,16 +228,15 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         content = json.loads(text)
         own_hash = content.pop(_OWN_HASH)
         version = content["format"]
-    except (ValueError, KeyError, AttributeError) as error:
-        raise DloError(f"damaged checkpoint: {path} cannot be read ({error})") from None
-    if isinstance(version, int) and version > FORMAT:
-        raise DloError(f"{path}: format must be at most {FORMAT}, got {version}; update dlo")
-    if own_hash != _hash(content):
-        raise DloError(f"damaged checkpoint: the SHA-256 of {path} differs from the recorded one")
-    try:
+        if isinstance(version, int) and version > FORMAT:
+            raise DloError(f"{path}: format must be at most {FORMAT}, got {version}; update dlo")
+        if own_hash != _hash(content):
+            raise DloError(f"damaged checkpoint: the SHA-256 of {path} differs from the recorded one")
         return _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DloError(f"damaged checkpoint: {path}: {error}") from None
+    except DloError:
+        raise
+    except Exception as error:  # Damaged bytes raise anything.
+        raise DloError(f"damaged checkpoint: {path} cannot be read ({error})") from None
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -252,7 +252,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         with store_of(path).open(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # Damaged bytes raise anything.
         raise make_read_error(path, error) from None
     if not isinstance(content, dict):
         raise DloError(f"{path} must hold a checkpoint's state, a dict, got a {type(content).__name__}")

@@ -7,12 +7,13 @@ store that a package registers for a scheme (``s3://bucket/run/last.ckpt``) by a
     dlo_framework.checkpoint_stores =
         s3 = my_package.s3_store:S3Store
 
-A kill at any moment leaves a complete checkpoint. A save writes ``X.partial/``, the manifest last, and syncs it. Then
-the previous ``X`` is renamed ``X.old``, the new folder is renamed ``X``, and the old one is removed. A removal renames
-to ``X.removed`` first. So after a kill there is
+A kill at any moment leaves a complete checkpoint. A save writes ``X.dlo-partial/``, the manifest last, and syncs it.
+Then the previous ``X`` is renamed ``X.dlo-old``, the new folder is renamed ``X``, and the old one is removed. A removal
+renames to ``X.dlo-removed`` first. So after a kill there is
 
 * ``X`` (complete), perhaps with a leftover beside it, or
-* no ``X``, but a finished ``X.partial`` and the previous ``X.old``; readers use the first, and the next run renames it.
+* no ``X``, but a finished ``X.dlo-partial`` and the previous ``X.dlo-old``; readers use the first, and the next run
+  renames it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_instance
 from dlo_framework.shards import BUCKET_BYTES, full_box, slice_view, split_box
 
-OLD = ".old"
-REMOVED = ".removed"
+#: Endings of what a save and a removal leave when they are killed, which no file of a user has.
+OLD = ".dlo-old"
+REMOVED = ".dlo-removed"
 #: Entry-point group of the stores; an entry's name is the scheme of its paths.
 GROUP = "dlo_framework.checkpoint_stores"
 
@@ -332,7 +334,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def publish(path: Path) -> None:
-    """Renames the finished ``path.partial`` to ``path``. Call it on one rank, after all its files have been synced."""
+    """Renames the finished ``path.dlo-partial`` to ``path``. Call it on one rank, after its files have been synced."""
     store = store_of(path)
     partial, old = leftover_path(path, PARTIAL), leftover_path(path, OLD)
     store.sync(partial)
@@ -400,8 +402,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def _is_finished(folder: Path) -> bool:
     """Returns whether a leftover is a complete checkpoint, by its manifest and the sizes of its files.
 
-    Its files were synced before the manifest was written; a full check follows when it is read. ``X.old`` may also be a
-    single file, which was complete when it was renamed.
+    Its files were synced before the manifest was written; a full check follows when it is read. ``X.dlo-old`` may also
+    be a single file, which was complete when it was renamed.
     """
     store = store_of(folder)
     status = store.status(folder)

@@ -129,7 +129,7 @@ def _damage_of_file(path: Path, level: Level) -> str | None:
         try:
             with zipfile.ZipFile(path) as archive:
                 entry = archive.testzip()
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
+        except Exception as error:  # Damaged bytes raise anything.
             return f"damaged checkpoint: {path}: {error}"
         if entry is not None:
             return f"damaged checkpoint: {path}: the checksum of its entry {entry} differs from the recorded one"

@@ -26,6 +26,7 @@ _OWN_DEFAULTS: dict[str, Any] = {
     "run.checkpoint_format": "canonical",
     "run.predictions": "pt",
     "run.stop_grace": 60.0,
+    "run.save_minutes": 10.0,
     "plugins": None,
     "data": None,
     "optimizer": None,

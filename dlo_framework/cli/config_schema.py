@@ -79,6 +79,7 @@ def make_schema(registry: Registry) -> Schema:
                 "checkpoint_format": {"enum": ["canonical", "lightning"]},
                 "predictions": {"enum": ["pt", "csv", "jsonl", "parquet"]},
                 "stop_grace": {"type": "number"},
+                "save_minutes": {"type": "number"},
             },
             "additionalProperties": False,
         },

@@ -39,6 +39,7 @@ from dlo_framework.run_setup import (
     strategy_arguments,
     with_checkpoint_io,
 )
+from dlo_framework.stop import SAVE_MINUTES
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.prediction_table import check_table
 from dlo_framework.watch.predictions import SavePredictions
@@ -188,6 +189,12 @@ class DloCLI(LightningCLI):
             default=GRACE,
             help="seconds without a batch or a save after which a run that was asked to stop is killed",
         )
+        parser.add_argument(
+            "--run.save_minutes",
+            type=float,
+            default=SAVE_MINUTES,
+            help="minutes after the last checkpoint when last.ckpt is saved in the background; 0: never",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the arguments, without Lightning's warning about arguments that do not come from ``sys.argv``.
@@ -282,7 +289,8 @@ class DloCLI(LightningCLI):
         self.run_folder = self._resumed_run() or self._new_run()
         lock_run_folder(self.run_folder, self._runs(), starts=self._found_auto and self._resumed_run() is None)
         if config.get("logger") in (None, True):
-            kwargs["logger"] = TensorBoardLogger(self.run_folder, name="", version="", default_hp_metric=False)
+            folder = self.run_folder.absolute()
+            kwargs["logger"] = TensorBoardLogger(folder, name="", version="", default_hp_metric=False)
         kwargs["callbacks"] = add_default_callbacks(
             callbacks,
             run_folder=self.run_folder,
@@ -291,6 +299,7 @@ class DloCLI(LightningCLI):
             progress_bar=config.get("enable_progress_bar") is not False,
             checkpoints=config.get("enable_checkpointing") is not False,
             stop_grace=self.config[self.command].run.stop_grace,
+            save_minutes=self.config[self.command].run.save_minutes,
             cudnn_benchmark=config.get("benchmark") is not False,
         )
         kwargs["default_root_dir"] = str(self.run_folder)

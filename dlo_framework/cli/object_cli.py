@@ -31,6 +31,7 @@ class ObjectCLI(DloCLI):
             async_checkpoints=config.run.async_checkpoints,
             checkpoint_format=config.run.checkpoint_format,
             stop_grace=config.run.stop_grace,
+            save_minutes=config.run.save_minutes,
             config=self._config_to_keep(),
             **options,
         )

@@ -44,7 +44,7 @@ def format_run_help(command: str) -> str:
         ("--trainer.callbacks.N.KEY", "option of the callback of class N, where the run has several"),
         ("--trainer.KEY VALUE", f"argument of Lightning's Trainer, such as {_TRAINER}"),
         ("--run.name, --run.dir", "folder of the run: DIR/NAME/version_0; by default runs/ and the first config"),
-        ("--run.KEY VALUE", "async_checkpoints, checkpoint_format, predictions, stop_grace"),
+        ("--run.KEY VALUE", "async_checkpoints, checkpoint_format, predictions, save_minutes, stop_grace"),
         ("--plugins [FILE, ...]", "modules and files of your own to import"),
         ("--seed_everything SEED", "seed; 42 by default"),
         ("--print_config", "prints the config with every default, and ends; --print_config=skip_default without them"),

@@ -66,7 +66,9 @@ def _add_run_options(
     for parameter in read_class(_TRAINER).parameters:
         if f"trainer.{parameter.name}" not in choices:
             command.add_argument(f"--trainer.{parameter.name}")
-    for key in ("run.name", "run.dir", "run.async_checkpoints", "run.stop_grace", "plugins", "seed_everything"):
+    for key in ("name", "dir", "async_checkpoints", "stop_grace", "save_minutes"):
+        command.add_argument(f"--run.{key}")
+    for key in ("plugins", "seed_everything"):
         command.add_argument(f"--{key}")
     command.add_argument("--print_config", action="store_true")
     command.add_argument("--help-all", action="store_true")

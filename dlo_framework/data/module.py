@@ -329,7 +329,7 @@ def _step_watch(module: LightningDataModule) -> Callable[[], bool]:
         if owner is None or owner.trainer is None:
             return False
         progress: Any = owner.trainer.fit_loop.epoch_loop.batch_progress.current
-        return bool(progress.ready > progress.processed)
+        return bool(max(progress.ready, progress.started) > progress.processed)
 
     return batch_in_work
 

@@ -311,6 +311,8 @@ class CanonicalStrategy(Strategy, StrategyContract):
             return
         path = checkpoint_path(self.broadcast(str(filepath)), storage_options)
         if not self.async_checkpoints:
+            if self._saver is not None:
+                self._saver.wait()
             save(checkpoint, path, group=self.planning_group(), about=self.about())
             return
         if self._saver is None:
@@ -328,6 +330,15 @@ class CanonicalStrategy(Strategy, StrategyContract):
                 writer.save_checkpoint(content, path, storage_options=storage_options)
 
         run_on_all_ranks(self.planning_group(), work)
+
+    @contextlib.contextmanager
+    def saving_in_background(self) -> Iterator[None]:
+        """Writes the block's checkpoints in the background, unless they are single files."""
+        before, self.async_checkpoints = self.async_checkpoints, self.checkpoint_format == "canonical"
+        try:
+            yield
+        finally:
+            self.async_checkpoints = before
 
     @property
     def is_saving(self) -> bool:
@@ -526,6 +537,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
             for name, tensor in self.optimizer_tensors(optimizer).items()
             if name in saved["state"]
         }
+        _check_groups(optimizer, saved["param_groups"], names)
         groups = []
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             source = next((sources[name] for name in group_names if name in sources), None)
@@ -534,6 +546,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
             settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
         optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
+        lacking = {key for group in optimizer.param_groups for key in optimizer.defaults.keys() - group.keys()}
+        if lacking:
+            raise _other_optimizer(optimizer, f"{', '.join(sorted(lacking))} in its parameter groups, got none")
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Reads one parameter's optimizer state on this rank."""
@@ -606,6 +621,55 @@ def _data_of(shard: Shard) -> Tensor:
     if isinstance(shard, SlicedShard):
         return _data_of(shard.shard)
     return shard.data if isinstance(shard, FlatShard) else shard
+
+
+def _check_groups(optimizer: Optimizer, saved: list[Any], names: list[list[str]]) -> None:
+    """Checks that each parameter group of a run gets the settings of all its parameters, and no other group's.
+
+    Groups may be joined or divided whose settings are equal.
+
+    Args:
+        optimizer: Optimizer of the run, before its state is loaded.
+        saved: Parameter groups of the checkpoint, with parameters by name.
+        names: Parameter names of each group of the run.
+
+    Raises:
+        DloError: The groupings differ, or one of checkpoint and run has a decoupled weight decay.
+    """
+    home = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    own = {name: number for number, group in enumerate(names) for name in group}
+    pairs = {(number, home[name]) for name, number in own.items() if name in home}
+    for settings, side in (([_settings(group) for group in optimizer.param_groups], 1), ([*map(_settings, saved)], 0)):
+        for number in {pair[side] for pair in pairs}:
+            joined = [settings[pair[1 - side]] for pair in pairs if pair[side] == number]
+            if any(one != joined[0] for one in joined):
+                shown = [
+                    [f"group {n}: {_listed(set(group))}" for n, group in enumerate(groups)]
+                    for groups in (names, [group["params"] for group in saved])
+                ]
+                raise DloError(
+                    "parameter groups must be those of the checkpoint, whose settings they get, got"
+                    f" {'; '.join(shown[0])} for the checkpoint's {'; '.join(shown[1])}; group them as before, or start"
+                    " from its weights alone (`dlo checkpoint export`)"
+                )
+    decoupled = "decoupled_weight_decay"
+    for number, other in pairs:
+        before, now = saved[other].get(decoupled), optimizer.param_groups[number].get(decoupled)
+        if None not in (before, now) and before != now:
+            raise _other_optimizer(optimizer, f"{decoupled}={before}, got {now}")
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter group's settings, without those that schedules change or a device chooses."""
+    changing = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+    return {key: value for key, value in group.items() if key not in changing and not isinstance(value, Tensor)}
+
+
+def _other_optimizer(optimizer: Optimizer, rule: str) -> DloError:
+    return DloError(
+        f"the run's optimizer must be the checkpoint's, with {rule} for {type(optimizer).__name__}; choose that one, or"
+        " start from its weights alone (`dlo checkpoint export`)"
+    )
 
 
 def _other_model(rule: str) -> DloError:

@@ -45,17 +45,25 @@ def _stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from _stored_tensors(getattr(tensor, name))
 
 
-def optimizer_states(optimizer: Optimizer) -> list[Mapping[Any, Any]]:
-    """Returns an optimizer's per-parameter states on this rank, those of optimizers that it wraps (Lookahead) included.
+def _states(optimizer: Optimizer) -> list[tuple[Any, Mapping[Any, Any]]]:
+    """Returns an optimizer's states on this rank and their parameters, with those of optimizers that it wraps.
 
     It does not call ``state_dict``, which may export another state than that in memory, and may raise (that of
     ZeroRedundancyOptimizer before its state is consolidated, and where DeepSpeed has replaced the parameters).
     """
-    found: dict[int, Mapping[Any, Any]] = {}
-    for one in _with_wrapped(optimizer):
-        states = one.state.values() if isinstance(one.state, Mapping) else ()
-        found |= {id(state): state for state in states if isinstance(state, Mapping)}
+    found: dict[int, tuple[Any, Mapping[Any, Any]]] = {}
+    for one in _with_wrapped(optimizer):  # Lookahead, which may share the states.
+        states = one.state.items() if isinstance(one.state, Mapping) else ()
+        found |= {id(state): (key, state) for key, state in states if isinstance(state, Mapping)}
     return list(found.values())
+
+
+def states_per_parameter(optimizers: Iterable[Optimizer]) -> float:
+    """Returns the bytes of state for each element of the parameters that have state; scalars do not count."""
+    pairs = [pair for optimizer in optimizers for pair in _states(optimizer)]
+    held = memory_of(value for _, state in pairs for value in _tensors(state) if value.ndim > 0)
+    stepped = {id(key): local_tensor(key).numel() for key, _ in pairs if isinstance(key, Tensor)}
+    return held / max(1, sum(stepped.values()))
 
 
 def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
@@ -70,9 +78,7 @@ def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Returns the bytes of optimizers' state on this rank."""
-    return memory_of(
-        value for optimizer in optimizers for state in optimizer_states(optimizer) for value in _tensors(state)
-    )
+    return memory_of(value for optimizer in optimizers for _, state in _states(optimizer) for value in _tensors(state))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -113,6 +113,8 @@ class JointGradients(TorchFunctionMode):
 
     def _add(self, value: Any, found: set[int]) -> None:
         if isinstance(value, Tensor) and found:
+            if value.numel() == 1 and is_dlos(self._caller()):
+                return  # dlo's own norms are over all ranks, and anyone may read them.
             self._sources[value] = self._sources.get(value, set()) | found
             if value.numel() == 1:
                 self._check(self._sources[value])
@@ -122,8 +124,8 @@ class JointGradients(TorchFunctionMode):
             raise DloError(
                 f"a number from several gradients in a hook does not support {self._divided}: each rank has other"
                 f" gradients ({own_line(frame)}); clip by --trainer.gradient_clip_val or self.clip_gradients(), and get"
-                " the norm over all ranks from dlo_framework.distributed.norms.gradient_norm(trainer.strategy,"
-                " optimizer)"
+                " the norm over all ranks from dlo_framework.distributed.step_primitives."
+                "agreed_gradient_norm(trainer, optimizer)"
             )
 
 

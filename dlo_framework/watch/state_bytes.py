@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes, optimizer_states
+from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes, states_per_parameter
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.flops import is_compiled
@@ -67,7 +68,7 @@ def paper_bytes(
         frozen: Number of frozen parameters, which have neither gradients nor state.
         element: Bytes of an element of parameters, gradients and state. The paper's 16 psi are 2 + 2 + 12 for half
             precision with master weights; in single precision there are none, and they are 4 + 4 + 8.
-        states: Number of state tensors of the parameter's size; Adam has two.
+        states: Number of state tensors of the parameter's size; Adam has two, with 8 bits about half a one.
         masters: Whether parameters and gradients have half of these bytes, with master weights that count as a state.
     """
     single = parameters * element
@@ -82,7 +83,9 @@ def paper_bytes(
 class StateReport(Callback):
     """Measures, on the run's second optimizer step, the memory of each kind of state; on by default.
 
-    It logs ``memory/state/*`` in GB, and adds the bytes to the summary: for each kind, the maximum over the ranks.
+    Activations are those of the largest batch: they are measured again for each batch that has more elements than all
+    before it. It logs ``memory/state/*`` in GB, and adds the bytes to the summary: for each kind, the maximum over the
+    ranks.
 
     Attributes:
         found: Measurement; None before it.
@@ -96,6 +99,7 @@ class StateReport(Callback):
         self.found: StateBytes | None = None
         self.formula: StateBytes | None = None
         self._activations: float | None = None
+        self._elements, self._grows = 0, False  # of the largest batch; whether this one is larger
         self._gradients = 0.0
         self._hooks: saved_tensors_hooks | None = None
         self._watched = SavedTensorCounter(())
@@ -104,9 +108,14 @@ class StateReport(Callback):
         """Clears an earlier run's measurement."""
         if stage == "fit":
             self.found = self.formula = self._activations = None
+            self._elements = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts to count the tensors that a pipeline's step saves, whose backward runs before its loss is returned."""
+        elements = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        self._grows = elements > self._elements
+        if self._measures(trainer, pl_module):
+            self._elements = max(elements, self._elements)
         pipelined = contract_of(trainer.strategy).pipelined is not None
         if pipelined and self._hooks is None and self._measures(trainer, pl_module):
             self._watched = SavedTensorCounter(pl_module.parameters())
@@ -117,12 +126,15 @@ class StateReport(Callback):
         """Counts the tensors that a micro-batch's forward has saved, before the backward frees them."""
         if self._hooks is not None:
             self._end_watch()
-            self._activations = self._watched.bytes
+            self._note(self._watched.bytes)
         elif self._measures(trainer, pl_module):
-            self._activations = saved_bytes(loss, pl_module.parameters())
+            self._note(saved_bytes(loss, pl_module.parameters()))
+
+    def _note(self, found: float | None) -> None:
+        self._activations = max(found or 0.0, self._activations or 0.0) or None
 
     def _measures(self, trainer: Trainer, module: LightningModule) -> bool:
-        return self.found is None and trainer.global_step >= STEP - 1 and not is_compiled(module)
+        return (self.found is None or self._grows) and trainer.global_step >= STEP - 1 and not is_compiled(module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures the gradients before they are freed."""
@@ -151,6 +163,12 @@ class StateReport(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the activations of the largest batch."""
+        if self.found is not None and self.found.activations is not None:
+            own = replace(self.found, activations=self._activations)
+            self.found.activations = _max_over_ranks(trainer, own).activations
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Removes the hooks of a step that failed."""
@@ -264,12 +282,7 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     psi = sum(strategy.full_size(name, parameter) for name, parameter in named if parameter.requires_grad)
     masters = strategy.has_master_weights
     element = 4 if masters else max((p.element_size() for p in trained), default=4)
-    states = [  # bf16 weights may have state in single precision, which counts twice.
-        sum(value.element_size() / element for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
-        for optimizer in trainer.strategy.optimizers
-        for state in optimizer_states(optimizer)
-    ]
-    kept = max(states, default=0)
+    kept = states_per_parameter(trainer.strategy.optimizers) / element
     ranks = strategy.shard_size or trainer.world_size
     frozen = sum(strategy.full_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -35,7 +36,8 @@ class RunRecord(Callback):
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
     ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
     world size, versions, communication of a step and the best checkpoint's path, and what callbacks add
-    (:class:`~dlo_framework.watch.run_facts.RunFacts`). It is also written for an interrupted run, with that status.
+    (:class:`~dlo_framework.watch.run_facts.RunFacts`). A number that is NaN or infinite is null. It is also written for
+    an interrupted run, with that status.
 
     Args:
         folder: Folder of the run.
@@ -129,11 +131,14 @@ class RunRecord(Callback):
         """Writes the summary of a run that failed; an error in doing so is printed, and does not hide the first one."""
         if trainer.state.fn != "fit" or not trainer.is_global_zero or not self.folder.is_dir():
             return
-        try:
-            self.write(trainer, f"interrupted: {type(exception).__name__}")
-        except Exception as error:  # A full disk, or an accelerator that has failed.
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"dlo: the summary of this run could not be written: {why}", file=sys.stderr, flush=True)
+        why = ""
+        for _ in range(2):  # torch's signal handler may raise here, once, that a loading process was killed.
+            try:
+                self.write(trainer, f"interrupted: {type(exception).__name__}")
+                return
+            except Exception as error:  # A full disk, or an accelerator that has failed.
+                why = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"dlo: the summary of this run could not be written: {why}", file=sys.stderr, flush=True)
 
     def write(self, trainer: Trainer, status: str) -> dict[str, Any] | None:
         """Writes ``summary.json`` atomically on rank 0, and returns its content.
@@ -144,7 +149,8 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return None
         summary = self.summary(trainer, status)
-        write_atomic(self.folder / runs.SUMMARY, json.dumps(summary, indent=2) + "\n")
+        content = json.dumps(_finite(summary), indent=2, allow_nan=False)
+        write_atomic(self.folder / runs.SUMMARY, content + "\n")
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
@@ -214,6 +220,7 @@ def print_table(folder: Path, summary: dict[str, Any]) -> None:
     if summary["state_bytes"]:
         rows |= _state_rows(summary["state_bytes"])
     rows["strategy"] = f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['precision']}"
+    folder = runs.shown(folder)
     rows["run folder"] = str(folder)
     if summary["best_checkpoint"]:
         rows["best checkpoint"] = str(folder / summary["best_checkpoint"])
@@ -227,7 +234,7 @@ def _print_curves(folder: Path, loggers: Sequence[Logger]) -> None:
     others = [str(place) for logger in loggers if (place := logger.log_dir)]
     if board is not None:
         own = Path(board.log_dir).resolve() == folder.resolve()
-        print(f"\nlook at it:  tensorboard --logdir {folder.parent if own else board.root_dir}", flush=True)
+        print(f"\nlook at it:  tensorboard --logdir {runs.shown(folder.parent) if own else board.root_dir}", flush=True)
     elif others:
         print(f"\nlook at it:  {' '.join(others)}", flush=True)
 
@@ -241,6 +248,15 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
             beside = f" (formula: {format_bytes(expected)})" if expected is not None else ""
             rows[f"  {name.replace('_', ' ')}"] = format_bytes(state[name]) + beside
     return rows
+
+
+def _finite(content: Any) -> Any:
+    """Returns nested data with None in place of numbers that JSON does not have."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:

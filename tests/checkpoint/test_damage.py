@@ -1,9 +1,14 @@
 """A damaged checkpoint is refused, with the file named, and skipped in the search for the newest valid one."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
+import random
 import time
+import warnings
+import zipfile
 
 import pytest
 import torch
@@ -21,8 +26,10 @@ from dlo_framework.checkpoint import (
     save,
     verify,
 )
+from dlo_framework.checkpoint.state_tree import read_state
 from dlo_framework.checkpoint.verify import find_damage
 from dlo_framework.errors import DloError
+from dlo_framework.run_setup import find_start_checkpoint
 from dlo_framework.shards import Box
 
 
@@ -166,8 +173,8 @@ def test_last_is_the_newest_whole_one_of_the_newest_run_that_has_one(tmp_path, m
 
 def test_what_a_kill_between_the_renames_left_is_found_under_its_name_and_put_there(folder):
     last = folder / "last.ckpt"
-    (folder / "step-15.ckpt").rename(folder / "last.ckpt.partial")
-    (folder / "step-10.ckpt").rename(folder / "last.ckpt.old")
+    (folder / "step-15.ckpt").rename(folder / "last.ckpt.dlo-partial")
+    (folder / "step-10.ckpt").rename(folder / "last.ckpt.dlo-old")
     assert newest_valid(folder) == last
     check(last)
     assert load(last)["global_step"] == 15
@@ -177,9 +184,9 @@ def test_what_a_kill_between_the_renames_left_is_found_under_its_name_and_put_th
 
 
 def test_an_unfinished_save_gives_way_to_the_previous_one(folder):
-    (folder / "step-15.ckpt").rename(folder / "last.ckpt.partial")
-    (folder / "last.ckpt.partial" / "manifest.json").unlink()
-    (folder / "step-10.ckpt").rename(folder / "last.ckpt.old")
+    (folder / "step-15.ckpt").rename(folder / "last.ckpt.dlo-partial")
+    (folder / "last.ckpt.dlo-partial" / "manifest.json").unlink()
+    (folder / "step-10.ckpt").rename(folder / "last.ckpt.dlo-old")
     assert load(folder / "last.ckpt")["global_step"] == 10
     recover(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step-5.ckpt"]
@@ -347,3 +354,98 @@ def test_the_mapping_is_a_readers_own_to_change(folder):
         del state["b"]
     verify(folder / "step-5.ckpt")
     assert torch.equal(load(folder / "step-5.ckpt")["state_dict"]["w"], torch.arange(1000.0) + 5)
+
+
+# --- bytes that are changed at random ------------------------------------------------------------------------------
+
+
+def mutate(draw: random.Random, content: bytes) -> bytes:
+    """Returns a content in which some bytes are changed, left out, repeated or inserted."""
+    found = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        at, length = draw.randrange(len(found) + 1), draw.choice((1, 2, 8, 64))
+        match draw.randrange(5):
+            case 0:
+                found[at : at + length] = draw.randbytes(length)
+            case 1:
+                del found[at : at + length]
+            case 2:
+                found[at:at] = draw.choice((b"1e999", b"-1", b"[" * 5000, b'{"a":' * 5000, b"\xff", b"null", b"9" * 30))
+            case 3:
+                found[at:at] = found[at : at + length]
+            case _:
+                found[at : at + 1] = draw.choice((b"\x00", b"\x80", b"\x8a\xff", b"R", b"(", b".", b"0", b"-"))
+    return bytes(found)
+
+
+def write_state_of(path, draw: random.Random, state: bytes, packed: bool) -> None:
+    """Writes a mutated file of torch; if packed, its pickle is mutated, and the archive around it is whole."""
+    if not packed:
+        path.write_bytes(mutate(draw, state))
+        return
+    with zipfile.ZipFile(io.BytesIO(state)) as archive, zipfile.ZipFile(path, "w") as changed:
+        for name in archive.namelist():
+            content = archive.read(name)
+            changed.writestr(name, mutate(draw, content) if name.endswith("data.pkl") else content)
+
+
+def write_manifest(path, draw: random.Random, text: bytes) -> None:
+    """Writes a mutated manifest, half of the time with the hash of its content."""
+    content = mutate(draw, text)
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(content)
+        if draw.random() < 0.5 and isinstance(parsed, dict):
+            parsed.pop("manifest_sha256", None)
+            content = json.dumps({**parsed, "manifest_sha256": manifest._hash(parsed)}).encode()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["manifest", "state", "packed state", "file", "packed file"])
+def test_mutated_bytes_are_read_or_refused_in_one_line(tmp_path, kind, count):
+    draw, folder, single = random.Random(kind), tmp_path / "whole.ckpt", tmp_path / "single.ckpt"
+    save(a_run(5), folder)
+    torch.save({**a_run(5), "pytorch-lightning_version": "2.6.6"}, single)
+    changed = {"manifest": folder / "manifest.json"}.get(kind, folder / "state.pt" if "state" in kind else single)
+    original = changed.read_bytes()
+    readers = [lambda: check(folder), lambda: read_manifest(folder), lambda: read_state(folder / "state.pt")]
+    if "file" in kind:
+        readers = [lambda: check(single), lambda: load(single, level=None), lambda: verify(single)]
+    outcomes = set()
+    for _ in range(count):
+        if kind == "manifest":
+            write_manifest(changed, draw, original)
+        else:
+            write_state_of(changed, draw, original, kind.startswith("packed"))
+        for reader in readers:
+            try:
+                reader()
+                outcomes.add("")
+            except DloError as error:
+                outcomes.add(str(error))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            newest_valid(tmp_path)  # Nothing in a folder breaks the search.
+    assert len(outcomes) > 1
+    assert not [text for text in outcomes if "\n" in text]
+
+
+def test_files_of_a_user_beside_checkpoints_stay(folder):
+    own = ["last.ckpt.old", "notes.removed", "log.partial", "step-5.ckpt.old"]
+    for name in own:
+        (folder / name).mkdir()
+        (folder / name / "notes.txt").write_text("mine")
+    save(a_run(20), folder / "last.ckpt")
+    save(a_run(21), folder / "last.ckpt")
+    recover(folder)
+    assert all((folder / name / "notes.txt").read_text() == "mine" for name in own)
+    assert newest_valid(folder) == folder / "last.ckpt"
+
+
+def test_a_text_file_is_no_checkpoint(tmp_path):
+    for content in ("a note\n", "", "{}", "global_step: 5\n" * 1000):
+        (tmp_path / "note.ckpt").write_text(content)
+        with pytest.raises(DloError, match="damaged, truncated, or not a checkpoint"):
+            check(tmp_path / "note.ckpt")
+        with pytest.raises(DloError, match="damaged, truncated, or not a checkpoint"):
+            find_start_checkpoint(str(tmp_path / "note.ckpt"), lambda: tmp_path, trains=True)

@@ -16,7 +16,7 @@ from dlo_framework.checkpoint import load, newest_valid, recover, remove, save
 from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 
-LEFTOVERS = {".partial", ".old", ".removed"}
+LEFTOVERS = {".dlo-partial", ".dlo-old", ".dlo-removed"}
 
 
 def a_step(step: int, rank: int = 0, world_size: int = 1, count: int = 1000) -> dict:

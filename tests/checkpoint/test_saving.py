@@ -95,7 +95,11 @@ def disk(rank: int, world_size: int, small_disk: Path) -> dict[str, str]:
     found = {"before": error_of(lambda: save(big(2.0, 10**7), path, group=group))}
 
     def fill(event: str, arguments: tuple) -> None:
-        if event == "open" and rank == 1 and str(arguments[0]).endswith("last.ckpt.partial/shard-00001.safetensors"):
+        if (
+            event == "open"
+            and rank == 1
+            and str(arguments[0]).endswith("last.ckpt.dlo-partial/shard-00001.safetensors")
+        ):
             free = os.statvfs(small_disk)
             (small_disk / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 10**6))
 

@@ -129,13 +129,13 @@ def test_the_manifest_is_written_last_and_names_change_once_the_files_are_durabl
     memory.log.clear()
     save(a_run(9), RUN / "last.ckpt")
     assert memory.log == [
-        ("make_folder", "last.ckpt.partial"),
+        ("make_folder", "last.ckpt.dlo-partial"),
         ("create", "shard-00000.safetensors"),
         ("create", "state.pt"),
         ("create", "manifest.json"),
-        ("sync", "last.ckpt.partial"),
-        ("rename", "last.ckpt", "last.ckpt.old"),
-        ("rename", "last.ckpt.partial", "last.ckpt"),
+        ("sync", "last.ckpt.dlo-partial"),
+        ("rename", "last.ckpt", "last.ckpt.dlo-old"),
+        ("rename", "last.ckpt.dlo-partial", "last.ckpt"),
         ("sync", "run"),
     ]
 
@@ -143,9 +143,9 @@ def test_the_manifest_is_written_last_and_names_change_once_the_files_are_durabl
 def test_a_kill_between_the_renames_is_recovered_in_another_store(memory):
     save(a_run(5), RUN / "last.ckpt")
     save(a_run(9), RUN / "new.ckpt")
-    memory().rename(RUN / "last.ckpt", RUN / "last.ckpt.old")
-    memory().rename(RUN / "new.ckpt", RUN / "last.ckpt.partial")
-    assert locate(RUN / "last.ckpt") == RUN / "last.ckpt.partial"
+    memory().rename(RUN / "last.ckpt", RUN / "last.ckpt.dlo-old")
+    memory().rename(RUN / "new.ckpt", RUN / "last.ckpt.dlo-partial")
+    assert locate(RUN / "last.ckpt") == RUN / "last.ckpt.dlo-partial"
     assert load(RUN / "last.ckpt")["global_step"] == 9
     recover(RUN)
     assert memory().list(RUN) == ["last.ckpt"]

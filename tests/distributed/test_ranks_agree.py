@@ -1,6 +1,8 @@
 """Bad losses and unequal loaders: all ranks do the same about them, and none waits for the others for ever."""
 
+import contextlib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework import finite
+from dlo_framework.checkpoint import step_of
+from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError, is_agreed
@@ -183,6 +187,41 @@ def test_a_nan_gradient_of_a_finite_loss_reaches_no_checkpoint(tmp_path, monkeyp
     assert all(bool(p.isfinite().all()) for p in module.parameters()) == (not late)
     assert at == list(range(1, BAD + 1 + late))
     assert torch.load(path, weights_only=True)["global_step"] == BAD
+
+
+def _saves(rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    found = {}
+    for name, minutes, bad in (("time", 1e-9, None), ("all", 10.0, BAD)):
+        path, train = folder / name, loader(BATCHES, [bad] if bad and rank else None)
+        path.mkdir(exist_ok=True)
+        callbacks = add_default_callbacks([], run_folder=path, model=Net(), progress_bar=False, save_minutes=minutes)
+        steps = {"max_steps": BAD} if bad is None else {}
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, strategy=ZeroStrategy(3), max_epochs=1, callbacks=callbacks,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **steps,
+        )  # fmt: skip
+        saved: list[float] = []
+        trainer.strategy.save_checkpoint = _noting(trainer.strategy.save_checkpoint, saved)
+        with contextlib.suppress(DloError):
+            trainer.fit(Net(), train)
+        found[name] = saved
+        found[f"{name} step"] = step_of(path / "checkpoints" / "last.ckpt")
+    return found
+
+
+def _noting(save, saved):
+    def noted(checkpoint, *args, **options):
+        saved.append(checkpoint["global_step"])
+        save(checkpoint, *args, **options)
+
+    return noted
+
+
+def test_ranks_save_by_time_and_after_an_error_that_all_raise(tmp_path):
+    ranks = run_distributed(_saves, 2, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["time"] == [2, 3, 4, 5, BAD]  # Agreed on a step later: not in the first.
+    assert (ranks[0]["time step"], ranks[0]["all"], ranks[0]["all step"]) == (BAD, [BAD], BAD)
 
 
 def test_options_are_checked():

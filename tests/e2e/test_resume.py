@@ -30,9 +30,9 @@ def test_a_run_and_one_that_is_interrupted_have_one_curve(dlo, curve):
     assert summary["status"] == "interrupted: RunStopped"
     assert 0 < summary["steps"] < 4 * 15
 
-    (cut / "checkpoints" / "last.ckpt.partial").write_bytes(b"what a kill in the middle of a save leaves")
+    (cut / "checkpoints" / "last.ckpt.dlo-partial").write_bytes(b"what a kill in the middle of a save leaves")
     dlo("fit", *PLAIN, "--run.name", "cut", "--ckpt_path", "last")
-    assert not list((cut / "checkpoints").glob("*.partial"))
+    assert not list((cut / "checkpoints").glob("*.dlo-partial"))
     assert [path.name for path in cut.parent.iterdir()] == ["version_0"], "one run, one folder"
     assert curve(cut) == curve(whole), "interrupted and resumed"
     assert curve(cut, "val_acc1") == curve(whole, "val_acc1")

@@ -100,7 +100,7 @@ def test_a_good_checkpoint_is_not_refused(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
-    (tmp_path / "last.ckpt.partial").write_bytes(b"half")
+    (tmp_path / "last.ckpt.dlo-partial").write_bytes(b"half")
     (tmp_path / "last.ckpt").write_bytes(b"whole")
     recover(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

@@ -92,7 +92,7 @@ def test_the_cache_never_exceeds_its_limit_and_keeps_what_was_used_last(tmp_path
 
 def test_a_partial_file_of_a_killed_process_is_removed(tmp_path, content):
     file = opened(tmp_path, max_bytes=8 * 1024)
-    left = tmp_path / "cache" / "blocks" / "ab" / "abc.partial"
+    left = tmp_path / "cache" / "blocks" / "ab" / "abc.dlo-partial"
     left.parent.mkdir(parents=True)
     left.write_bytes(bytes(100_000))
     for number in range(20):

@@ -1,14 +1,24 @@
 """A run's last checkpoint is that of its end, however it ends, with its metrics; a longer run resumes from there."""
 
+import contextlib
 import json
+import os
 import random
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
 from dlo_framework import runs
@@ -17,6 +27,8 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import LastCheckpoint, add_default_callbacks
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
+from dlo_framework.errors import DloError
+from dlo_framework.watch.summary import RunRecord
 
 
 class Net(LightningModule):
@@ -90,13 +102,14 @@ class Saves(Callback):
         self.steps.append(trainer.global_step)
 
 
-def fit(folder, callbacks=(), *, resume=False, kind=Net, **options):
+def fit(folder, callbacks=(), *, resume=False, kind=Net, save_minutes=10, **options):
     torch.manual_seed(1 + resume)
     random.seed(2 + resume)
     np.random.seed(3 + resume)
     folder.mkdir(exist_ok=True)
     module = kind()
-    callbacks = add_default_callbacks(list(callbacks), run_folder=folder, model=module, config="{}", progress_bar=False)
+    fixed = {"run_folder": folder, "config": "{}", "progress_bar": False, "save_minutes": save_minutes}
+    callbacks = add_default_callbacks(list(callbacks), model=module, **fixed)
     options = {"max_epochs": 3, "logger": False, "enable_model_summary": False, "enable_progress_bar": False} | options
     trainer = Trainer(accelerator="cpu", plugins=[SafeCheckpointIO()], callbacks=callbacks, **options)
     use_canonical_checkpoints(trainer)
@@ -228,3 +241,198 @@ def test_best_metric_none_keeps_no_best(tmp_path):
 
     callbacks = add_default_callbacks([], run_folder=tmp_path, model=Opted(), progress_bar=False)
     assert [type(c) for c in callbacks if isinstance(c, ModelCheckpoint)] == [LastCheckpoint]
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_metric_that_the_model_names_must_be_logged_where_there_is_a_validation(tmp_path, validates):
+    class Named(NoValLoss):
+        best_metric = ("val_loss", "min")
+
+    options = {"kind": Named, "max_epochs": 1, "num_sanity_val_steps": 0}
+    if validates:
+        with pytest.raises(MisconfigurationException, match="could not find the monitored key"):
+            fit(tmp_path / "run", **options)
+    else:
+        fit(tmp_path / "run", limit_val_batches=0, **options)
+        assert summary(tmp_path / "run")["best_checkpoint"] is None
+
+
+def test_a_modelcheckpoint_without_a_metric_leaves_dlos_best(tmp_path):
+    fit(tmp_path / "run", [ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)], max_epochs=1)
+    assert list(summary(tmp_path / "run")["best_metric"]) == ["val_loss"]
+
+
+class Fails(Net):
+    """Raises once at a place; running statistics, so that a forward pass leaves something behind."""
+
+    place, step, ready = "", 0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(torch.nn.BatchNorm1d(1))
+
+    def fail(self, place):
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if (place, self.trainer.global_step) == (self.place, self.step) and self.ready in (0, ready):
+            raise ValueError(place)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).sub(batch[0][:, :1]).square().mean()
+        self.fail("forward")
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self):
+        self.fail("backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.fail("step")
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.fail("batch start")
+
+    def on_train_batch_end(self, *_):
+        self.fail("batch end")
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.fail("validation")
+
+
+@pytest.fixture(scope="module")
+def failing_wholes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wholes")
+    options = {"kind": Fails, "max_epochs": 2, "num_sanity_val_steps": 0}
+    return [fit(folder / str(size), accumulate_grad_batches=size, **options) for size in (1, 2)]
+
+
+#: Accumulated batches; place, step and batch of the error; the batch at which a resumed run begins, None without one.
+FAILURES = [
+    (1, "forward", 3, 0, 3),
+    (1, "backward", 12, 0, 12),
+    (1, "step", 3, 0, None),
+    (1, "batch start", 3, 0, 3),
+    (1, "batch end", 4, 0, 4),
+    (1, "validation", 10, 0, 10),
+    (2, "forward", 3, 8, 7),
+    (2, "backward", 3, 8, None),
+    (2, "batch end", 7, 0, 14),
+]
+
+
+@pytest.mark.parametrize(("size", "place", "step", "ready", "begins"), FAILURES)
+def test_a_run_that_raises_saves_the_state_before_the_batch(
+    tmp_path, capsys, monkeypatch, failing_wholes, size, place, step, ready, begins
+):
+    options = {"kind": Fails, "max_epochs": 2, "accumulate_grad_batches": size, "num_sanity_val_steps": 0}
+    with monkeypatch.context() as patch:
+        for name, value in {"place": place, "step": step, "ready": ready}.items():
+            patch.setattr(Fails, name, value)
+        with pytest.raises(ValueError, match=place):
+            fit(tmp_path / "run", **options)
+    assert ("saved the state before the error" in capsys.readouterr().err) == (begins is not None)
+    assert last(tmp_path / "run").exists() == (begins is not None)
+    if begins is not None:
+        assert fit(tmp_path / "run", resume=True, **options) == failing_wholes[size - 1][begins:]
+
+
+def test_a_run_saves_by_time_and_an_interrupt_leaves_that_state(tmp_path, whole):
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                trainer.strategy.finish_checkpoints()
+                raise SystemExit  # The state before is not saved: the run was ended.
+
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "run", [Ends()], save_minutes=1e-9)
+    assert step_of(last(tmp_path / "run")) == 5
+    assert fit(tmp_path / "run", resume=True, save_minutes=0) == whole[5:]
+    with pytest.raises(DloError, match="save_minutes must be at least 0"):
+        fit(tmp_path / "run", save_minutes=-1)
+
+
+class Grouped(Net):
+    kind, decays = torch.optim.AdamW, (0.1,)
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        parts = [parameters] if len(self.decays) == 1 else [parameters[::2], parameters[1::2]]
+        groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, self.decays, strict=True)]
+        return self.kind(groups, lr=0.01)
+
+
+_ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
+#: Optimizer and weight decay of each parameter group, in the run and as it is resumed; the error.
+REGROUPED = {
+    "divided": ((_ADAMW, (0.1,)), (_ADAMW, (0.1, 0.0)), "group 0: 2 .*; group 1: 2 .* for the"),
+    "joined": ((_ADAMW, (0.1, 0.0)), (_ADAMW, (0.1,)), "checkpoint's group 0: 2 .*; group 1: 2"),
+    "divided, with equal settings": ((_ADAMW, (0.1,)), (_ADAMW, (0.1, 0.1)), ""),
+    "joined, with equal settings": ((_ADAMW, (0.1, 0.1)), (_ADAMW, (0.2,)), ""),
+    "adamw to adam": (
+        (_ADAMW, (0.1,)),
+        (_ADAM, (0.1,)),
+        "decoupled_weight_decay=True, got False",
+    ),
+    "adam to adamw": (
+        (_ADAM, (0.1,)),
+        (_ADAMW, (0.1,)),
+        "decoupled_weight_decay=False, got True",
+    ),
+    "sgd to adam": ((torch.optim.SGD, (0.1,)), (_ADAM, (0.1,)), "optimizer must be the checkpoint's.*betas"),
+    "adam to rmsprop": (
+        (_ADAM, (0.1,)),
+        (torch.optim.RMSprop, (0.1,)),
+        "optimizer must be .*alpha ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REGROUPED)
+def test_settings_of_parameter_groups_reach_no_other_group_and_no_other_optimizer(tmp_path, case):
+    before, after, message = REGROUPED[case]
+    kinds = [type("Made", (Grouped,), {"kind": kind, "decays": decays}) for kind, decays in (before, after)]
+    fit(tmp_path / "run", kind=kinds[0], max_steps=3)
+    with pytest.raises(DloError, match=message) if message else contextlib.nullcontext():
+        fit(tmp_path / "run", kind=kinds[1], resume=True, max_steps=5)
+
+
+def test_a_script_that_changes_directory_keeps_its_run_folder_and_nan_is_null(tmp_path, monkeypatch):
+    class Moves(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", torch.tensor(float("nan")))
+
+        def on_train_start(self):
+            (tmp_path / "elsewhere").mkdir()
+            os.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    fit(Path("run"), kind=Moves, max_epochs=1)
+    assert last(tmp_path / "run").exists()
+    assert not (tmp_path / "elsewhere" / "run").exists()
+    assert summary(tmp_path / "run")["metrics"]["val_loss"] is None
+    assert "NaN" not in (tmp_path / "run" / runs.SUMMARY).read_text()
+
+
+def test_averaged_weights_get_their_running_statistics_in_a_last_pass(tmp_path):
+    """Lightning's callback runs it as one window without gradients."""
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    fit(tmp_path / "run", [averaging], kind=Fails, max_epochs=2)
+    assert summary(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_signal_handler_that_raises_in_the_summary_leaves_a_summary(tmp_path, monkeypatch):
+    """torch's raises in the main thread, wherever that is, when a loading process was killed."""
+    facts, killed = RunRecord.summary, []
+
+    def interrupted(self, *args):
+        killed.append(1)
+        if len(killed) == 1:
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+        return facts(self, *args)
+
+    monkeypatch.setattr(RunRecord, "summary", interrupted)
+    monkeypatch.setattr(Fails, "place", "forward")
+    monkeypatch.setattr(Fails, "step", 2)
+    with pytest.raises(ValueError, match="forward"):
+        fit(tmp_path / "run", kind=Fails)
+    assert summary(tmp_path / "run")["status"] == "interrupted: ValueError"

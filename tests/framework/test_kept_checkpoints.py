@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework import runs
 from dlo_framework.checkpoint import load, resumptions
-from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.defaults import BestIfLogged, add_default_callbacks
 from dlo_framework.distributed.strategy import SingleProcessStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.stop import GracefulStop
 
 
 class Net(LightningModule):
@@ -68,7 +69,8 @@ def names(folder: Path) -> list[str]:
 def test_ones_own_checkpoints_are_the_runs_whatever_the_logger(tmp_path):
     own = ModelCheckpoint(every_n_train_steps=6, save_top_k=-1, save_last=True)
     fit(tmp_path / "x" / "version_0", [own], logger=CSVLogger(tmp_path / "curves"))
-    assert names(tmp_path / "x" / "version_0") == ["epoch=1-step=6.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"]
+    best = "epoch=1-step=8-val=0.0000.ckpt"
+    assert names(tmp_path / "x" / "version_0") == ["epoch=1-step=6.ckpt", best, "epoch=2-step=12.ckpt", "last.ckpt"]
     assert runs.find_checkpoint(tmp_path / "x", "last").name == "last.ckpt"
 
 
@@ -85,7 +87,7 @@ def test_ones_own_in_the_runs_folder_by_another_way_is_the_last(tmp_path):
     (tmp_path / "way").symlink_to(tmp_path, target_is_directory=True)
     own = ModelCheckpoint(tmp_path / "version_0" / "checkpoints", save_last=True)
     trainer = fit(tmp_path / "way" / "version_0", [own])
-    assert [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)] == [own]
+    assert [each for each in trainer.checkpoint_callbacks if type(each) not in (BestIfLogged, GracefulStop)] == [own]
 
 
 # --- the best -----------------------------------------------------------------------------------------------
@@ -125,7 +127,8 @@ def test_a_run_notes_what_it_goes_on_from_and_what_it_leaves(tmp_path):
     fit(folder, [ModelCheckpoint(**every)], resume=folder / "checkpoints" / "step=4.ckpt", max_epochs=2)
     (line,) = map(json.loads, (folder / "checkpoints" / "resumed.jsonl").read_text().splitlines())
     assert (line["from"], line["step"]) == ("step=4.ckpt", 4)
-    assert sorted(line["left_behind"]) == ["last.ckpt", "step=12.ckpt", "step=8.ckpt"]
+    best = "epoch=1-step=8-val=0.0000.ckpt"
+    assert sorted(line["left_behind"]) == [best, "last.ckpt", "step=12.ckpt", "step=8.ckpt"]
     assert summary(folder)["resumptions"] == 1
     assert load(runs.find_checkpoint(tmp_path / "x", "last"))["global_step"] == 8
     assert runs.unfinished(tmp_path / "x") is None
@@ -150,7 +153,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_what_went_wrong(tmp_path
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "summary.json" in line]
     why = f"cannot write {tmp_path / 'summary.json'}: No space left on device"
     assert line == f"dlo: the summary of this run could not be written: {why}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.yaml"]
 
 
 def test_the_best_is_the_one_before_where_the_new_one_found_no_room(tmp_path, monkeypatch):

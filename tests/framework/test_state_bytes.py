@@ -6,10 +6,14 @@ import json
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.local_memory import optimizer_bytes
+from dlo_framework.distributed.local_memory import optimizer_bytes, states_per_parameter
+from dlo_framework.watch.state_bytes import StateReport
 from support.monitored import Net, fit
 
 
@@ -108,3 +112,36 @@ def test_state_in_lists_and_dicts_is_counted_once():
         "again": factor,
     }
     assert optimizer_bytes([optimizer, optimizer]) == 4 * 7
+
+
+def test_the_formula_has_the_bytes_that_an_optimizer_keeps_for_an_element():
+    """Two moments of 4 bytes; of 1 byte with their scales, and of 4 bytes for small tensors."""
+    pytest.importorskip("torchao")
+    from dlo_plugins.optimizers.quantised_adam import AdamW8bit
+
+    for kind, expected in ((torch.optim.AdamW, 8.0), (AdamW8bit, (2 * 65536 + 8 * 64) / (65536 + 64))):
+        weights = [torch.nn.Parameter(torch.ones(size)) for size in (65536, 64, 9)]
+        optimizer = kind(weights)
+        for weight in weights[:2]:  # The last is never used.
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert states_per_parameter([optimizer]) == pytest.approx(expected, rel=0.06)
+
+
+def test_activations_are_those_of_the_largest_batch():
+    """Batches grow after the step in which the other figures are measured, and get smaller again."""
+
+    class Growing(BoringModel):
+        def train_dataloader(self):
+            return DataLoader([torch.ones(size, 32) for size in (2, 2, 2, 16, 4)], batch_size=None)
+
+    found = []
+    for steps in (3, -1):
+        report = StateReport()
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=1, max_steps=steps, callbacks=[report], logger=False, limit_val_batches=0,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Growing())
+        found.append(report.found.activations)
+    assert 7.5 * found[0] < found[1] <= 8 * found[0]  # A scalar does not grow.

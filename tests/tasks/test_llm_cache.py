@@ -108,7 +108,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_writer_has_left_is_cleared_in_time(tmp_path):
-    old, new = tmp_path / "a.bin.1.partial", tmp_path / "b.bin.2.partial"
+    old, new = tmp_path / "a.bin.1.dlo-partial", tmp_path / "b.bin.2.dlo-partial"
     for left in (old, new):
         left.write_text("unfinished")
     os.utime(old, (0, 0))

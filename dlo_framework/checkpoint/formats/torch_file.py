@@ -7,7 +7,6 @@ path, synced and renamed; and only tensors and plain data are read.
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,9 @@ def read_file(path: Path, map_location: Any = "cpu", *, mmap: bool = False) -> d
         return content
     except FileNotFoundError:
         raise DloError(f"no checkpoint {path}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # Damaged bytes raise anything.
+        if isinstance(error, DloError) or (isinstance(error, OSError) and error.filename is not None):
+            raise
         raise make_read_error(path, error) from None
 
 
@@ -111,7 +112,9 @@ def refuse_unsafe(path: Path) -> None:
     try:
         with store.open(path) as file:
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, IndexError, KeyError):
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         unsafe = []  # Not torch's zip file: an older pickle, or damaged. Loading it is safe, and finds out.
         SafeCheckpointIO().load_checkpoint(path)
     if unsafe:
