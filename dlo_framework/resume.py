@@ -8,10 +8,8 @@ in a checkpoint; the logged metrics; and the loop counters of a run that ended i
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,6 +26,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.data.distributed_loader import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.metric_states import logged_sums, metric_states, restore_logged_sums, restore_metric_states
+from dlo_framework.random_streams import random_state, restore_random_state, restore_stream
 from dlo_framework.strategy_contract import contract_of
 
 KEY = "dlo"
@@ -36,7 +35,8 @@ KEY = "dlo"
 class ExactResume(Callback):
     """Saves and restores the state that Lightning leaves out; on by default.
 
-    Validation runs on a copy of the random state, so that the number of validations does not change training.
+    Validation runs on a copy of the random state, so that the number of validations does not change training. Each data
+    share has its own; with another number of ranks than the checkpoint's, new ones follow from rank 0's.
     """
 
     #: The same as Lightning's property, which every hook of every step reads.
@@ -44,7 +44,8 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
-        self._before_validation: dict[str, Any] | None = None
+        #: Random state of training, in a validation and after the fit.
+        self._training: dict[str, Any] | None = None
         self._metrics: dict[str, Any] | None = None  # of training, where a validation or the epoch's end resets them
         self._has_extra_step = False
         self._limit_val_batches: int | float | None = None
@@ -53,10 +54,11 @@ class ExactResume(Callback):
         """Adds the position in the run, the random state and the metrics of every rank, and open gradients."""
         position: dict[str, Any] = {}
         if "loops" in checkpoint:
-            in_validation = trainer.validating and self._before_validation is not None
+            in_validation = trainer.validating and self._training is not None
             position = _set_position(trainer, checkpoint["loops"]["fit_loop"], in_validation)
         state: dict[str, Any] = {
-            "random_state": self._before_validation or random_state(),
+            "random_state": self._training or random_state(),
+            "stream": contract_of(trainer.strategy).random_stream,
             "logged": logged_metrics(trainer),
         }
         if trainer.state.fn == "fit":
@@ -68,6 +70,7 @@ class ExactResume(Callback):
         states = gather_states(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
         checkpoint[KEY] = {
             "random_state": [each.pop("random_state") for each in states],
+            "streams": [each.pop("stream") for each in states],
             "ranks": states,
             "gradients": _open_gradients(trainer),
             "delayed": _delayed(trainer),
@@ -85,7 +88,8 @@ class ExactResume(Callback):
         self._loaded = checkpoint.get(KEY)
         if self._loaded is None:
             return
-        restore_random_state(_own_state(self._loaded["random_state"], trainer))
+        if trainer.state.fn != "fit" or trainer.strategy.restore_checkpoint_after_setup:
+            self._restore_stream(trainer)  # Else the strategy's setup comes first.
         stage = self._loaded.get("position", {}).get("stage")
         pending = stage == "end" or (stage == "validation" and trainer.enable_validation)
         is_last = 0 <= trainer.max_steps <= checkpoint["global_step"]
@@ -94,7 +98,14 @@ class ExactResume(Callback):
             self._add_step(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets a run that was killed between its last step and its end go on to its end."""
+        """Restores the random state of a checkpoint, or of this trainer's last fit, which goes on.
+
+        Lets a run that was killed between its last step and its end go on to its end.
+        """
+        ended, self._training = self._training, None
+        if self._loaded is None and ended is not None:
+            restore_random_state(ended)
+        self._restore_stream(trainer)
         self._add_step(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,7 +121,7 @@ class ExactResume(Callback):
             trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
         if loaded.get("position"):
             self._resume_at(trainer, pl_module, loaded)
-        restore_random_state(_own_state(loaded["random_state"], trainer))
+        restore_stream(loaded, contract_of(trainer.strategy).random_stream)
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
         if loaded.get("delayed") is not None:
@@ -154,14 +165,15 @@ class ExactResume(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the random state and the metrics of training."""
-        self._before_validation = random_state()
+        if trainer.state.fn == "fit":
+            self._training = random_state()
         self._metrics = _training_metrics(trainer) if trainer.state.fn == "fit" else None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state of training."""
-        if self._before_validation is not None:
-            restore_random_state(self._before_validation)
-            self._before_validation = None
+        if trainer.state.fn == "fit" and self._training is not None:
+            restore_random_state(self._training)
+            self._training = None
         self._drop_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,9 +185,18 @@ class ExactResume(Callback):
             self._metrics = _training_metrics(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drops what belongs to a run that did not end."""
-        self._before_validation = self._metrics = None
+        """Drops what belongs to a run that did not end, and stores the random state of training."""
+        self._metrics = None
         self._allow_validations(trainer)
+        self.on_train_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stores the random state of training, which a checkpoint after the fit holds."""
+        self._training = self._training or random_state()
+
+    def _restore_stream(self, trainer: Trainer) -> None:
+        if self._loaded is not None:
+            restore_stream(self._loaded, contract_of(trainer.strategy).random_stream)
 
     def _allow_validations(self, trainer: Trainer) -> None:
         self._metrics = None
@@ -304,49 +325,6 @@ def same_metrics(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
 
-def random_state() -> dict[str, Any]:
-    """Returns the state of the random generators of Python, NumPy, torch and the current accelerator.
-
-    It holds plain numbers and tensors only, so that its checkpoint loads with ``weights_only=True``.
-    """
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def raw_random_state() -> tuple[Any, ...]:
-    """Returns the same state in the generators' own forms, which is quicker."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-
-def restore_raw_random_state(state: tuple[Any, ...]) -> None:
-    """Sets the random generators to a state of :func:`raw_random_state`."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if state[3] is not None:
-        torch.cuda.set_rng_state(state[3])
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Sets the random generators to a state of :func:`random_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
 def mid_accumulation(trainer: Trainer) -> bool:
     """Returns whether gradients of the current window are waiting for more micro-batches."""
     loop = trainer.fit_loop.epoch_loop
@@ -362,11 +340,6 @@ def gather_states(state: Any) -> list[Any]:
     states: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(states, state)
     return states
-
-
-def _own_state(states: list[dict[str, Any]], trainer: Trainer) -> dict[str, Any]:
-    """Returns this rank's saved state; if the run had fewer ranks when it was saved, the ranks reuse them in turn."""
-    return states[trainer.global_rank % len(states)]
 
 
 def _set_position(trainer: Trainer, fit_loop: dict[str, Any], in_validation: bool) -> dict[str, Any]:

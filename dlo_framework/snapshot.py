@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
-from dlo_framework.resume import random_state, restore_random_state
+from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.strategy_contract import contract_of
 
 Undo = Callable[[], object]

@@ -113,6 +113,16 @@ class StrategyContract:
         share = strategy.distributed_sampler_kwargs
         return int(share["rank"]), int(share["num_replicas"])
 
+    @property
+    def random_stream(self) -> list[int]:
+        """This rank's share of the samples, their number, its pipeline stage, their number; the same, the same stream.
+
+        Stages draw the random numbers of their own blocks. Other ranks of one share draw the same.
+        """
+        spec = self.mesh_spec()
+        stage = (0, 1) if spec is None else (spec.coordinates(_strategy_of(self).global_rank).pp, spec.pp)
+        return [*self.data_share(), *stage]
+
     # --- state of the run ----------------------------------------------------------------------------------
 
     def local_tensors(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ from dlo_framework.cli.launcher_args import remove_local_rank, translate_options
 from dlo_framework.cli.run_help import HELP as HELP_WORDS
 from dlo_framework.cli.run_help import format_run_help
 from dlo_framework.errors import DloError, worker_message
+from dlo_framework.interrupts import CODE, MESSAGE
 
 HELP = """usage: dlo COMMAND [options]
 
@@ -89,13 +90,14 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _interrupted(*, own_process: bool) -> int:
-    """Reports Ctrl-C. A dlo process that has imported torch ends here, because an orderly exit takes seconds."""
-    print(f"dlo {__version__}: interrupted; checkpoints saved before the interrupt are complete", file=sys.stderr)
-    code = 128 + signal.SIGINT
+    """Reports Ctrl-C. A dlo process ends here: an orderly exit takes seconds, and crashes after half an import."""
+    print(MESSAGE, file=sys.stderr)
     failure = sys.modules.get("dlo_framework.distributed.failure")
     if own_process and failure is not None:
-        failure.exit_process(code)
-    return code
+        failure.exit_process(CODE)
+    if own_process:
+        os._exit(CODE)
+    return CODE
 
 
 def _refuse(error: DloError) -> int:

@@ -142,7 +142,7 @@ def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry
         if isinstance(option, dict) and "class_path" not in option:
             yield from _find_option_faults(f"{key}.init_args.{name}", cls, name, option)
         if accepted is not None and name not in accepted:
-            yield (f"unknown key '{key}.init_args.{name}' of {cls.__name__}{unknown_hint(name, accepted, 'it takes')}")
+            yield _format_unknown(f"{key}.init_args.{name}", name, cls, accepted)
 
 
 def _find_option_faults(key: str, cls: type, name: str, value: dict[str, Any]) -> Iterator[str]:
@@ -238,10 +238,7 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
         return f"unknown key '{key}.{name}'"
     if name == "init_args":  # --model.init_args '{width: 32, lrr: 1}'
         name = next((each for each in _find_given_options(key, found) if each not in accepted), name)
-    message = _format_unknown(f"{key}.{name}", name, cls, accepted)
-    if any(isinstance(get_value(config, key), list) for config in found.configs.values()):
-        message += f"; it is the last of a list: --{key}.NAME.{name} sets another one's option"
-    return message
+    return _format_unknown(f"{key}.{name}", name, cls, accepted)
 
 
 def _find_given_options(key: str, found: ConfigScan) -> list[str]:

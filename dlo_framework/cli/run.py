@@ -15,6 +15,7 @@ from dlo_framework import runs
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.cli.run_help import HELP_ALL
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
+from dlo_framework.interrupts import exits_on_interrupt
 from dlo_framework.process_setup import (
     DRIVER,
     disable_nvml_check,
@@ -107,6 +108,8 @@ def _train(build: Callable[[], None]) -> int:
 
 def _exit_with_ranks(error: BaseException) -> None:
     """Ends the process if a run of several ranks has failed: one rank prints the cause, the others at most a line."""
+    if "dlo_framework.distributed.failure" not in sys.modules:
+        return  # No run has begun. An import of torch that was interrupted cannot be repeated.
     from dlo_framework.distributed.failure import Failure, exit_process, get_run_end, print_run_end
 
     if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
@@ -132,7 +135,7 @@ def prepared_process(found: ConfigScan) -> Iterator[None]:
     """
     silence_warnings()
     set_allocator()
-    with import_without_collection():
+    with exits_on_interrupt(), import_without_collection():
         import lightning  # noqa: F401  It sets PYTORCH_NVML_BASED_CUDA_CHECK, which the next line may reset.
 
         disable_nvml_check()

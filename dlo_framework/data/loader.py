@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dlo_framework.data.sampler import Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
 from dlo_framework.data.workers import ignore_stop_signals, stop_signals_held
 from dlo_framework.errors import DloError
+from dlo_framework.random_streams import preserved_random_state, seed_all
 
 
 @runtime_checkable
@@ -302,7 +301,7 @@ class _Fetcher(Dataset):
         if not samples:
             draws = [draws[0]._replace(real=True)]
         try:
-            with _preserved_random_state() if self._restores and not in_worker else contextlib.nullcontext():
+            with preserved_random_state() if self._restores and not in_worker else contextlib.nullcontext():
                 if self._fetches:
                     batch = self._dataset.fetch(draws)
                 else:
@@ -318,22 +317,3 @@ class _Fetcher(Dataset):
     def _item(self, draw: Draw) -> Any:
         seed_all(draw.seed)
         return self._dataset[draw.index]
-
-
-def seed_all(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's CPU generators, and no accelerator's; about 15 us."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _preserved_random_state() -> Iterator[None]:
-    """Restores the random state at the end, so that loading data never shifts the model's random stream."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -37,6 +37,15 @@ from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, ow
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.random_streams import (
+    TorchState,
+    get_torch_state,
+    random_state,
+    reseed,
+    restore_random_state,
+    seed_torch,
+    set_torch_state,
+)
 from dlo_framework.replayed_loader import as_replayed
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract
@@ -45,6 +54,8 @@ from dlo_framework.strategy_contract import StrategyContract
 FORMATS = ("canonical", "lightning")
 #: Attribute of a module that holds its :class:`ShardOwner`.
 OWNER = "_dlo_owner"
+#: Key of the stream after a run.
+_AFTER = 2**32
 #: Suffix of the names under which torch saves a module's ``get_extra_state``.
 EXTRA_STATE = "_extra_state"
 
@@ -94,6 +105,8 @@ class CanonicalStrategy(Strategy, StrategyContract):
     several_buckets = False
     _planning_group: dist.ProcessGroup | None = None
     _saver: AsyncSaver | None = None
+    _initial_random: dict[str, Any] | None = None
+    _step_seed: int | None = None
 
     def connect(self, model: LightningModule) -> None:
         """Connects a module; a module that another strategy's run has sharded gets its full parameters back first.
@@ -114,6 +127,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         self.check_loggers(trainer.loggers)
         with keep_dtypes(module):
             super().setup(trainer)
+        self.begin_training_streams()
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -368,6 +382,51 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """Ends the run once its checkpoints are on disk."""
         self.finish_checkpoints()
         super().teardown()
+        self.end_training_streams()
+
+    # --- random numbers ------------------------------------------------------------------------------------
+
+    def begin_training_streams(self) -> None:
+        """Gives each data share random numbers of its own, once weights and optimizers exist."""
+        self._initial_random, self._step_seed = random_state(), None
+        share, shares = self.data_share()
+        if shares > 1:
+            self._step_seed = torch.initial_seed()
+            reseed(share)
+
+    def end_training_streams(self) -> None:
+        """Leaves the script random numbers that depend on the run's initialisation only, the same on all ranks."""
+        state, self._initial_random = self._initial_random, None
+        if state is not None:
+            restore_random_state(state)
+            reseed(_AFTER)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer; what it and ``on_before_optimizer_step`` draw is the same on all ranks, as weights are.
+
+        Args:
+            optimizer: Optimizer of the run.
+            closure: Function of forward and backward, which draws the rank's own random numbers.
+            *args: Further arguments of Lightning's method.
+            **kwargs: Further arguments of Lightning's method.
+        """
+        seed, module, device, own = self._step_seed, self.lightning_module, self.root_device, list[TorchState]()
+        if seed is None or module is None:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+        def close() -> Any:
+            if own:
+                set_torch_state(own.pop(), device)
+            result = closure()
+            own.append(get_torch_state(device))
+            seed_torch(seed + module.trainer.global_step, device)
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, close, *args, **kwargs)
+        finally:
+            if own:
+                set_torch_state(own.pop(), device)
 
     def about(self) -> dict[str, Any]:
         """Returns the manifest's entries about the run, beside step and epoch."""

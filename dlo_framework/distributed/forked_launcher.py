@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
@@ -20,6 +21,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from dlo_framework.checkpoint import load, save
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
+from dlo_framework.random_streams import seed_generators
 
 #: Name of the weights' checkpoint in the temporary folder.
 _WEIGHTS = "weights.ckpt"
@@ -70,10 +72,11 @@ class ForkedLauncher(_MultiProcessingLauncher):
             return None
         saver: Any = trainer.checkpoint_callback
         best = getattr(saver, "best_model_path", None)
-        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+        extra = {**self.get_extra_results(trainer), "seed": torch.initial_seed()}
+        return _WorkerOutput(best, path, trainer.state, results, extra)
 
     def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: Trainer) -> None:
-        """Gives the notebook's trainer and module what rank 0 and the trained weights have."""
+        """Gives the notebook's trainer, module and random numbers what rank 0 and the trained weights have."""
         saver: Any = trainer.checkpoint_callback
         if worker_output.best_model_path is not None and saver is not None:
             saver.best_model_path = str(worker_output.best_model_path)
@@ -84,3 +87,4 @@ class ForkedLauncher(_MultiProcessingLauncher):
             module.load_state_dict(load(worker_output.weights_path)["state_dict"], strict=False)
         trainer.state = worker_output.trainer_state
         self.update_main_process_results(trainer, worker_output.extra)
+        seed_generators(worker_output.extra["seed"])

@@ -9,8 +9,11 @@ the ranks, and the process that the user sees ends last, with the first error an
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ipaddress
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +23,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
@@ -43,7 +47,9 @@ from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import SignalListener
 from dlo_framework.distributed.stacks import StackSampler, print_stack
-from dlo_framework.errors import is_agreed
+from dlo_framework.errors import DloError, is_agreed
+from dlo_framework.random_streams import random_state, restore_random_state
+from dlo_framework.strategy_contract import contract_of
 
 #: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
 _GRACE = 2.0
@@ -99,9 +105,16 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Starts the other ranks, unless torchrun or SLURM has, and calls the function on this one.
 
         Raises:
+            DloError: if the job's tasks are not the Trainer's ranks.
             RankFailed: if another rank failed first; else the function's own error.
         """
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        try:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        except ValueError as error:
+            raise DloError(
+                f"trainer.devices and trainer.num_nodes must be the job's tasks per node and nodes, got"
+                f" {self.num_processes} and {self.num_nodes}; {error}"
+            ) from error
         self._trainer = trainer
         set_run_end(None)
         # New events: a thread of the last run may be about to look at its own.
@@ -372,8 +385,12 @@ class WatchedRanks(DDPStrategy):
         return self._timeout.total_seconds() if self._timeout is not None else float("inf")
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Returns a loader that, in evaluation, repeats no sample on any rank."""
+        """Returns a loader that, in evaluation, repeats no sample on any rank.
+
+        Where workers are seeded by rank, as Lightning (2.6) does, ranks of the same samples get the same seeds.
+        """
         module = self.lightning_module
+        _auto_add_worker_init_fn(dataloader, contract_of(self).data_share()[0])
         return dataloader if module is None else without_repeats(dataloader, module.trainer)
 
     def _configure_launcher(self) -> None:
@@ -384,7 +401,10 @@ class WatchedRanks(DDPStrategy):
         elif self._start_method == "popen":
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            super()._configure_launcher()
+            raise DloError(
+                f"a strategy's start_method must be popen or fork, got {self._start_method}, whose ranks cannot monitor"
+                " each other; use --trainer.strategy ddp, in a notebook ddp_notebook"
+            )
 
     def setup_distributed(self) -> None:
         """Joins the process group, with a time limit long enough for slow ranks to start."""
@@ -393,9 +413,11 @@ class WatchedRanks(DDPStrategy):
             self._timeout = _START
         try:
             self.set_world_ranks()
-            join_restarted(self)
-            joined = dist.is_initialized()
+            join_group(self)
+            joined, state = dist.is_initialized(), random_state()
             super().setup_distributed()
+            # Lightning (2.6) has reset the seed, and ranks of an unseeded run have seeds of their own.
+            restore_random_state(self.broadcast(state))
             backend = str(dist.get_backend())
             if not joined and "nccl" in backend and backend != "nccl":
                 atexit.register(dist.destroy_process_group)  # Lightning does so for NCCL alone only.
@@ -447,22 +469,40 @@ def set_collective_timeout(limit: timedelta, group: dist.ProcessGroup | None = N
     set_timeout(limit, group)
 
 
-def join_restarted(strategy: WatchedRanks) -> None:
-    """Joins the process group of a run that torchrun has restarted, with store keys of this attempt.
+def join_group(strategy: WatchedRanks) -> None:
+    """Joins the process group, unless torchrun's agent serves the store of a first start: then Lightning does.
 
-    torch (2.15) looks for the other ranks in the agent's store under the same keys at each restart. The store still
-    has the keys of killed ranks, so that the first rank tries to connect to one of them until its time limit.
+    The server of torch's store (2.15) listens on all interfaces. Rank 0's listens on the address that the other ranks
+    use: the loopback's where all are on this host, else that of ``MASTER_ADDR``. For a run that torchrun has restarted,
+    the store's keys are those of this attempt: the agent's store still has the keys of killed ranks, so that the first
+    rank would try to connect to one of them until its time limit.
+
+    Raises:
+        DloError: if another process listens on the port.
     """
     environment, attempt = strategy.cluster_environment, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if attempt == 0 or not agents_store or dist.is_initialized() or environment is None:
+    if dist.is_initialized() or environment is None or (agents_store and attempt == 0):
         return
-    ranks = strategy.world_size
-    store = dist.TCPStore(environment.main_address, environment.main_port, ranks, False, _START)  # type: ignore[attr-defined]
+    host, port, ranks = environment.main_address, environment.main_port, strategy.world_size
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+    if strategy.num_nodes == 1 and not agents_store:
+        host = "127.0.0.1"
+    serves = strategy.global_rank == 0 and not agents_store
+    options: dict[str, Any] = {"multi_tenant": True, "master_listen_fd": _listen(host, port)} if serves else {}
+    try:
+        store: Any = dist.TCPStore(host, port, ranks, serves, _START, **options)  # type: ignore[attr-defined]
+    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise DloError(
+            f"MASTER_PORT must be a free port of the first host, got {port}, on which another process listens; unset"
+            " it for a free one, or set another"
+        ) from error
     device = strategy.root_device
     dist.init_process_group(
         strategy._get_process_group_backend(),
-        store=dist.PrefixStore(f"attempt_{attempt}", store),  # type: ignore[attr-defined]
+        store=dist.PrefixStore(f"attempt_{attempt}", store) if agents_store else store,  # type: ignore[attr-defined]
         rank=strategy.global_rank,
         world_size=ranks,
         timeout=strategy._timeout,
@@ -470,6 +510,18 @@ def join_restarted(strategy: WatchedRanks) -> None:
     )
     if device.type == "cuda":
         atexit.register(dist.destroy_process_group)  # As Lightning does where it makes the group.
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Returns a socket that listens on one address; None for all of them, where it is not clear which one is meant.
+
+    That is where the name of a host with other hosts' ranks is the loopback's here, or an address is not this host's.
+    """
+    with contextlib.suppress(OSError):  # Also if a store of this process serves the port: torch shares it.
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if host == "127.0.0.1" or not ipaddress.ip_address(address[0]).is_loopback:
+            return socket.create_server(address[:2], family=family).detach()
+    return None
 
 
 def _launcher_pid() -> int | None:

@@ -319,6 +319,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.move_metrics()
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
+        self.begin_training_streams()
         self.barrier("sharded")
 
     def check_callbacks(self, trainer: Trainer) -> None:
@@ -459,6 +460,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.accelerator.teardown()
+        self.end_training_streams()
         self.handled()
 
 
@@ -529,7 +531,7 @@ def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[Li
 
 def register_data_parallel() -> None:
     """Registers dlo's strategy under Lightning's names of plain data parallelism, which ``auto`` chooses too."""
-    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook")):
+    for start, suffix in (("popen", ""), ("fork", "_fork"), ("fork", "_notebook"), ("spawn", "_spawn")):
         for ending, find_unused in (
             ("", None),
             ("_find_unused_parameters_false", False),

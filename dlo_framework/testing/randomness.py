@@ -7,21 +7,20 @@ ranks differ from that of one process. A comparison of the two must remove them.
 from __future__ import annotations
 
 import functools
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from dlo_framework.data import hash64, seed_all
+from dlo_framework.data import hash64
 from dlo_framework.data.module import ResumableDataModule
+from dlo_framework.random_streams import preserved_random_state, seed_all
 from dlo_framework.replayed_loader import ReplayedLoader
 
 #: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
@@ -81,14 +80,9 @@ class SeededDataset(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed_all(int(hash64(np.array([int(index)]), self.seed)[0]) >> 1)
-        try:
+        with preserved_random_state():  # Loading in the main process must not change the model's.
+            seed_all(int(hash64(np.array([int(index)]), self.seed)[0]) >> 1)
             return self.dataset[index]
-        finally:  # Loading in the main process must not change the model's random state.
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
 
 
 class GlobalBatches(BatchSampler):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.batches import batch_size, leaves
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
-from dlo_framework.resume import random_state
+from dlo_framework.random_streams import random_state
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.full_state import checksum, checksums, gather_full_tensors, gather_full_weights

@@ -93,7 +93,7 @@ def test_what_a_step_uses_outside_its_block_is_kept_for_the_step(ranks: list[dic
 
 def test_only_what_needs_values_counts_as_use() -> None:
     weight, seen = nn.Parameter(torch.ones(3, 3)), []
-    with OutsideUse({id(weight)}, seen.append):
+    with OutsideUse({id(weight)}, lambda number, by_data: seen.append((number, by_data))):
         weight.shape, weight.dtype, weight.device, weight.grad, weight.requires_grad, weight.numel(), weight.size(0)
         weight.requires_grad_()
         weight.grad = None
@@ -103,7 +103,7 @@ def test_only_what_needs_values_counts_as_use() -> None:
         for use in (lambda: weight.sum(), lambda: weight.data, lambda: weight.T, lambda: torch.stack([weight, weight])):
             seen.clear()
             use()
-            assert seen
+            assert seen[0] == (id(weight), use.__code__.co_names[-1] == "data")
         seen.clear()
         nn.functional.linear(torch.ones(2, 3), weight=weight)
         assert seen

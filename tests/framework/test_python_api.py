@@ -251,9 +251,9 @@ from dlo_framework.distributed import forked_check, launcher
 from lightning.pytorch import seed_everything
 
 launcher._IS_INTERACTIVE = forked_check._IS_INTERACTIVE = True
-seed_everything(42, workers=True, verbose=False)
 data = dlo.DigitsData(image_size=16, batch_size=64)
 for name, strategy in {"zero": "zero2", "mesh": dlo.MeshStrategy(tp=2)}.items():
+    seed_everything(42, workers=True, verbose=False)
     model = dlo.ImageClassifier(**IMAGES, schedule="constant")
     options = {"limit_train_batches": 2, "limit_val_batches": 1, "enable_progress_bar": False}
     trainer = dlo.Trainer(run_name=name, max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **options)

@@ -19,7 +19,7 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
-from dlo_framework.resume import random_state, restore_random_state
+from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop, RunStopped
 
 SAMPLES, BATCH, EPOCHS = 52, 5, 3  # 10 batches an epoch, the last 2 samples of each order left out

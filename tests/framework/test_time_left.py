@@ -20,7 +20,14 @@ def test_a_time_is_written_to_its_precision(seconds: float, text: str) -> None:
 
 def trainer(done: int, **options: Any) -> Any:
     loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(completed=done)))
-    given = {"num_training_batches": 10, "max_epochs": 4, "max_steps": -1, "global_step": done, "optimizers": []}
+    given = {
+        "num_training_batches": 10,
+        "max_epochs": 4,
+        "max_steps": -1,
+        "global_step": done,
+        "optimizers": [],
+        "progress_bar_metrics": {},
+    }
     return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), **{**given, **options})
 
 

@@ -22,7 +22,7 @@ from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
-from dlo_framework.resume import random_state, restore_random_state
+from dlo_framework.random_streams import random_state, restore_random_state
 
 _MULTIPLE = 8  # for a model that takes any size, as in fast.ai
 _SUFFIX = "_rect"

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     if not any(word.partition("=")[0] == "--ckpt_path" for word in found.argv):
         raise DloError("prune: --ckpt_path must name a checkpoint to prune, got none; add --ckpt_path best")
     amounts = _amounts(options)
-    output = Path(options.output or Path("runs") / Path(list(found.configs)[-1]).stem / "pruned")
+    output = Path(options.output or Path("runs") / Path(next(iter(found.configs))).stem / "pruned")
     if output.exists() and any(output.iterdir()):
         raise DloError(f"prune: --output must be a new or empty folder, got {output}; choose another")
     with prepared_process(found):

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     options, found = parser.parse_with_run(argv)
     options.argv = argv
     check_options(options, found)
-    folder = Path(options.folder or Path("runs") / "sweeps" / Path(list(found.configs)[-1]).stem)
+    folder = Path(options.folder or Path("runs") / "sweeps" / Path(next(iter(found.configs))).stem)
     settings = make_settings(options, found, folder)
     if options.engine == "ray":
         from dlo_plugins.sweep.ray_engine import run_on_ray

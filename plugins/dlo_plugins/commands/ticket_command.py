@@ -108,7 +108,7 @@ class Rounds:
                 "ticket: the command must be started once, as each round starts its own ranks, got a launcher's rank;"
                 " start it without torchrun or srun, with --trainer.devices"
             )
-        self.folder = Path(options.output or Path("runs") / Path(configs[-1]).stem / "ticket")
+        self.folder = Path(options.output or Path("runs") / Path(configs[0]).stem / "ticket")
         self.settings = {
             "amount": self.amount,
             "rewind": self.rewind,

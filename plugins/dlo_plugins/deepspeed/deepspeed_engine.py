@@ -21,6 +21,7 @@ from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partition
 from dlo_plugins.deepspeed.stage3_weights import Stage3Weights, gather_persistent
 from dlo_plugins.deepspeed.stage12_weights import Stage0Weights, Stage12Weights
 from dlo_plugins.sharding.optimizer_probe import probe_optimizer
+from dlo_plugins.sharding.stepped_gradients import check_groups
 
 #: Options that let DeepSpeed step torch's optimizers: :func:`_check_elementwise` has tried them, also with offload,
 #: for which DeepSpeed's own would first be compiled.
@@ -63,6 +64,7 @@ class DeepSpeedEngine:
         if optimizer is not None and self.stage > 0:
             _check_elementwise(optimizer)
         self.names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+        _check_tensors(module, self.stage)
         config = _with_small_bucket({**config, **_OWN_OPTIMIZER}, module, buckets)
         before = _in_single_precision(module, device) if _halves(config) else {}
         self._attributes = {id(p): dict(vars(p)) for p in module.parameters()}
@@ -87,6 +89,7 @@ class DeepSpeedEngine:
         self._frozen = {plain_name(n): p for n, p in module.named_parameters() if not p.requires_grad}
         self._sync = self._complete = False
         self.sync = True
+        self._halves, self._versions = _halves(config), self._find_versions()
         if isinstance(self.master_weights, Stage0Weights):
             self.master_weights.undo_first_step()
         if self.master_weights is not None and before:
@@ -130,6 +133,34 @@ class DeepSpeedEngine:
         self._sync = value
         self.deepspeed.set_gradient_accumulation_boundary(value)
 
+    def _find_versions(self) -> dict[str, int]:
+        """Returns the version counters of the parameters that the step overwrites, by name."""
+        return {self.names[id(p)]: p._version for p in self.module.parameters() if self.stage == 3 or p.requires_grad}
+
+    def check_written(self, names: list[str]) -> None:
+        """Checks that parameters which the user's code has written are not overwritten by the next step.
+
+        Raises:
+            DloError: They are, as the partitions are in higher precision or elsewhere.
+        """
+        if names and (self.stage == 3 or self._halves):
+            where = "stage 3" if self.stage == 3 else "half precision"
+            raise DloError(
+                f"parameters under DeepSpeed in {where} must be written by its optimizer alone, got"
+                f" {shown_names(names)} written by the model or a callback; use strategy zero1 to zero3, or DeepSpeed's"
+                " stage 1 or 2 in single precision"
+            )
+
+    def store_writes(self) -> None:
+        """Stores what the user's code has written to parameters in the partitions that DeepSpeed steps."""
+        before, self._versions = self._versions, self._find_versions()
+        written = [name for name, version in self._versions.items() if before.get(name, version) != version]
+        self.check_written(written)
+        if self.trains and self.stage > 0:
+            check_groups(self.optimizer, self.names)
+        if isinstance(self.master_weights, Stage12Weights) and not self._halves:
+            self.master_weights.store_writes(always=bool(written))
+
     def before_backward(self) -> None:
         """Prepares the gradient buffers; called before each backward.
 
@@ -171,6 +202,7 @@ class DeepSpeedEngine:
         """
         check_backward_seen(self._complete)
         self._complete = False
+        self.store_writes()
         if self.master_weights is None:
             self.deepspeed.step()
             return
@@ -203,6 +235,7 @@ class DeepSpeedEngine:
 
     def load_params(self) -> None:
         """Copies changed partitions into the parameters of all ranks."""
+        self._versions = self._find_versions()
         if self.master_weights is not None:
             self.master_weights.load_params()
         elif self.stage == 3:
@@ -296,6 +329,25 @@ def _check_wraps_none(optimizer: Optimizer) -> None:
             f"optimizer must not wrap another under DeepSpeed, got {type(optimizer).__name__} around"
             f" {type(wrapped).__name__}: DeepSpeed partitions only the outer one; use strategy zero1, zero2 or zero3,"
             f" or {type(wrapped).__name__} alone"
+        )
+
+
+def _check_tensors(module: nn.Module, stage: int) -> None:
+    """Raises a DloError for parameters without dims and, with ZeRO, sparse gradients: DeepSpeed fails on them.
+
+    DeepSpeed (0.19) broadcasts parameters as bytes, which torch cannot view tensors without dims as.
+    """
+    scalars = [plain_name(name) for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise DloError(
+            f"parameters under DeepSpeed must have a dim, got {shown_names(scalars)} without; make it of shape [1], or"
+            " use strategy zero1 to zero3"
+        )
+    tables = [plain_name(name) for name, part in module.named_modules() if getattr(part, "sparse", None) is True]
+    if tables and stage > 0:
+        raise DloError(
+            f"gradients under DeepSpeed's ZeRO must be dense, got sparse=True of {shown_names(tables)}; set"
+            " sparse=False, or use strategy zero1 to zero3"
         )
 
 

@@ -51,7 +51,8 @@ class Stage12Weights(MasterWeights):
         return bool(self.zero.cpu_offload)
 
     def expose_partitions(self) -> None:
-        """Does nothing: the partitions are in the optimizer's parameter groups."""
+        """Marks the parameters as updated: the partitions are in the optimizer's parameter groups."""
+        self.mark_mirrored()
 
     def hide_partitions(self) -> None:
         """Does nothing: the partitions stay in the optimizer's parameter groups."""
@@ -62,6 +63,23 @@ class Stage12Weights(MasterWeights):
     def load_params(self) -> None:
         """Copies the partitions into the parameters of all ranks."""
         self.zero.update_lp_params()
+        self.mark_mirrored()
+
+    @torch.no_grad()
+    def store_writes(self, *, always: bool) -> None:
+        """Copies this rank's segments of the parameters into the partitions, in single precision.
+
+        Args:
+            always: Whether partitions in CPU memory are written too, to which the copy is slow.
+        """
+        for number, flat in enumerate(self.partitions if always or not self.offloaded else ()):
+            if flat.tensor._version == self._mirrored[number]:  # Otherwise it was written itself since.
+                flat.tensor.copy_(self.zero.parallel_partitioned_bit16_groups[number][dist.get_rank()])
+        self.mark_mirrored()
+
+    def mark_mirrored(self) -> None:
+        """Marks the parameters as equal to the partitions."""
+        self._mirrored = [flat.tensor._version for flat in self.partitions]
 
     def _averaged(self, number: int) -> list[Tensor] | None:
         return self.zero.averaged_gradients.get(number)

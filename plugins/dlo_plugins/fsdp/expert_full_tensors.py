@@ -39,10 +39,9 @@ class SeparateShards(OptimizerShard[RowGroup]):
         """Returns the shape of a parameter, all ranks' shards together."""
         return self._part(name).full_shape(name)
 
-    def load_params(self) -> None:
-        """Loads the shards' values into the local parameters, where these are copies."""
-        for part in self.parts:
-            part.load_params()
+    def load_params(self) -> bool:
+        """Loads the shards' values into the local parameters; returns whether the user's code has written to them."""
+        return sum(part.load_params() for part in self.parts) > 0
 
     def set_grads(self, used: Iterable[str]) -> None:
         """Sets the gradients of the local parameters; unused parameters keep None."""

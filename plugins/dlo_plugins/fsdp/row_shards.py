@@ -165,9 +165,10 @@ class RowGroup:
         flat = local_tensor(tensor).view(-1)
         return flat if isinstance(tensor, DTensor) else flat[piece.start : piece.start + piece.length]
 
-    def load_params(self) -> None:
-        """Frees the flat copy, so that its next use has the parameters' present values."""
+    def load_params(self) -> bool:
+        """Frees the flat copy, so that its next use has the parameters' present values; returns False."""
         self._buffer = None
+        return False
 
     def store_step(self) -> None:
         """Does nothing, because optimizers step the parameters' own memory, or the flat copy."""

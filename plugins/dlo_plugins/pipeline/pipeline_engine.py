@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.experts.step_counts import in_micro_batch
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.random_streams import TorchState, get_torch_state, restored_torch_state
 from dlo_framework.recompute import BufferGuard, recomputed_later
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
@@ -35,7 +36,6 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     make_schedule,
     splits_backward,
 )
-from dlo_plugins.pipeline.random_state import RandomState, get_random_state, restored_random
 from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
 from dlo_plugins.pipeline.simulation import Timeline
 from dlo_plugins.pipeline.skip_check import SkipCheck
@@ -92,7 +92,7 @@ class _StageInput:
     """
 
     received: Tensor | None
-    random: RandomState
+    random: TorchState
     again: contextlib.AbstractContextManager[None]
     is_counted: bool
 
@@ -480,7 +480,7 @@ class Pipeline:
         key = stage, step.signatures[number]
         once, again = self._buffers.contexts()
         builds = key not in self._has_gradient
-        step.inputs[stage, number] = _StageInput(received, get_random_state(self.device), again, builds)
+        step.inputs[stage, number] = _StageInput(received, get_torch_state(self.device), again, builds)
         uncaches = contextlib.nullcontext() if builds else uncached(self.device.type)
         with once, torch.set_grad_enabled(builds), uncaches, recomputed_later():
             result = self._passage(step, stage, number, received)
@@ -491,7 +491,7 @@ class Pipeline:
         """Computes a stage's forward again with its activations: same random numbers, and buffers change once."""
         _, stage, number = action
         kept = step.inputs.pop((stage, number))
-        with self._timed(action), kept.again, restored_random(kept.random, self.device):
+        with self._timed(action), kept.again, restored_torch_state(kept.random, self.device):
             result = self._passage(step, stage, number, kept.received, kept.is_counted)
         step.saved[stage, number] = kept.received, result
 

@@ -69,8 +69,12 @@ class ParamGroup(Protocol):
     def gradient(self) -> Tensor | None:
         """Gradients of this rank's pieces, in one dim; None where there are none."""
 
-    def load_params(self) -> None:
-        """Loads the parameters' values into what the optimizer steps, where that is a copy."""
+    def load_params(self) -> bool:
+        """Loads the parameters' values into what the optimizer steps, where that is a copy.
+
+        Returns:
+            Whether the user's code has written to the parameters since the last call.
+        """
 
     def stepped_pieces(self) -> Sequence[FlatShard | SlicedShard]:
         """Returns the pieces that optimizers step."""
@@ -165,10 +169,13 @@ class OptimizerShard(ABC, Generic[Group]):
         """Returns the shape of a parameter, all ranks' shards together."""
         return self.shapes[name]
 
-    def load_params(self) -> None:
-        """Loads the shards' values into the local parameters, where these are copies."""
-        for group in self.groups:
-            group.load_params()
+    def load_params(self) -> bool:
+        """Loads the shards' values into the local parameters, where these are copies.
+
+        Returns:
+            Whether the user's code has written to the parameters since the last call.
+        """
+        return sum(group.load_params() for group in self.groups) > 0
 
     @abstractmethod
     def set_grads(self, used: Iterable[str]) -> None:
@@ -283,6 +290,13 @@ class FullTensorShard(OptimizerShard[Group]):
         found._owner = {(id(group), number): owner[group.names[number]] for group, number in found._places}
         return found
 
+    def load_params(self) -> bool:
+        """Loads the shards' values, and full ones again if the user's code has written since the gradients were set."""
+        written = super().load_params()
+        if written and self._loaded:
+            self.load_full_params()
+        return written
+
     @torch.no_grad()
     def load_full_params(self, groups: list[Group] | None = None) -> None:
         """Loads the parameters' full values into the tensors that this rank owns.
@@ -304,7 +318,7 @@ class FullTensorShard(OptimizerShard[Group]):
     @torch.no_grad()
     def set_grads(self, used: Iterable[str]) -> None:
         """Sets the gradients of the local parameters; unused parameters keep None."""
-        used = set(used)
+        used, self._loaded = set(used), False
         self.load_params()
         shards = {id(group): group.gradient for group in self.groups if group.gradient is not None}
         self._loaded = True

@@ -27,17 +27,17 @@ _TENSORS = {"data", "T", "H", "mT", "mH", "real", "imag"}
 
 
 class OutsideUse(TorchFunctionMode):
-    """Calls ``on_use`` with the id of each parameter just before its values are used.
+    """Calls ``on_use`` with the id of each parameter just before its values are used, and whether by its ``data``.
 
     The mode intercepts every torch function that is called on a tensor, which costs a few microseconds each. So only
     the first step is watched; later steps use the same parameters.
 
     Args:
         watched: Ids of the parameters.
-        on_use: Callback that gets a parameter's id before the function runs.
+        on_use: Callback that gets a parameter's id, and whether its ``data`` are read, before the function runs.
     """
 
-    def __init__(self, watched: set[int], on_use: Callable[[int], None]) -> None:
+    def __init__(self, watched: set[int], on_use: Callable[[int, bool], None]) -> None:
         super().__init__()
         self.watched, self.on_use = watched, on_use
 
@@ -45,9 +45,10 @@ class OutsideUse(TorchFunctionMode):
         """Reports the watched parameters among the arguments, and calls the function."""
         kwargs = kwargs or {}
         if uses_values(func):
+            by_data = attribute_of(func) == "data"
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self.watched:
-                    self.on_use(id(leaf))
+                    self.on_use(id(leaf), by_data)
         return func(*args, **kwargs)
 
 

@@ -6,6 +6,9 @@ that changes gradients by unit or by element writes to these slices; nothing is 
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +17,25 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from dlo_framework.distributed.step_primitives import torch_optimizer
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.watch.flops import is_compiled
+
+#: Packages whose code reads gradients of parameters in their places, or only drops them.
+_LIBRARIES = (
+    "dlo_",
+    "deepspeed.",
+    "torch.nn.modules.",
+    "torch.optim.",
+    "torch.autograd.",
+    "torch.distributed.",
+    "torch._",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,108 @@ def stepped_gradients(strategy: Any, optimizer: Any) -> list[SteppedGradient]:
         gradient = None if tensor.grad is None else contract.as_shard(name, tensor, tensor.grad)
         found.append(SteppedGradient(name, contract.as_shard(name, tensor, tensor.detach()), gradient))
     return found
+
+
+def gradients_message(names: list[str]) -> str:
+    """Returns the error message for parameters whose ``grad`` the user's code reads or sets where it has no effect."""
+    return (
+        "gradients that ranks shard must be read and changed through the optimizer, got the grad of the parameters"
+        f" {shown_names(names)}; in on_before_optimizer_step use the tensors in optimizer.param_groups, which are this"
+        " rank's shards; clip by the norm with gradient_clip_val or self.clip_gradients; or use strategy ddp"
+    )
+
+
+def check_groups(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Checks that no parameter was added to an optimizer whose parameters have been replaced by shards.
+
+    Args:
+        optimizer: Optimizer with shards in its parameter groups.
+        names: Names of the module's parameters by id.
+
+    Raises:
+        DloError: One was added, which would not be trained.
+    """
+    added = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    if added:
+        raise DloError(
+            "an optimizer of shards must get its parameters in configure_optimizers, got"
+            f" {shown_names(added)} from add_param_group; give it all from the start, in a group with lr 0 until it"
+            " trains, or use strategy ddp"
+        )
+
+
+class UserAccess(TorchFunctionMode):
+    """Refuses reads of the ``grad`` of parameters by the user's code, and finds writes through their ``data``.
+
+    The gradients are in other tensors, those that the optimizer steps, so that code which changes them would change
+    nothing; a backward's own hooks are an exception. The mode costs microseconds for each torch function: it is for the
+    first step.
+
+    Args:
+        names: Names of the parameters by id.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._data: list[tuple[str, Tensor, int]] = []  # what ``data`` returned, with its version counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises a DloError for the ``grad`` of one of the parameters; calls any other function."""
+        attribute, name = getattr(func, "__self__", None), self._names.get(id(args[0])) if args else None
+        if name is None or (attribute is not Tensor.grad and attribute is not Tensor.data):
+            return func(*args, **(kwargs or {}))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        in_backward = torch._C._current_graph_task_id() != -1  # As torch's own hooks ask (2.11 to 2.15).
+        is_users = not caller.startswith(_LIBRARIES) and not in_backward
+        if is_users and attribute is Tensor.grad:
+            raise DloError(gradients_message([name]))
+        found = func(*args, **(kwargs or {}))
+        if is_users:
+            self._data.append((name, args[0], -1) if found is None else (name, found, found._version))
+        return found
+
+    def written(self) -> list[str]:
+        """Returns the names of the parameters whose ``data`` were assigned to or written in place."""
+        return list(dict.fromkeys(name for name, data, version in self._data if data._version != version))
+
+
+class WatchedFirstStep:
+    """Part of a strategy that watches what the user's code does to parameters and gradients in the first step."""
+
+    has_stepped = False
+
+    def watched_names(self) -> dict[int, str]:
+        """Returns the names of the parameters whose gradients are in other tensors, by id; empty to watch none."""
+        raise NotImplementedError
+
+    def check_written(self, names: list[str]) -> None:
+        """Raises a DloError where parameters cannot be written through their ``data``; by default they can."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's training step."""
+        by_hand = not self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
+        with self._watch_first_step() if by_hand else contextlib.nullcontext():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer; in automatic optimization, runs the training step and its backward before."""
+        with self._watch_first_step():
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _watch_first_step(self) -> Iterator[None]:
+        """Watches the user's code, except what is compiled."""
+        names = {} if self.has_stepped or is_compiled(self.lightning_module) else self.watched_names()  # type: ignore[attr-defined]
+        if not names:
+            yield
+            return
+        with UserAccess(names) as access:
+            yield
+        self.has_stepped = True
+        written = access.written()
+        if written:
+            self.check_written(written)
 
 
 def is_divided(strategy: Any, stepped: list[SteppedGradient]) -> bool:

@@ -45,11 +45,12 @@ from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, comput
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
+from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
 
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
+class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
@@ -261,6 +262,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
     def _start(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
+        self.has_stepped = False
         optimizer = self._optimizer(trainer)
         self._checkpoint_activations(self._module())
         config = {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
@@ -356,6 +358,14 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
 
     # --- a step --------------------------------------------------------------------------------------------
 
+    def watched_names(self) -> dict[int, str]:
+        """Returns the names of the parameters whose gradients are in DeepSpeed's partitions, by id."""
+        return self.engine.names if self.engine is not None and self.stage > 0 else {}
+
+    def check_written(self, names: list[str]) -> None:
+        """Checks whether the step may write parameters through their ``data``."""
+        self._started().check_written(names)
+
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients in a half precision, by DeepSpeed's own option."""
         name, given = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], self.asked.get("communication_data_type")
@@ -413,6 +423,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state by name, with this rank's shards of trained weights in single precision."""
+        self.finish_step()
         state = super().lightning_module_state_dict()
         masters = self.engine.master_weights if self.engine is not None else None
         shards = masters.shards() if masters is not None else {}
@@ -426,6 +437,7 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
 
     def local_tensors(self) -> list[Tensor]:
         """Returns the tensors of this rank's partitions, of unpartitioned parameters, and of buffers."""
+        self.finish_step()
         masters = self.engine.master_weights if self.engine is not None else None
         if masters is None:
             return super().local_tensors()
@@ -434,6 +446,11 @@ class DeepSpeedBridge(ShardedStrategy, AnyDeviceDeepSpeed):
             local_tensor(p) for name, p in module.named_parameters() if masters.find_partition(plain_name(name)) is None
         ]
         return [*(flat.tensor for flat in masters.partitions), *frozen, *module.buffers()]
+
+    def finish_step(self) -> None:
+        """Stores what the user's code has written to parameters since the last step in the partitions."""
+        if self.engine is not None:
+            self.engine.store_writes()
 
     @property
     def zero_stage(self) -> int:  # type: ignore[override]

@@ -303,6 +303,7 @@ class MeshStrategy(ShardedStrategy):
         self.shard(trainer)
         self.setup_precision_plugin()
         self.guard_forwards(trainer)
+        self.begin_training_streams()
         self.barrier("sharded")
 
     def needs_all_ranks(self, module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
+from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
@@ -42,7 +43,7 @@ _BUCKET_MB = 25.0
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ZeroStrategy(ShardedStrategy):
+class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
     """Shards optimizer state, gradients and parameters over the ranks: ZeRO, stages 1 to 3.
 
     With psi parameters in single precision under Adam, plain data parallelism takes 16 psi bytes per rank. With N
@@ -59,7 +60,8 @@ class ZeroStrategy(ShardedStrategy):
             the shards that it steps), `parameters` (their shards, those of frozen parameters too; stage 3), or `both`.
             With `parameters` alone, the shards are copied to the device for a step.
         bucket_mb: Size of a gradient bucket in MiB (stages 1 and 2; stage 3 reduces unit by unit).
-        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them.
+        find_unused: Whether parameters may have no gradient in a step. Otherwise that is an error that names them. In
+            stage 3 all units are then gathered for the full step.
         units: Names of the modules whose parameters are gathered together in stage 3, and that wait for the last
             step's parameters in stages 1 and 2; by default the model's blocks.
         param_dtype: Dtype in which parameters in single precision are gathered and computed, with sharded master
@@ -189,6 +191,7 @@ class ZeroStrategy(ShardedStrategy):
             module.to(self.root_device)
         if fitting:
             self._dissolve_engine()
+            self.has_stepped = False
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
             self.engine = self._build(communicator, initialise)
@@ -297,12 +300,16 @@ class ZeroStrategy(ShardedStrategy):
         """Runs the module's training step, with its parameters gathered.
 
         Raises:
-            DloError: Someone has assigned to the ``data`` of a parameter since the last step.
+            DloError: The user's code has written to parameters without values, or reads gradients in the first step.
         """
         if self.engine is not None:
             self.engine.check_params()
         with self._step("training"):
             return super().training_step(*args, **kwargs)
+
+    def watched_names(self) -> dict[int, str]:
+        """Returns the names of the parameters whose gradients are in the engine's shards, by id."""
+        return self.engine.trained_names if self.engine is not None else {}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's validation step, with its parameters gathered."""

@@ -4,7 +4,8 @@ The parameters of a group are views of one flat buffer, the *full buffer*; this 
 *shard*. In stages 1 and 2 the full buffer stays allocated, and the shard is a view of it. In stage 3 the shard has
 memory of its own, and the full buffer's storage is freed between uses. The parameters keep their shapes, and autograd's
 references to them stay valid, because the same storage is filled again. Between uses the parameters read as NaN and
-cannot be written, because reading freed memory would end the process.
+cannot be written, because reading freed memory would end the process. What a step writes to gathered parameters is
+stored in the shards before they are freed.
 
 In stage 3 the shard may be on another device than the optimizer step. Then the step works on a copy of the shard. A
 copy in CPU memory is kept; a copy in device memory exists during the step only.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.distributed.collectives import Communicator, Pending
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.flat_partition import FlatPartition
 
@@ -52,6 +53,8 @@ class FlatGroup:
         pieces: Views of the shard, one for each parameter of which this rank owns elements.
         gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
         partition: Partition of the buffer over the ranks.
+        mirrored: Version of the shard whose values the full buffer has, except for what the user's code has written
+            since; -1 for none.
     """
 
     def __init__(
@@ -85,6 +88,9 @@ class FlatGroup:
         self._arriving: list[tuple[Tensor, CopyHandle]] = []
         self._gathering: Pending | None = None
         self._hidden = False  # whether the parameters read as NaN until a gather has ended
+        self.mirrored = -1
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._before: Tensor | None = None  # the own segment as gathered, where writes through ``data`` are possible
         self._copies = copy_streams(device)
         self._from_shard: CopyHandle | None = None  # last copy up from the shard or from its stepped copy
         self._to_shard: CopyHandle | None = None  # last copy from the stepped copy to the shard
@@ -125,6 +131,7 @@ class FlatGroup:
         self._is_staged = False
         if not self.keep_full:
             self.free()
+        self.mirrored = self.shard._version if self.keep_full else -1
 
     @property
     def shares_memory(self) -> bool:
@@ -166,6 +173,7 @@ class FlatGroup:
         """Allocates the full buffer and starts its all-gather, unless it is allocated."""
         if self.gathered:
             return
+        self.check_params()
         self.full.untyped_storage().resize_(self._bytes)
         self._point_to(self._places)
         self._start_all_gather()
@@ -180,6 +188,8 @@ class FlatGroup:
                 self._from_shard.wait()
             self._gathering.wait()
             self._gathering = None
+            if self._before is not None:
+                self._before.copy_(self.communicator.segment(self.full))
         if self._hidden:
             self._point_to(self._places)
             self._hidden = False
@@ -195,19 +205,86 @@ class FlatGroup:
         assert not self.keep_full
         if self._gathering is not None:
             self.finish_gather()  # Nothing used it, but it must not write to freed memory.
+        self.store_writes()
         self.full.untyped_storage().resize_(0)
         self._point_to(self._placeholders)
 
-    def replaced_params(self) -> list[str]:
-        """Returns the names of the parameters whose data are neither in the full buffer nor read as NaN.
+    # --- writes of the user's code -------------------------------------------------------------------------
 
-        Someone has assigned to their ``data``: training would go on with the buffer's values, and lose the assigned.
-        """
+    def find_written(self) -> list[str]:
+        """Returns the names of the parameters whose version counters have risen since the last call."""
+        before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
+        return [name for name, was, now in zip(self.names, before, self._versions, strict=True) if was != now]
+
+    def _find_assigned(self) -> list[int]:
+        """Returns the numbers of the parameters whose data are neither in the full buffer nor read as NaN."""
         hidden = self._placeholders[0].data_ptr()
         first = self.full.data_ptr()
         places = range(first, first + self._bytes)
         pointers = [parameter.data_ptr() for parameter in self.parameters]
-        return [name for name, at in zip(self.names, pointers, strict=True) if at and at != hidden and at not in places]
+        return [number for number, at in enumerate(pointers) if at and at != hidden and at not in places]
+
+    def check_params(self) -> None:
+        """Checks that no value of a parameter is lost, as one that was written or assigned to while it was freed.
+
+        Raises:
+            DloError: One is.
+        """
+        lost = [] if self.gathered else self.find_written()
+        lost += [self.names[number] for number in self._find_assigned()]
+        if lost:
+            raise DloError(
+                f"parameters under ZeRO must be written in place between steps, got {shown_names(lost)} whose data were"
+                " assigned, or which was written in stage 3, where it has no value; use `with torch.no_grad():"
+                " parameter.copy_(...)` in training_step or, in stages 1 and 2, between steps; or use strategy ddp"
+            )
+
+    @property
+    def _is_stored_always(self) -> bool:
+        """Whether the shard can be overwritten without asking: it has the full buffer's dtype and device."""
+        return not self.has_master_weights and self.shard_device == self.step_device == self.device
+
+    def watch_data(self) -> None:
+        """Compares values from now on: the user's code reads ``data``, through which a write raises no version."""
+        if self._before is None and self.gathered and not self.shares_memory and not self._is_stored_always:
+            self._before = self.communicator.segment(self.full).clone()
+
+    @torch.no_grad()
+    def store_writes(self) -> bool:
+        """Stores what the user's code has written to the gathered parameters in the shard.
+
+        All ranks write the same values, so that each stores its own segment: always where that is a copy in the
+        device's memory of 1/N of the elements; elsewhere if a version counter has risen or, for parameters whose
+        ``data`` are read in the first step of its kind, if the values differ.
+
+        Returns:
+            Whether a parameter's version counter has risen, or its data were assigned, since the last call.
+
+        Raises:
+            DloError: The shard is in a higher precision than the parameters that were written.
+        """
+        written = self.find_written()
+        is_in_use = self.gathered and self._gathering is None and self.mirrored == self.shard._version
+        if self.shares_memory or not is_in_use:
+            return bool(written)
+        for number in self._find_assigned():
+            written.append(self.names[number])
+            self.parameters[number].data = self._places[number].copy_(self.parameters[number].data)
+        own = self.communicator.segment(self.full)
+        if self._is_stored_always:
+            self.shard.copy_(own)
+        elif written or (self._before is not None and not torch.equal(own, self._before)):
+            if self.has_master_weights:
+                raise DloError(
+                    f"parameters under ZeRO must be gathered in {self.dtype} to be written by the model, got"
+                    f" {shown_names(written or self.names)} in {self.gathered_dtype}; set param_dtype: float32 of"
+                    " ZeroStrategy, or leave out bf16_weights"
+                )
+            self.finish_copies()
+            self.shard.copy_(own)
+            self._current = self._is_staged = False
+        self.mirrored = self.shard._version
+        return bool(written)
 
     def _point_to(self, tensors: list[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -234,6 +311,7 @@ class FlatGroup:
 
     def _start_all_gather(self) -> None:
         own = self.communicator.segment(self.full)
+        self.mirrored = self.shard._version
         sent = self.shard if self.shard_device == self.device else self._staged_shard()
         if self._to_shard is not None:
             self._to_shard.wait()
@@ -288,11 +366,12 @@ class FlatGroup:
         return found
 
     @torch.no_grad()
-    def load_params(self) -> None:
-        """Loads the shard's values into the copy that is stepped, before a step.
+    def load_params(self) -> bool:
+        """Loads the shard's values into the copy that is stepped, before a step; returns whether they were written to.
 
         First waits for the last step's copy from the CPU to the device, which may still read that memory.
         """
+        written = self.store_writes()
         self._is_stored = False
         if self.step_device != self.device and self._from_shard is not None:
             self._from_shard.synchronize()
@@ -307,6 +386,7 @@ class FlatGroup:
             else:
                 self._copies.down.copy(self._stepped, self.shard).synchronize()
             self._current = True
+        return written
 
     @torch.no_grad()
     def store_step(self) -> None:
@@ -339,6 +419,7 @@ class FlatGroup:
     def mark_changed(self) -> None:
         """Marks the copies of the shard as out of date, after it was written from outside."""
         self._current = self._is_staged = False
+        self.mirrored = -1
 
     @property
     def copy_bytes(self) -> int:

@@ -71,12 +71,14 @@ class GatherOverlap:
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
         """Waits for the parameters used first, and watches the first step of a kind, such as "training"."""
-        if is_compiled(self._module) if kind not in self._watched else False:
+        compiled = kind not in self._watched and is_compiled(self._module)
+        if compiled:
             self.enabled = False  # Compiled code hides which parameters it uses, and where.
         if not self.enabled:
             self.finish()
         self._wait(self._first)
-        if kind in self._watched or not self.enabled:
+        needs_watch = self.enabled or not all(group.shares_memory for group in self._groups)
+        if kind in self._watched or compiled or not needs_watch:
             yield
             return
         self._watched.add(kind)
@@ -88,12 +90,14 @@ class GatherOverlap:
         def leave(name: str) -> Callable[..., None]:
             return lambda *_: inside.discard(name)
 
-        def on_use(parameter: int) -> None:
+        def on_use(parameter: int, by_data: bool) -> None:
             home = self._home[parameter]
+            used = [g for g in self._groups if any(id(p) == parameter for p in g.parameters)]
             if home and home not in inside:
-                used = [g for g in self._groups if any(id(p) == parameter for p in g.parameters)]
                 self._first += [group for group in used if group not in self._first]
                 self._wait(used)
+            for group in used if by_data else ():
+                group.watch_data()
 
         handles = [part.register_forward_pre_hook(enter(name)) for name, part in self._units.items()]
         handles += [part.register_forward_hook(leave(name), always_call=True) for name, part in self._units.items()]

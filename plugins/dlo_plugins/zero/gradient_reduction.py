@@ -67,6 +67,7 @@ class GradientReducer:
         find_unused: Whether a parameter may have no gradient; then groups without gradients are reduced as zeros, and
             an all-reduce of one byte per parameter finds the unused ones.
         on_reduced: Callback that gets each group whose gradients were moved from its parameters to a buffer.
+        at_end: Whether groups are reduced after backward only, as ranks may gather parameters in different orders.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class GradientReducer:
         communicator: Communicator,
         find_unused: bool,
         on_reduced: Callable[[FlatGroup], None] | None = None,
+        at_end: bool = False,
     ) -> None:
         self.reductions = [Reduction(group) for group in groups]
         self.communicator, self.find_unused, self.on_reduced = communicator, find_unused, on_reduced
+        self._at_end = at_end
         self.used: set[str] = set()  # in this accumulation window, on any rank
         self.skipped: set[int] = set()  # ids of groups whose gradients are not wanted in this backward
         self._next = 0
@@ -104,6 +107,7 @@ class GradientReducer:
         if self._running:
             self._drop_running()
         for reduction in self.reductions:
+            self._watch(reduction, list(reduction.hooks))  # After hooks that the user's code has added since.
             left = [p.grad for p in reduction.group.parameters]
             reduction.earlier, reduction.complete, reduction.launched = None, False, False
             if left.count(None) == len(left):
@@ -134,6 +138,8 @@ class GradientReducer:
             for parameter in reduction.group.parameters:
                 parameter.grad = None
             return
+        if self._at_end:
+            return
         if reduction.launched:
             raise DloError(_second_gradient(reduction.group))
         missing = reduction.missing()
@@ -158,14 +164,10 @@ class GradientReducer:
             if gradient is None:
                 gaps.append(place)
                 continue
-            if gradient.layout is not torch.strided:
-                name = group.names[group.parameters.index(parameter)]
-                raise DloError(
-                    f"gradients under ZeRO must be dense, got a sparse one of {name}; set sparse=False in its Embedding"
-                )
             parameter.grad = None
             written.append(place)
-            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+            gradient = gradient.detach() if gradient.requires_grad else gradient
+            gradients.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
         if gaps:
             torch._foreach_zero_(gaps)
         if written:

@@ -28,13 +28,13 @@ class Unit:
     Attributes:
         name: Name of the module; empty for the root.
         inside: Whether the module's forward is running.
-        kept: Whether the unit stays gathered for a full step, as the root does, since a step uses it outside its
+        kept: Whether the unit stays gathered for a full step: the root, and those that a step uses outside their
             forward.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
         self.name, self.module, self.groups = name, module, groups
-        self.inside = self.kept = False
+        self.inside, self.kept = False, not name
 
     def start(self) -> None:
         """Starts gathering the unit's parameters."""
@@ -75,7 +75,7 @@ class UnitGatherer:
         self.in_backward = False
         self._order: list[Unit] = []  # units of the last forward in their order, for the prefetch
         self._seen: list[Unit] = []
-        self._kept_groups = {id(group) for group in self.root.groups}
+        self._kept_groups = {id(group) for unit in units if unit.kept for group in unit.groups}
         self._module = module
         self._watched: set[str] = set()  # kinds of step that have been watched
         self.handles = [module.register_forward_pre_hook(_outside_graphs(lambda *_: self.begin_step()))]
@@ -115,7 +115,7 @@ class UnitGatherer:
         """Begins a step: gathers the root and the kept units, until :meth:`release_all`."""
         if not self.in_backward and self._seen:
             self._order, self._seen = self._seen, []
-        whole_step = [self.root, *(unit for unit in self.units if unit.kept)]
+        whole_step = [unit for unit in (self.root, *self.units) if unit.kept]
         for unit in whole_step:
             unit.start()
         if self._order:
@@ -136,14 +136,17 @@ class UnitGatherer:
             yield
             return
         self._watched.add(kind)
-        homes = {id(p): unit for unit in self.units for group in unit.groups for p in group.parameters}
+        units = (self.root, *self.units)
+        homes = {id(p): (unit, group) for unit in units for group in unit.groups for p in group.parameters}
         names: list[str] = []
 
-        def on_use(parameter: int) -> None:
-            unit = homes[parameter]
+        def on_use(parameter: int, by_data: bool) -> None:
+            unit, group = homes[parameter]
             if not unit.inside and not unit.kept:
                 self._keep(unit)
                 names.append(unit.name)
+            if by_data:
+                group.watch_data()
 
         with OutsideUse(set(homes), on_use):
             yield
@@ -197,6 +200,8 @@ class UnitGatherer:
         return release
 
     def _before_backward(self, unit: Unit, before: Unit | None) -> None:
+        if torch.is_grad_enabled():
+            self._keep(unit)  # This backward is differentiated in turn, which uses the weights again.
         unit.finish()
         if before is not None:
             before.start()

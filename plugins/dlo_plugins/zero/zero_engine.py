@@ -45,6 +45,7 @@ from dlo_plugins.sharding.optimizer_shards import (
     OptimizerShard,
     patch_global_norm,
 )
+from dlo_plugins.sharding.stepped_gradients import check_groups, gradients_message
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gather_overlap import GatherOverlap
@@ -119,6 +120,8 @@ class ZeroEngine:
             if initialise is not None:
                 _replace_meta_params(optimizers, initialise)
                 self._index_params(module, optimizers)
+            for unit in built:
+                unit.kept |= options.find_unused  # Ranks may use different units: all take part at a step's ends.
             self.groups = [group for unit in built for group in unit.groups]
             self.gathering = UnitGatherer(built, module)
         else:
@@ -132,9 +135,10 @@ class ZeroEngine:
             communicator,
             options.find_unused,
             self.gathering.release if self.gathering else None,
+            at_end=options.find_unused and self.gathering is not None,
         )
         self.shares = [self._make_share(number, optimizer) for number, optimizer in enumerate(optimizers)]
-        self._window_open = False
+        self._window_open = self._by_hand = False
         self.sync = True  # whether the running backward is the last of its accumulation
         self._ready: Callable[[list[Tensor]], None] | None = None  # steps pieces in backward
         self._arriving: deque[FlatGroup] = deque()  # groups whose gradients are being copied, then stepped
@@ -250,9 +254,7 @@ class ZeroEngine:
             )
         share.replace_params(optimizer, self._names)
         prefer_fused(optimizer, on_cpu=any(group.step_device != self.device for group in groups))
-        optimizer.register_step_pre_hook(
-            lambda _, args, kwargs: None if _has_closure(args, kwargs) or self._ready else share.load_params()
-        )
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: self._before_step(share, optimizer, args, kwargs))
         if self.options.rounding is not None:
             self.options.rounding.attach(optimizer, share.local_params, share.as_shard)
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
@@ -266,19 +268,15 @@ class ZeroEngine:
     # --- one step ------------------------------------------------------------------------------------------
 
     def check_params(self) -> None:
-        """Checks that the parameters are those of the buffers; called before each training step.
+        """Checks what was written to the parameters since the last step; called before each training step.
+
+        Stage 3 checks as it gathers them.
 
         Raises:
-            DloError: Someone has assigned to the ``data`` of a parameter since the last step.
+            DloError: Someone has assigned to the ``data`` of a parameter.
         """
-        for group in self.groups:
-            replaced = group.replaced_params()
-            if replaced:
-                raise DloError(
-                    f"parameters under ZeRO must be written in place between steps, got {shown_names(replaced)} with"
-                    " other memory, since their data were assigned; use `with torch.no_grad(): parameter.copy_(...)` in"
-                    " stages 1 and 2, or strategy ddp"
-                )
+        for group in self.groups if self.arrivals else ():
+            group.check_params()
 
     def before_backward(self, automatic: bool) -> None:
         """Prepares the reduction; called before each backward.
@@ -297,6 +295,7 @@ class ZeroEngine:
         elif not automatic:
             self._drop_used_gradients()
         self._window_open = self.reducer.announced = True
+        self._by_hand = not automatic
         self._arriving.clear()  # of a backward that raised
         # Stage 1 accumulates micro-batches in the parameters' own gradients, and reduces them once.
         self.reducer.enabled = self.sync or self.options.reduces_each
@@ -333,7 +332,28 @@ class ZeroEngine:
                 share.set_grads(self.reducer.used)
                 share.record_grads()
 
+    def _before_step(self, share: OptimizerShard[FlatGroup], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        check_groups(optimizer, self._names)
+        if (self._by_hand or not _has_closure(args, kwargs)) and not self._ready:
+            share.load_params()
+
     def _after_step(self, share: OptimizerShard[FlatGroup]) -> None:
+        changed = [
+            name for g in share.groups for name, p in zip(g.names, g.parameters, strict=True) if p.grad is not None
+        ]
+        if changed:
+            raise DloError(gradients_message(changed))
+        copied = (
+            []
+            if self._ready
+            else [g for g in share.groups if not g.shares_memory or isinstance(share, FullTensorShard)]
+        )
+        late = [name for group in copied for name in group.find_written()]
+        if late:
+            raise DloError(
+                "parameters under ZeRO must not be written between their backward and their step, got"
+                f" {shown_names(late)} written; write in training_step, or in on_train_batch_end in stages 1 and 2"
+            )
         share.all_gather_params()
         if self.arrivals:
             self.arrivals.after_step()
@@ -380,6 +400,8 @@ class ZeroEngine:
         group.finish_gradient()
         if group.gradient is None:
             return
+        group.store_writes()
+        group.mirrored = -1
         if isinstance(share, FullTensorShard):
             share.step_group(group, self._ready)
         else:
@@ -402,6 +424,11 @@ class ZeroEngine:
 
     def finish_step(self) -> None:
         """Waits for the last step's collectives and copies; then parameters and shards can be read and written."""
+        self._finish_exchanges()
+        for group in self.groups:
+            group.store_writes()
+
+    def _finish_exchanges(self) -> None:
         if self.arrivals:
             self.arrivals.finish()
         for group in self.groups:
@@ -431,6 +458,11 @@ class ZeroEngine:
                     group.gradient = None
 
     # --- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def trained_names(self) -> dict[int, str]:
+        """Names of the trained parameters by id."""
+        return {id(p): name for g in self.groups if g.trains for name, p in zip(g.names, g.parameters, strict=True)}
 
     @property
     def holds_shards(self) -> bool:
@@ -476,7 +508,7 @@ class ZeroEngine:
         In stages 1 and 2 the shards take the parameters' values, unless the shards are master weights, which the
         parameters then take. In stage 3 the gathered parameters are freed, because the shards alone are written to.
         """
-        self.finish_step()
+        self._finish_exchanges()
         for group in self.groups:
             group.mark_changed()
             if group.keep_full and group.has_master_weights:

@@ -1,0 +1,104 @@
+"""What the console shows of a run: the loss over all ranks, and the metrics that the module logs for it."""
+
+from __future__ import annotations
+
+import io
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+
+from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.testing import run_distributed
+from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.watch.bar import RunBar
+from dlo_plugins.strategies.zero import ZeroStrategy
+from dlo_tasks.imagenet.digits import DigitsData
+
+STRATEGIES = {"ddp": DataParallelStrategy, "zero3": partial(ZeroStrategy, stage=3)}
+
+
+class Lines(RunBar):
+    """Bar that prints a line for each batch into a string."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds_between_lines=0.0)
+        self.text = io.StringIO()
+
+    @property
+    def _stream(self) -> Any:
+        return self.text
+
+
+class Net(LightningModule):
+    def __init__(self, manual: bool, returns: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.returns = not manual, returns
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("at_step", float(batch_idx + 1), prog_bar=True)
+        self.log("of_epoch", loss.detach(), prog_bar=True, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("hidden", 1.0)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss / 2)
+            self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]) / 2)
+            optimizer.step()
+        return loss if self.returns else None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) -> list[list[str]]:
+    silence_lightning()
+    found = []
+    for name, manual, returns, every in jobs:
+        seed_everything(1, workers=True, verbose=False)
+        lines = Lines()
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=STRATEGIES[name]() if world_size > 1 else "auto",
+            max_epochs=2,
+            limit_train_batches=3,
+            limit_val_batches=0,
+            log_every_n_steps=every,
+            callbacks=[lines],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Net(manual, returns), datamodule=DigitsData(image_size=16, batch_size=32))
+        found.append(lines.text.getvalue().splitlines())
+    leave_group()
+    return found
+
+
+def _values(line: str) -> dict[str, str]:
+    """Returns the values of a line, without the time and the rate."""
+    return dict(re.findall(r"(\w+) ([\d.]+)(?=,|$)", line.split(": ", 1)[1]))
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_all_ranks_losses_and_the_modules_metrics_are_shown(name: str) -> None:
+    jobs = [(name, False, True, 1), (name, False, True, 50), (name, True, False, 1), (name, True, True, 1)]
+    (alone,) = run_distributed(_lines, 1, jobs, backend=None)
+    (ranks, silent) = run_distributed(_lines, 2, jobs, backend=None)
+    assert silent == [[]] * len(jobs), "one rank prints"
+    for one, two, (_, _, _, every) in zip(alone, ranks, jobs, strict=True):
+        assert len(one) == len(two) == 2 * 4  # each batch, and each epoch's end
+        for number, (left, right) in enumerate(zip(map(_values, one), map(_values, two), strict=True)):
+            assert left["loss"] == right["loss"] or (every > 1 and number not in (0, 3, 7)), (number, left, right)
+            assert left["at_step"] == right["at_step"] == f"{min(number % 4 + 1, 3)}.0000"
+            assert ("of_epoch" in left) == ("of_epoch" in right) == (number >= 3)
+            assert left.get("of_epoch") == right.get("of_epoch")
+            assert "hidden" not in right
+    assert [_values(line)["loss"] for line in alone[2]] == [_values(line)["loss"] for line in alone[3]]
