@@ -22,7 +22,8 @@ from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
-from dlo_framework.resume import ExactResume, logged_metrics, raw_random_state, restore_raw_random_state, same_metrics
+from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
+from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor

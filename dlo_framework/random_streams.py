@@ -66,6 +66,21 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def raw_random_state() -> tuple[Any, ...]:
+    """Returns the same state in the generators' own forms, which is quicker."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def restore_raw_random_state(state: tuple[Any, ...]) -> None:
+    """Sets the random generators to a state of :func:`raw_random_state`."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state(state[3])
+
+
 def restore_random_state(state: dict[str, Any]) -> None:
     """Sets the random generators to a state of :func:`random_state`."""
     version, internal, gauss = state["python"]
