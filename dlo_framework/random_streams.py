@@ -139,11 +139,20 @@ def set_torch_state(state: TorchState, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def restored_torch_state(state: TorchState, device: torch.device) -> Iterator[None]:
-    """Sets random states inside the block, and restores those of before after it."""
-    before = get_torch_state(device)
-    set_torch_state(state, device)
-    try:
-        yield
-    finally:
-        set_torch_state(before, device)
+def random_stream(seed: int, device: torch.device, *, also_python: bool = False) -> Iterator[None]:
+    """Seeds torch's generators of the CPU and of a device inside the block, and restores their states after it.
+
+    Args:
+        seed: Seed; any integer.
+        device: Device.
+        also_python: Whether to do so with Python's and NumPy's generators too.
+    """
+    state = get_torch_state(device)
+    with preserved_random_state() if also_python else contextlib.nullcontext():
+        if also_python:
+            seed_all(seed % 2**63)
+        seed_torch(seed, device)
+        try:
+            yield
+        finally:
+            set_torch_state(state, device)

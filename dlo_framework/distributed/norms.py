@@ -81,7 +81,7 @@ class JointGradients(TorchFunctionMode):
             DloError: The result is a number that depends on several gradients.
         """
         result = func(*args, **(kwargs or {}))
-        if func == torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
+        if func == _GET_GRADIENT:
             if result is not None:
                 self._sources[result] = {id(args[0])}
             return result
@@ -129,5 +129,7 @@ class JointGradients(TorchFunctionMode):
             )
 
 
+#: Function that a mode gets where `.grad` is read.
+_GET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 #: Functions that return a tensor's values as Python numbers.
 _NUMBERS = ("item", "tolist", "__bool__", "__float__", "__int__", "__format__")

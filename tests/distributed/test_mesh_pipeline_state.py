@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
@@ -218,3 +220,122 @@ def test_what_the_last_stage_alone_has_is_as_in_one_process(tmp_path: Path) -> N
     for schedule in ("1F1B", "ZBV"):
         for name, value in expected.items():
             torch.testing.assert_close(found[0][schedule][name], value, rtol=1e-4, atol=1e-6)
+
+
+# --- noise, tables that blocks make, scalars -----------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """Block that makes a table in its first forward, and drops features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop = nn.Linear(6, 6), nn.Dropout(0.2)
+        self.table: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6, dtype=x.dtype) / 6
+        return x + self.drop(torch.tanh(self.dense(x))) + self.table
+
+
+class Noised(nn.Module):
+    """Returns the noise and its learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Shifted() for _ in range(4))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, noise: Tensor) -> Any:
+        hidden = self.stem(x + noise)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden), noise, self.temperature
+
+
+class Denoise(Task):
+    """Predicts the noise that `inputs` adds."""
+
+    def configure_model(self) -> None:
+        if not self.has_model:
+            torch.manual_seed(0)
+            self.model = Noised()
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head", "temperature"))
+
+    def example_batch(self, datamodule: Any) -> Any:
+        return torch.zeros(1, 6), torch.zeros(1, dtype=torch.long)
+
+    def inputs(self, batch: Any) -> Any:
+        self.noise = torch.randn_like(batch[0]) * random.choice((1.0, 2.0))
+        return (batch[0], self.noise), {}
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        predicted, noise, temperature = outputs
+        assert not self.training or torch.equal(noise, self.noise)
+        return nn.functional.mse_loss(predicted * temperature, noise)
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        assert outputs[2].shape == ()
+        return {"temperature": outputs[2]}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watch(Callback):
+    """Records losses, and saves in an open accumulation."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.losses = path, list[float]()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if self.path is not None and trainer.fit_loop.total_batch_idx == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def denoised(strategy: Any, rate: float, save: Path | None = None, resume: Path | None = None) -> Any:
+    task, watch = Denoise(), Watch(save)
+    task.configure_model()
+    for module in task.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "64-true", "limit_val_batches": 1}
+    run = trainer(2, strategy, callbacks=[ExactResume(), watch], **options)
+    run.fit(task, fsdp_nets.Batches([*batches(4)]), batches(4), ckpt_path=resume)
+    return watch.losses, gather_full_weights(run)
+
+
+def noise_on_ranks(rank: int, world_size: int, folder: str) -> Any:
+    silence_lightning()
+    found: dict[str, Any] = {}
+    names = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna")
+    for name, split in (*((name, None) for name in names), ("1F1B", [1, 3])):
+        found[f"{name} {split}"] = denoised(pipeline(micro_batches=2, schedule=name, split=split), 0.0)
+    for name in ("1F1B", "ZBV"):
+        path = Path(folder) / name
+        whole = denoised(pipeline(micro_batches=2, schedule=name), 0.3, save=path)
+        resumed = denoised(pipeline(micro_batches=2, schedule=name), 0.3, resume=path)
+        found[f"{name}, resumed"] = whole, resumed
+    leave_group()
+    return found
+
+
+def test_all_stages_have_one_noise_and_a_resume_amid_an_accumulation_equals_to_the_bit(tmp_path: Path) -> None:
+    found = run_distributed(noise_on_ranks, 2, str(tmp_path), backend=None, timeout=280, group_timeout=60)[0]
+    resumed = {name: found.pop(name) for name in list(found) if name.endswith("resumed")}
+    losses, weights = found.pop("1F1B None")
+    assert len(set(losses)) == len(losses) > 5
+    for name, (others, other_weights) in found.items():
+        assert others == pytest.approx(losses, rel=1e-12), name
+        for key, value in weights.items():
+            torch.testing.assert_close(other_weights[key], value, rtol=1e-11, atol=1e-13, msg=f"{name}: {key}")
+    for name, (whole, after) in resumed.items():
+        assert whole[0][-len(after[0]) :] == after[0], name
+        for key, value in whole[1].items():
+            assert torch.equal(after[1][key], value), f"{name}: {key}"

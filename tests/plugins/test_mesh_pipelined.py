@@ -44,7 +44,7 @@ class Told(Task):
 def pipelined(is_last: bool, device: str, outputs: Any = None) -> PipelinedTask:
     placement = SimpleNamespace(ranks=2, stages=2, rank_of=lambda stage: stage)
     found: Any = SimpleNamespace(placement=placement, is_last=is_last, device=torch.device(device), group=None)
-    found.evaluate = lambda parts, forward: [outputs] if is_last else None
+    found.evaluate = lambda parts, forward, stream: [outputs] if is_last else None
     return PipelinedTask(Told(), found, micro_batches=2)
 
 
@@ -99,8 +99,15 @@ def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatc
 
 
 def test_outputs_that_cannot_be_joined_are_named() -> None:
-    assert concat_batches([{"all": [torch.ones(2), None, "x"]}, {"all": [torch.ones(1), None, "x"]}])["all"][
-        0
-    ].shape == (3,)
+    parts = [
+        {"all": [torch.ones(rows), None, "x", torch.tensor(0.07), torch.tensor(value), 2.0 * value, 3]}
+        for rows, value in ((2, 1.0), (1, 4.0))
+    ]
+    rows, *plain = concat_batches(parts, [2 / 3, 1 / 3])["all"]
+    assert rows.shape == (3,)
+    # A learned temperature is that of one process, and a term of a loss its mean.
+    assert plain == [None, "x", torch.tensor(0.07), torch.tensor(2.0), 4.0, 3]
+    with pytest.raises(DloError, match=r"got different values of int; leave it out"):
+        concat_batches([{"count": 2}, {"count": 3}], [0.5, 0.5])
     with pytest.raises(DloError, match=r"got a DynamicCache; leave it out .*use_cache=False"):
-        concat_batches([{"past": DynamicCache()}, {"past": DynamicCache()}])
+        concat_batches([{"past": DynamicCache()}, {"past": DynamicCache()}], [0.5, 0.5])

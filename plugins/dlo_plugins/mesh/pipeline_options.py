@@ -131,8 +131,10 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
     batch = task.example_batch(datamodule)
     if batch is None:
         return None
-    alone: Any = copy.copy(task)
-    alone._trainer = None  # Its loss must not communicate.
+    try:
+        alone = _without_memory(task)
+    except Exception:  # Attributes of a task need not be copied.
+        return None
 
     def run() -> None:
         device = next((tensor.device for tensor in alone.model.parameters()), torch.device("cpu"))
@@ -144,3 +146,16 @@ def forward_costs(task: Task, plan: ParallelPlan, datamodule: Any) -> PartCosts 
             alone.loss(outputs, here)
 
     return flop_costs(alone.model, plan, run)
+
+
+def _without_memory(task: Task) -> Any:
+    """Returns a copy of a task with its tensors on the meta device, and without its trainer.
+
+    Modules of the copy may keep what they compute, and its loss communicates with nobody.
+    """
+    memo: dict[int, Any] = {id(task._trainer): None, id(task._fabric): None}
+    for tensor in [*task.parameters(), *task.buffers()]:
+        found = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+    return copy.deepcopy(task, memo)

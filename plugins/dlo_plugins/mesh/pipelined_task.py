@@ -28,6 +28,9 @@ from dlo_plugins.mesh.batches import concat_batches
 from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
 
+#: First number of the streams of random numbers of evaluated batches; lower ones are those of training.
+_EVALUATIONS = 2**40
+
 #: Shape of the tensors, without rows, and dtype of each list state of a metric.
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -85,6 +88,7 @@ class PipelinedTask:
         self.gathering: dist.ProcessGroup | None = None
         self._buffers = list(self._shared_buffers())
         self._rows: dict[int, tuple[int, int]] = {}
+        self._evaluated = 0  # Number of batches that have been evaluated since the last one of training.
         #: Shape and dtype of the output of :meth:`run_on_all_ranks`, by the shapes of its input.
         self._output_layouts: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
         pipeline.micro_batch_state = state
@@ -107,8 +111,10 @@ class PipelinedTask:
         parts = self.split_training_batch(batch)
         weights = self.task.micro_batch_weights(parts)
         set_scale(seed / len(parts))
+        self._evaluated, trainer = 0, self.task._trainer
         total = self.pipeline.train_step(
             *(parts, self._forward, self.task.loss, weights, seed),
+            stream=0 if trainer is None else trainer.fit_loop.total_batch_idx,
             sum_tied=False,
             accumulates=accumulates,
             ends_window=ends_window,
@@ -119,8 +125,13 @@ class PipelinedTask:
     def outputs(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch, on the last stage's rank; None elsewhere."""
         parts = self._split(batch, self._evaluated_parts(batch_size(batch)))
-        found = self.pipeline.evaluate(parts, self._forward)
-        return None if found is None else concat_batches(found)
+        found = self.pipeline.evaluate(parts, self._forward, self._next_stream())
+        rows = [batch_size(part) for part in parts]
+        return None if found is None else concat_batches(found, [number / sum(rows) for number in rows])
+
+    def _next_stream(self) -> int:
+        self._evaluated += 1
+        return _EVALUATIONS + self._evaluated
 
     def _evaluated_parts(self, length: int) -> int:
         """Returns the number of micro-batches of an evaluated batch: at most one for each rank of the pipeline.
@@ -246,7 +257,7 @@ class PipelinedTask:
         if self._select is not None:
             self._rows = {id(part): (0, batch_size(part))}
             self._select(*self._rows[id(part)])
-        found = self.pipeline.evaluate([part], forward)
+        found = self.pipeline.evaluate([part], forward, self._next_stream())
         if len(self._output_layouts) >= self.pipeline.most_shapes:
             self._output_layouts.clear()
         if key not in self._output_layouts:

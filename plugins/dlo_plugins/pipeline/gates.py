@@ -3,13 +3,15 @@
 The forward starts at its beginning on every stage, with the micro-batch's own arguments. So every stage has what the
 model computes from them (masks, angles, positions), and only the hidden state is sent. While it runs:
 
-- a module of the stem, and a block of an earlier stage, is not called; it returns zeros of its output's shape;
+- a module of the stem, and a block of an earlier stage, is not called; it returns a placeholder of its output's shape;
 - the stage's first block is called with the received hidden state as its first argument;
 - the forward ends where the next stage's first block would be called: that block's first argument is sent.
 
 So the code between two blocks runs in the stage of the earlier block. If the forward uses anything else from earlier
-stages (for example in a skip connection around a block), it would use zeros in place of values: :mod:`.skip_check`
-finds that.
+stages (for example in a skip connection around a block), it would use a placeholder: :mod:`.skip_check` finds that.
+
+Code outside of stem and blocks runs on several stages, and draws the same random numbers on all of them: a block, and
+a module of the stem, draws from a stream of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.random_streams import random_stream
 from dlo_plugins.pipeline.model_stages import Stages
-from dlo_plugins.pipeline.skip_check import SkipCheck
+from dlo_plugins.pipeline.skip_check import Placeholder, SkipCheck
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,12 @@ class TensorShape:
     size: tuple[int, ...]
     dtype: torch.dtype
 
-    def zeros(self, device: torch.device, dense: bool) -> Tensor:
-        """Returns zeros; unless `dense`, they share the memory of one element, which must not be written to."""
-        if dense:
-            return torch.zeros(self.size, dtype=self.dtype, device=device)
-        return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
+    def placeholder(self, device: torch.device, source: str, check: SkipCheck, dense: bool) -> Tensor:
+        """Returns a placeholder; unless `dense`, it has the memory of one element, which must not be written to."""
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        size = self.size if dense else ()
+        full = torch.full(size, value, dtype=self.dtype, device=device).expand(self.size)
+        return Placeholder(full, source, check)
 
 
 @dataclass
@@ -50,6 +54,18 @@ class StageShapes:
     """
 
     returned: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class _Identity(torch.autograd.Function):
+    """View of a received hidden state that is not a leaf of autograd's graph, so that a block may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _StageEnd(Exception):
@@ -71,7 +87,10 @@ class StageForward:
         received: Hidden state from the previous stage; None in the first.
         shapes: Shapes that the modules of earlier stages return.
         record: Whether to record the shapes that this stage's modules return.
-        check: Check for uses of placeholders; None turns it off.
+        seed: Seed of the streams of random numbers of stem and blocks; None for no streams of their own.
+
+    Attributes:
+        check: Check for uses of placeholders.
     """
 
     def __init__(
@@ -83,10 +102,12 @@ class StageForward:
         received: Tensor | None,
         shapes: StageShapes,
         record: bool,
-        check: SkipCheck | None,
+        seed: int | None = None,
     ) -> None:
         self.model, self.stages, self.stage, self.device = model, stages, stage, device
-        self.received, self.shapes, self.record, self.check = received, shapes, record, check
+        self.received, self.shapes, self.record, self.seed = received, shapes, record, seed
+        self.check, self.has_ended = SkipCheck(model), False
+        self._builds_graph = torch.is_grad_enabled()
         self.entered = -1  # Number of the block that was called last.
         #: Shapes that the modules of this stage and of earlier ones return; complete if `record` is set.
         self.known = StageShapes({name: list(calls) for name, calls in shapes.returned.items()})
@@ -98,11 +119,13 @@ class StageForward:
             DloError: If the forward does not call each block once and in order.
         """
         last = self.stage + 1 == self.stages.count
-        with self._gates(), self.check or contextlib.nullcontext():
+        with self._gates():
             try:
                 outputs = forward()
             except _StageEnd as end:
                 return end.hidden
+            finally:
+                self.has_ended = True
         wanted = self.stages.first[self.stage + 1] - last
         if self.entered < wanted:
             raise DloError(
@@ -130,19 +153,16 @@ class StageForward:
     def _plan(self) -> Iterator[tuple[str, Callable[[str, Any], Any]]]:
         first, end = self.stages.first[self.stage], self.stages.first[self.stage + 1]
         if self.stage > 0:
-            yield from ((name, self._zeros) for name in self.stages.stem_tensors)
+            yield from ((name, self._absent_tensor) for name in self.stages.stem_tensors)
             yield from ((name, self._placeholder) for name in self.stages.stem_units)
             yield from ((name, self._placeholder) for name in self.stages.blocks[:first])
-        elif self.record:
+        elif self.record or self.seed is not None:
             yield from ((name, self._recorded) for name in self.stages.stem_units)
         yield from ((name, self._block) for name in self.stages.blocks[first:end])
         yield from ((name, self._exit) for name in self.stages.blocks[end:])
 
-    def _zeros(self, name: str, parameter: Tensor) -> Tensor:
-        value = TensorShape(tuple(parameter.shape), parameter.dtype).zeros(self.device, dense=False)
-        if self.check is not None:
-            self.check.mark(value, name)
-        return value
+    def _absent_tensor(self, name: str, parameter: Tensor) -> Tensor:
+        return TensorShape(tuple(parameter.shape), parameter.dtype).placeholder(self.device, name, self.check, False)
 
     def _placeholder(self, name: str, module: nn.Module) -> nn.Module:
         is_block = name in self.stages.blocks
@@ -150,16 +170,14 @@ class StageForward:
 
         def placeholder(*args: Any, **kwargs: Any) -> Any:
             try:
-                value = _mapped(next(calls), TensorShape, lambda shape: shape.zeros(self.device, dense=True))
+                shapes = next(calls)
             except StopIteration:
                 raise DloError(self._extra_call_message(name, is_block)) from None
             if is_block:
                 self._enter(name)
-            if self.check is not None:
-                _mapped(value, Tensor, lambda tensor: self.check.mark(tensor, name))  # type: ignore[union-attr]
-            return value
+            return _mapped(shapes, TensorShape, lambda shape: shape.placeholder(self.device, name, self.check, True))
 
-        return _Gate(module, placeholder, lambda leaf, tensor: self._zeros(f"{name}.{leaf}", tensor))
+        return _Gate(module, placeholder, lambda leaf, tensor: self._absent_tensor(f"{name}.{leaf}", tensor))
 
     def _extra_call_message(self, name: str, is_block: bool) -> str:
         """Returns the message for a module of an earlier stage that is called more often than in that stage."""
@@ -176,29 +194,50 @@ class StageForward:
 
     def _recorded(self, name: str, module: nn.Module) -> nn.Module:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            returned = module(*args, **kwargs)
-            self._record_shape(name, returned)
+            with self._stream(name):
+                returned = module(*args, **kwargs)
+            if self.record and not self.has_ended:
+                self._record_shape(name, returned)
             return returned
 
         return _Gate(module, recorded)
+
+    def _stream(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which a module of the stem, or a block, draws its own random numbers."""
+        if self.seed is None:
+            return contextlib.nullcontext()
+        names = (*self.stages.stem_units, *self.stages.blocks)
+        return random_stream(hash((self.seed, names.index(name))), self.device)
 
     def _block(self, name: str, module: nn.Module) -> nn.Module:
         is_first = self.received is not None and self.stages.blocks.index(name) == self.stages.first[self.stage]
 
         def block(*args: Any, **kwargs: Any) -> Any:
-            self._enter(name)
+            if not self.has_ended:  # A recomputation in backward calls it again.
+                self._enter(name)
             if is_first:
-                args, kwargs = _with_hidden(args, kwargs, self.received)
-                if self.check is not None:
-                    self.check.mark_received()
-            if self.check is not None:
-                self.check.check_arguments((args, kwargs), name)
-            returned = module(*args, **kwargs)
-            if self.record:
+                args, kwargs = _with_hidden(args, kwargs, self._hidden(name))
+                self.check.is_received = True
+            if self.check.is_received:
+                self.check.check_values((args, kwargs), f"'{name}' with an argument")
+            with self._stream(name):
+                returned = module(*args, **kwargs)
+            if self.record and not self.has_ended:
                 self._record_shape(name, returned)
             return returned
 
         return _Gate(module, block)
+
+    def _hidden(self, name: str) -> Any:
+        received: Any = self.received
+        if not received.requires_grad:
+            return received
+        if self._builds_graph and not torch.is_grad_enabled():
+            raise DloError(
+                f"a stage's first block must run with gradients in training, got '{name}' without, as in torch's"
+                " checkpoint(use_reentrant=True); use use_reentrant=False, or the applier ActivationCheckpoint"
+            )
+        return _Identity.apply(received)
 
     def _exit(self, name: str, module: nn.Module) -> nn.Module:
         def leave(*args: Any, **kwargs: Any) -> Any:
@@ -223,8 +262,7 @@ class StageForward:
                 f" '{expected}'; turn off what skips or repeats blocks, or train with pp=1"
             )
         self.entered = number
-        if self.check is not None:
-            self.check.place = name
+        self.check.place = name
 
     def _record_shape(self, name: str, returned: Any) -> None:
         shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))

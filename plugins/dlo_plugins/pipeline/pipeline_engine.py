@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.experts.step_counts import in_micro_batch
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.random_streams import TorchState, get_torch_state, restored_torch_state
+from dlo_framework.random_streams import random_stream
 from dlo_framework.recompute import BufferGuard, recomputed_later
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
@@ -38,7 +38,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
 )
 from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
 from dlo_plugins.pipeline.simulation import Timeline
-from dlo_plugins.pipeline.skip_check import SkipCheck
+from dlo_plugins.pipeline.skip_check import Placeholder, SkipCheck
 from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
@@ -78,6 +78,8 @@ class _Step:
     inputs: dict[tuple[int, int], _StageInput] = field(default_factory=dict)
     #: Key of the step, which its micro-batches' keys begin with.
     key: object = field(default_factory=object)
+    #: Number on which the random numbers of its micro-batches depend, the same on all stages.
+    stream: int = 0
 
 
 @dataclass
@@ -86,13 +88,11 @@ class _StageInput:
 
     Attributes:
         received: Hidden state that it has received; None in the first stage, which has the micro-batch itself.
-        random: Random states before the forward, of the CPU and of the device.
         again: Context in which buffers have their values before the forward, and keep those after it.
         is_counted: Whether the forward built a graph, in which routers count their tokens.
     """
 
     received: Tensor | None
-    random: TorchState
     again: contextlib.AbstractContextManager[None]
     is_counted: bool
 
@@ -215,8 +215,8 @@ class Pipeline:
         self._exchange = Exchange(self._transport, self.placement, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._shapes: dict[tuple[int, Any], StageShapes] = {}
-        self._checked: set[tuple[int, bool]] = set()
         self._seen: set[Any] = set()
+        self._has_marked = False
 
     @property
     def is_last(self) -> bool:
@@ -233,6 +233,7 @@ class Pipeline:
         weights: Sequence[float] | None = None,
         seed: Tensor | float = 1.0,
         *,
+        stream: int = 0,
         sum_tied: bool = True,
         accumulates: bool = False,
         ends_window: bool = True,
@@ -247,6 +248,7 @@ class Pipeline:
                 stage runs it.
             weights: Weight of each micro-batch's loss; by default equal weights that sum to one.
             seed: Factor on the losses for backward only, as a gradient scaler needs.
+            stream: Number of the batch in the run, on which the random numbers of its forwards depend.
             sum_tied: Whether to sum the gradients of tied weights over the ranks that hold them. If one optimizer step
                 accumulates over several calls, set it in the last call only.
             accumulates: Whether the optimizer step accumulates the call before too; of use where gradients are delayed.
@@ -262,7 +264,7 @@ class Pipeline:
         """
         number = len(micro_batches)
         schedule = self.schedule_for(number)
-        step = self._step(schedule, micro_batches, forward)
+        step = self._step(schedule, micro_batches, forward, stream)
         step.loss, step.seed = loss, seed
         step.weights = [1.0 / number] * number if weights is None else weights
         step.recomputed = schedule.recomputed_stages
@@ -383,12 +385,15 @@ class Pipeline:
         self._carried = self.delayed = self._loss = None
         self.has_gradients = True
 
-    def evaluate(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> list[Any] | None:
+    def evaluate(
+        self, micro_batches: Sequence[Any], forward: Callable[[Any], Any], stream: int = -1
+    ) -> list[Any] | None:
         """Runs the forward of any number of micro-batches, without gradients.
 
         Args:
             micro_batches: Micro-batches on this rank's device, the same on all ranks of the pipeline.
             forward: Function that calls the model, or some of its modules, on a micro-batch.
+            stream: Number on which the random numbers of its forwards depend; no training step has it.
 
         Returns:
             Output of `forward` for each micro-batch on the rank of the last stage; None on other ranks.
@@ -396,7 +401,7 @@ class Pipeline:
         self.drain()
         schedule = forward_only(self.placement, len(micro_batches))
         with torch.no_grad():
-            step = self._step(schedule, micro_batches, forward)
+            step = self._step(schedule, micro_batches, forward, stream)
             if self.record:
                 self._recorder.begin(self.group)
             for action in schedule.orders[self.rank]:
@@ -422,8 +427,7 @@ class Pipeline:
         for key, micro_batch in dict(zip(known, micro_batches, strict=True)).items():
             hidden, shapes = None, StageShapes()
             for stage in range(last + 1):
-                check = SkipCheck() if stage else None
-                passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True, check)
+                passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True)
                 result = passage.run(partial(forward, micro_batch))
                 self._shapes[stage + 1, key] = shapes = passage.known
                 self._exchange.set_layout(stage + 1, key, result, shapes)
@@ -439,15 +443,17 @@ class Pipeline:
         _, stage, number = action
         received = step.exchange.receive_hidden(stage, step.first + number) if stage else None
         keeps_input = stage in step.recomputed
-        with self._timed(action), self._version_of(step, stage, number):
+        with self._timed(action), self._version_of(step, stage, number), self._stream(step, number):
             if keeps_input:
                 result = self._keep_input(step, stage, number, received)
             else:
                 result = self._passage(step, stage, number, received)
             if stage + 1 == self.stages.count:
                 if step.loss is None:
+                    SkipCheck(self.model).check_values(result, "a model's output")
                     step.outputs[number] = result
                     return
+                self._mark_kept(stage)
                 result = step.loss(result, step.micro_batches[number])
                 if self.loss_ready is not None:
                     self.loss_ready(result)
@@ -469,6 +475,41 @@ class Pipeline:
             step.version = WeightVersion(parameter_places(self.model, self.ownership))
         return step.version.applied()
 
+    def _mark_kept(self, stage: int) -> None:
+        """Puts placeholders where the blocks of other ranks would keep tensors with a graph, as those of a stage do.
+
+        A loss that sums what blocks keep in attributes would lose the terms of these blocks. It is done once: what
+        blocks keep does not change after the first forward.
+        """
+        if self._has_marked:
+            return
+        self._has_marked = True
+        held = {name for own in self.own_stages for name in self.stages.blocks_of(own)}
+        others = [name for name in self.stages.blocks if name not in held]
+        check = SkipCheck(self.model)
+        check.is_received, check.place = True, self.stages.blocks[-1]
+        for block in self.stages.blocks_of(stage):
+            for path, module in self.model.get_submodule(block).named_modules():
+                for key, value in list(vars(module).items()):
+                    items = value if isinstance(value, list) else [value]
+                    if not any(isinstance(item, Tensor) and item.grad_fn is not None for item in items):
+                        continue
+                    for name in others:
+                        inside = dict(self.model.get_submodule(name).named_modules()).get(path)
+                        if type(inside) is type(module):
+                            source = f"{name}.{path}.{key}".replace("..", ".")
+                            mark = Placeholder(torch.zeros((), device=self.device), source, check)
+                            vars(inside)[key] = [mark] if isinstance(value, list) else mark
+
+    @staticmethod
+    def _seed(step: _Step, number: int) -> int:
+        """Returns the seed of a micro-batch, the same on all stages; it draws nothing."""
+        return hash((torch.initial_seed(), step.stream, number))
+
+    def _stream(self, step: _Step, number: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with the random numbers of a micro-batch."""
+        return random_stream(self._seed(step, number), self.device, also_python=True)
+
     def _keep_input(self, step: _Step, stage: int, number: int, received: Tensor | None) -> Any:
         """Returns a stage's output without its activations, and keeps what :meth:`_recompute` needs.
 
@@ -480,7 +521,9 @@ class Pipeline:
         key = stage, step.signatures[number]
         once, again = self._buffers.contexts()
         builds = key not in self._has_gradient
-        step.inputs[stage, number] = _StageInput(received, get_torch_state(self.device), again, builds)
+        step.inputs[stage, number] = _StageInput(received, again, builds)
+        if received is not None:  # A block may write to its input.
+            received = received.detach().clone().requires_grad_(received.requires_grad)
         uncaches = contextlib.nullcontext() if builds else uncached(self.device.type)
         with once, torch.set_grad_enabled(builds), uncaches, recomputed_later():
             result = self._passage(step, stage, number, received)
@@ -491,7 +534,7 @@ class Pipeline:
         """Computes a stage's forward again with its activations: same random numbers, and buffers change once."""
         _, stage, number = action
         kept = step.inputs.pop((stage, number))
-        with self._timed(action), kept.again, restored_torch_state(kept.random, self.device):
+        with self._timed(action), kept.again, self._stream(step, number):
             result = self._passage(step, stage, number, kept.received, kept.is_counted)
         step.saved[stage, number] = kept.received, result
 
@@ -502,12 +545,10 @@ class Pipeline:
         shapes = self._shapes[stage, key] if stage else StageShapes()
         last = stage + 1 == self.stages.count
         record = not last and (stage + 1, key) not in self._shapes
-        checked = (stage, self.model.training)
-        check = SkipCheck() if stage and checked not in self._checked else None
-        passage = StageForward(self.model, self.stages, stage, self.device, received, shapes, record, check)
+        seed = self._seed(step, number)
+        passage = StageForward(self.model, self.stages, stage, self.device, received, shapes, record, seed)
         with in_micro_batch((step.key, stage, number), recomputes=is_counted):
             result = passage.run(lambda: step.forward(step.micro_batches[number]))
-        self._checked.add(checked)
         if record:
             self._shapes[stage + 1, key] = passage.known
         return result
@@ -575,12 +616,15 @@ class Pipeline:
 
     # --- helpers -------------------------------------------------------------------------------------------
 
-    def _step(self, schedule: Schedule, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> _Step:
+    def _step(
+        self, schedule: Schedule, micro_batches: Sequence[Any], forward: Callable[[Any], Any], stream: int
+    ) -> _Step:
         known = batch_signatures(micro_batches, self.model, self.device)
         self._limit_shapes(known)
         before = self._carried
         first = before.first + len(before.micro_batches) if before is not None else 0
-        return _Step(micro_batches, known, self._exchange.start(schedule, known, first), forward, first=first)
+        exchange = self._exchange.start(schedule, known, first)
+        return _Step(micro_batches, known, exchange, forward, first=first, stream=stream)
 
     def _limit_shapes(self, known: Sequence[Any]) -> None:
         """Clears all shapes when there are too many: on all ranks in the same step, since they see the same batches."""

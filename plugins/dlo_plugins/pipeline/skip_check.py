@@ -1,90 +1,118 @@
-"""Check for skip connections across pipeline stages, which would use a placeholder in place of a value.
+"""Placeholders of earlier stages' values, and the check that a stage uses none of them.
 
-A stage uses zeros as placeholders for the outputs of earlier stages. That is correct as long as nothing is computed
-from them after the hidden state has been received. This check follows the placeholders through the operations of one
-forward: by their storage, so that views count, and through all results computed from them.
+A stage has placeholders in place of the outputs of earlier stages, so that the code before its blocks runs. That is
+right as long as nothing is computed from them after the hidden state has been received. What is computed from a
+placeholder is one too. Operations on other tensors are not watched, so that the check costs nothing, and runs always.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from dlo_framework.errors import DloError
 
 #: Operations that use only a tensor's shape, dtype and device.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
+#: Operations that return a tensor's value as a Python number.
+_NUMBERS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 
 
-class SkipCheck(TorchDispatchMode):
-    """Raises where a placeholder is used after the hidden state has been received.
+class SkipCheck:
+    """State of one forward of a stage, which its placeholders share.
+
+    Args:
+        model: Model that runs.
 
     Attributes:
         place: Name of the block that was called last, for messages.
+        is_received: Whether the hidden state has been received, so that placeholders must not be used.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = ""
-        # The storages are kept alive, so that no other tensor gets the same address.
-        self._sources: dict[int, tuple[Any, str]] = {}
-        self._received = False
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.place, self.is_received = model, "", False
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets compiled parts of a model run compiled: their inputs are checked before."""
-        return True
+    def check_values(self, values: Any, what: str) -> None:
+        """Checks that values hold no placeholder.
 
-    def mark(self, tensor: Tensor, source: str) -> None:
-        """Marks a tensor as the placeholder of a module's output, or of a parameter."""
-        storage = tensor.untyped_storage()
-        self._sources[storage._cdata] = (storage, source)
-
-    def mark_received(self) -> None:
-        """Begins the check: the hidden state has been received, and placeholders must not be used from now on."""
-        self._received = True
-
-    def check_arguments(self, arguments: Any, name: str) -> None:
-        """Checks a block's arguments.
+        Args:
+            values: Tensors, or lists, tuples, dicts and dataclasses of them.
+            what: Values in words, for the message.
 
         Raises:
-            DloError: If one of them is a placeholder.
+            DloError: One of them is a placeholder.
         """
-        if not self._received:
-            return
-        for tensor in tensors_in(arguments):
-            source = self._source(tensor)
-            if source is not None:
-                raise DloError(_message(f"'{name}' with an argument", source))
+        for tensor in tensors_in(values):
+            if isinstance(tensor, Placeholder):
+                raise DloError(_message(what, tensor.source))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follows the placeholders through one operation."""
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        source = None
-        if not name.endswith(_SHAPE_ONLY):
-            source = next((s for t in tensors_in((args, kwargs)) if (s := self._source(t)) is not None), None)
-        if source is not None and self._received:
-            raise DloError(_message(f"'{name}' after '{self.place}' on a value", source))
-        result = func(*args, **kwargs)
-        if source is not None:
-            for tensor in tensors_in(result):
-                self.mark(tensor, source)
-        return result
 
-    def _source(self, tensor: Tensor) -> str | None:
-        try:
-            found = self._sources.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # A tensor without storage cannot be a placeholder.
-            return None
-        return None if found is None else found[1]
+class Placeholder(Tensor):
+    """Tensor of an earlier stage, of which this stage has the shape and the dtype, and no value: it is NaN or zero.
+
+    Args:
+        value: Tensor of its shape, dtype and device.
+        source: Name of the module or parameter that it depends on.
+        check: State of the forward.
+    """
+
+    value: Tensor
+    source: str
+    check: SkipCheck
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, value: Tensor, source: str, check: SkipCheck) -> Placeholder:
+        """Returns a tensor without memory of its own."""
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, layout=value.layout
+        )
+        made.value, made.source, made.check = value, source, check
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Placeholder:
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Computes an operation on placeholders, whose results are placeholders.
+
+        Raises:
+            DloError: The hidden state has been received, or the result would be used outside of this check.
+        """
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        used = {id(tensor.value): tensor for tensor in tensors if isinstance(tensor, Placeholder)}
+        first = next(iter(used.values()))
+        check, by_shape = first.check, name.endswith(_SHAPE_ONLY)
+        if not by_shape and check.is_received:
+            raise DloError(_message(f"'{name}' after '{check.place}' on a value", first.source))
+        if name in _NUMBERS:
+            raise DloError(_message("a Python number", first.source))
+        values = tree_map_only(Placeholder, lambda tensor: tensor.value, (args, kwargs))
+        found = func(*values[0], **values[1])
+        if by_shape:
+            return found
+        others = {id(tensor) for tensor in tensors}
+
+        def wrapped(tensor: Tensor) -> Tensor:
+            if id(tensor) not in others:
+                return used[id(tensor)] if id(tensor) in used else cls(tensor, first.source, check)
+            buffer = next((key for key, buffer in check.model.named_buffers() if buffer is tensor), None)
+            if buffer is not None:
+                raise DloError(_message(f"buffer '{buffer}'", first.source))
+            return tensor  # It has been written to, and now holds NaN.
+
+        return tree_map_only(Tensor, wrapped, found)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples and dicts."""
+    """Yields the tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -92,6 +120,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(list(vars(value).values()))
 
 
 def _message(what: str, source: str) -> str:

@@ -79,7 +79,9 @@ class _Forward:
         if dtype is not None and input.is_floating_point():
             # As autocast does; inside a Function, autocast would cache a cast that has no gradient.
             input = input.to(dtype)
-        result: Tensor = _Layer.apply(input, weight, layer.bias, layer, self)
+        # A weight in the graph would get None in the first part of backward, and so would the hooks on it.
+        in_graph = (None, None) if input.requires_grad else (weight, layer.bias)
+        result: Tensor = _Layer.apply(input, *in_graph, layer, self)
         return result
 
 
@@ -161,10 +163,11 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module, caller: _Forward
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Any, caller: _Forward
     ) -> Tensor:
-        """Computes the layer in the input's dtype."""
+        """Computes the layer in the input's dtype; `weight` and `bias` are None where the graph is not to have them."""
         ctx.save_for_backward(input)
+        weight, bias = layer.weight, layer.bias
         # Not among the saved tensors: recomputation would return copies, and these are the leaves.
         ctx.weight, ctx.bias, ctx.layer, ctx.caller = weight, bias, layer, caller
         with no_autocast(input.device.type):
@@ -184,8 +187,7 @@ class _Layer(torch.autograd.Function):
         def of_weights() -> tuple[Tensor, Tensor | None]:
             return operation.weight_gradients(layer, gradient, input, low, with_bias)
 
-        deferred = ctx.caller.store.deferred
-        if deferred is None:
+        if ctx.needs_input_grad[1]:  # No stage waits for an input gradient.
             return of_input, *_as_parameters(of_weights(), weight, bias), None, None
 
         def add() -> None:
@@ -194,7 +196,11 @@ class _Layer(torch.autograd.Function):
             # Through the leaves' own accumulation, so that their hooks run.
             torch.autograd.backward([parameter for parameter, _ in pairs], [value for _, value in pairs])
 
-        deferred.append(add)
+        deferred = ctx.caller.store.deferred
+        if deferred is None:
+            add()
+        else:
+            deferred.append(add)
         return of_input, None, None, None, None
 
 

@@ -14,7 +14,6 @@ from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.exchange import TensorLayout
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
-from dlo_plugins.pipeline.skip_check import SkipCheck
 from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
 from dlo_plugins.pipeline.tied import find_tied_groups
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -31,7 +30,7 @@ def run_stages(model: nn.Module, plan: ParallelPlan, counts: list[int], forward:
         own = copy.deepcopy(model)
         stages = Stages(own, plan, counts)
         release_other_stages(own, stages, [stage])
-        passage = StageForward(own, stages, stage, CPU, hidden, shapes, True, SkipCheck() if stage else None)
+        passage = StageForward(own, stages, stage, CPU, hidden, shapes, True)
         hidden, shapes = passage.run(lambda own=own: forward(own)), passage.known
     return hidden
 
@@ -141,6 +140,8 @@ class Chain(nn.Module):
         self.stem = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(Two() for _ in range(4))
         self.head = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(()))
+        self.mean: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         first = hidden = self.stem(x) + (self.stem.weight[:1] if self.kind == "weight" else 0)
@@ -153,6 +154,10 @@ class Chain(nn.Module):
             else:
                 extra = early.get(self.kind, torch.ones_like(first))
                 hidden = block(hidden, hidden if self.kind == "block" else extra)
+            if self.kind == "number" and number == 0:
+                self.factor = 1.0 if (first > 0).any() else 2.0
+            if self.kind == "buffer" and number == 0:
+                self.mean.mul_(0.9).add_(first.mean())
             if self.kind == "twice":
                 hidden = block(hidden)
         if self.kind == "weight in head":
@@ -184,14 +189,17 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
         ("around", r"got 'add' after 'blocks\.2' on a value computed from 'stem'"),
         ("head", r"got 'add' after 'blocks\.3' on a value computed from 'stem'"),
         ("weight in head", r"after 'blocks\.3' on a value computed from 'stem\.weight'"),
+        ("number", r"got a Python number computed from 'stem'"),
+        ("buffer", r"got buffer 'mean' computed from 'stem'"),
         ("twice", r"got 'blocks\.0' in place of 'blocks\.1'"),
         ("skip", r"got 'blocks\.3' in place of 'blocks\.2'"),
     ],
 )
 def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: str) -> None:
     x = torch.randn(3, 4)
-    with pytest.raises(DloError, match=message):
-        run_stages(Chain(kind), CHAIN, [2, 2], lambda model: model(x))
+    for counts in ([2, 2], [1, 1, 1, 1]):
+        with pytest.raises(DloError, match=message if counts == [2, 2] else "pipeline"):
+            run_stages(Chain(kind), CHAIN, counts, lambda model: model(x))
 
 
 def test_a_stems_weight_that_the_forward_reads_itself() -> None:
@@ -229,9 +237,9 @@ def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
         model = Chain(kind)
         before = dict(model.named_modules())
         stages = Stages(model, CHAIN, [2, 2])
-        first = StageForward(model, stages, 0, CPU, None, StageShapes(), True, None)
+        first = StageForward(model, stages, 0, CPU, None, StageShapes(), True)
         hidden = first.run(lambda model=model: model(x))
-        second = StageForward(model, stages, 1, CPU, hidden, first.known, False, SkipCheck())
+        second = StageForward(model, stages, 1, CPU, hidden, first.known, False)
         if kind:
             with pytest.raises(DloError):
                 second.run(lambda model=model: model(x))
