@@ -196,7 +196,7 @@ SOME = (
 
 @pytest.mark.parametrize(
     ("names", "strategies"),
-    [(SOME, ("tp",)), pytest.param(MODULES, STRATEGIES, marks=pytest.mark.slow)],
+    [(SOME, ("tp",)), pytest.param(MODULES, STRATEGIES, marks=[pytest.mark.slow, pytest.mark.timeout(5400)])],
     ids=["tp", "all"],
 )
 def test_each_odd_module_equals_one_process_or_is_refused(tmp_path: Path, names: Any, strategies: Any) -> None:

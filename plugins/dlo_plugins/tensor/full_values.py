@@ -283,7 +283,7 @@ class _FullMode(TorchFunctionMode):
             return full_tensor(part, place, self._ranks)
         if is_written:
             return part.detach().clone() if place is None else full_tensor(part, place, self._ranks)
-        found: Tensor = _FullValue.apply(part, place, self._ranks)  # type: ignore[no-untyped-call]
+        found: Tensor = _FullValue.apply(part, place, self._ranks)
         return found
 
     def _part(self, full: Tensor, of: Tensor) -> Tensor:
