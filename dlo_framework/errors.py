@@ -13,6 +13,9 @@ REMOVED = {
     "dualpipev": "use ZBV",
     "ahead": "a rank never leaves its schedule's order; leave it out",
     "overlaps": "a schedule runs its actions one after the other; leave it out",
+    "mds": "write the shards again as tars in WebDataset's layout, or tokens in Megatron-LM's",
+    "parquet": "write shards again as tars in WebDataset's layout; Parquet with text is read as `files`",
+    "columns": "shards of images are tars in WebDataset's layout, which have no columns; leave it out",
     "float8_all_gather": "leave it out; weights are gathered in their own dtype",
 }
 

@@ -1,4 +1,4 @@
-"""Images in MDS, Parquet and remote tar shards: the batches of the same images in folders; mixtures; refusals."""
+"""Images in local and remote tar shards: the batches of the same images in folders; mixtures; refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.folder import ImageFolderData
-from support.token_files import write_mds, write_tar
+from support.token_files import write_tar
 
 
 def jpeg(number: int) -> bytes:
@@ -47,25 +47,9 @@ def write(kind: str, root: Path) -> str:
     root.mkdir(exist_ok=True)
     if kind == "foreign webdataset":
         webdataset = pytest.importorskip("webdataset")
-    if kind == "foreign mds":
-        streaming = pytest.importorskip("streaming")
     for split in IMAGES:
         images = ordered(split)
-        if kind == "mds":
-            samples = [{"x": content, "y": np.int64(label).tobytes()} for content, label in images]
-            write_mds(root / split, {"x": "jpeg", "y": "int"}, samples, per_shard=7)
-        elif kind == "foreign mds":
-            with streaming.MDSWriter(
-                out=str(root / split), columns={"image": "bytes", "label": "int"}, size_limit=9000
-            ) as writer:
-                for content, label in images:
-                    writer.write({"image": content, "label": label})
-        elif kind == "parquet":
-            pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-            column = [{"bytes": content, "path": f"{n}.jpg"} for n, (content, _) in enumerate(images)]
-            table = pyarrow.table({"image": column, "label": [label for _, label in images]})
-            parquet.write_table(table, root / f"{split}-00000-of-00001.parquet", row_group_size=5)
-        elif kind == "foreign webdataset":
+        if kind == "foreign webdataset":
             with webdataset.ShardWriter(str(root / f"{split}-%03d.tar"), maxcount=10, verbose=0) as writer:
                 for number, (content, label) in enumerate(images):
                     writer.write({"__key__": f"{number:04}", "jpg": content, "cls": label})
@@ -99,7 +83,7 @@ def assert_equal(one, other) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("kind", ["mds", "parquet", "tar", "foreign mds", "foreign webdataset"])
+@pytest.mark.parametrize("kind", ["tar", "foreign webdataset"])
 def test_shards_give_the_batches_of_folders(kind, remote, tmp_path):
     folders = made(write_folders(tmp_path / "folders"), tmp_path)
     root = write(kind, tmp_path / "shards")
@@ -121,7 +105,7 @@ def test_shards_give_the_batches_of_folders(kind, remote, tmp_path):
 
 
 def test_a_mixture_of_roots_has_its_weights_and_its_epochs(tmp_path):
-    first, second = write("mds", tmp_path / "first"), write_folders(tmp_path / "second")
+    first, second = write("tar", tmp_path / "first"), write_folders(tmp_path / "second")
     data = made(second, tmp_path, sources={"clean": first, "web": second}, mix={"clean": 3, "web": 1}, epoch_samples=96)
     data.check()
     loader = data.train_dataloader()
@@ -139,7 +123,6 @@ def test_a_mixture_of_roots_has_its_weights_and_its_epochs(tmp_path):
         ({"sources": {}}, "sources must name at least one source"),
         ({"sources": {"a": "x"}, "mix": {"a": -1}}, "mix.a must be positive, got -1"),
         ({"shuffle": "buffer", "shuffle_buffer": 8}, "buffer must have at least one chunk of 64 samples, got 8"),
-        ({"columns": {"picture": "x"}}, "columns must rename image and label, got picture"),
         ({"batches_ahead": -1}, "batches_ahead must be at least 0"),
     ],
 )
@@ -150,16 +133,21 @@ def test_wrong_options_are_refused(options, message, tmp_path):
 
 
 def test_wrong_shards_are_refused(tmp_path):
-    root = Path(write("mds", tmp_path / "shards"))
-    with pytest.raises(DloError, match=r"columns.image must be one of x, y .* got 'z'"):
-        made(str(root), tmp_path, columns={"image": "z"}).check()
-    with pytest.raises(DloError, match="must be jpeg, png or bytes, got the encoding int"):
-        made(str(root), tmp_path, columns={"image": "y"}).check()
-    write_mds(root / "other" / "train", {"a": "jpeg", "y": "int"}, [{"a": b"", "y": bytes(8)}])
-    with pytest.raises(DloError, match="must have a column image or jpg"):
-        made(str(root / "other"), tmp_path).check()
-    write_mds(root / "minus" / "train", {"x": "jpeg", "y": "int"}, [{"x": b"", "y": np.int64(-1).tobytes()}])
-    with pytest.raises(DloError, match="labels must be class indices from 0"):
-        made(str(root / "minus"), tmp_path).check()
+    for name, kind in (("train-0.parquet", "parquet"), ("train/shard.00000.mds", "mds")):
+        root = tmp_path / kind
+        (root / "train").mkdir(parents=True)
+        (root / name).write_bytes(b"x")
+        memory = fsspec.filesystem("memory")
+        memory.pipe_file(f"/{kind}/{name}", b"x")
+        for place in (str(root), f"memory://{kind}"):
+            with pytest.raises(DloError, match=rf"got \.{kind} in .*; removed in 0.2: write .* WebDataset"):
+                made(place, tmp_path).check()
+        memory.rm(f"/{kind}", recursive=True)
+    for label, message in ((b"-1", "the label must be 0 or more"), (None, "must have a label, got none; add a.cls")):
+        write_tar(tmp_path / "train-0.tar", [("a.jpg", b""), *([("a.cls", label)] if label else [])])
+        memory.put(str(tmp_path / "train-0.tar"), "/wrong/train-0.tar")
+        with pytest.raises(DloError, match=message):
+            made("memory://wrong", tmp_path / str(label)).check()
+        memory.rm("/wrong", recursive=True)
     with pytest.raises(DloError, match="root must have train"):
         made("memory://nothing-here", tmp_path).check()

@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import TokenWindows
 from support.object_stores import STORES, serve_store
-from support.token_files import documents, mds_array, npy, write_mds, write_megatron, write_tar
+from support.token_files import documents, npy, write_megatron, write_tar
 
 SEQ, BLOCK = 16, 1 << 12
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
@@ -35,23 +35,16 @@ def store(request, tmp_path, monkeypatch):
 
 
 def write_sources(folder: Path, docs: list[np.ndarray]) -> dict[str, TokenFiles]:
-    """Writes the documents in four formats; returns their files, relative to the folder."""
+    """Writes the documents in two formats; returns their files, relative to the folder."""
     (folder / "tars").mkdir()
     write_megatron(folder / "corpus", docs, "uint16")
-    write_mds(folder / "mds", {"tokens": "ndarray:uint16"}, [{"tokens": mds_array(d, "ndarray:uint16")} for d in docs])
     for shard in range(2):
         members = [(f"{number:04}.npy", npy(docs[number])) for number in range(shard, len(docs), 2)]
         write_tar(folder / f"tars/part {shard}+.tar", members)
-    found = {
+    return {
         "megatron": TokenFiles("some", "corpus.bin"),
-        "mds": TokenFiles("some", "mds"),
         "tar": TokenFiles("some", "tars/*.tar", column="npy"),
     }
-    pyarrow = pytest.importorskip("pyarrow")
-    importlib.import_module("pyarrow.parquet").write_table(
-        pyarrow.table({"tokens": [doc.tolist() for doc in docs]}), folder / "rows.parquet", row_group_size=17
-    )
-    return found | {"parquet": TokenFiles("some", "rows.parquet")}
 
 
 def read_all(files: TokenFiles, storage: Storage) -> np.ndarray:

@@ -22,7 +22,7 @@ from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
 from dlo_tasks.llm.token_cache import Document, write_store
 from support.http_files import serve_folder
-from support.token_files import documents, mds_array, npy, write_mds, write_megatron, write_tar
+from support.token_files import documents, npy, write_megatron, write_tar
 
 SEQ = 16
 
@@ -30,22 +30,6 @@ SEQ = 16
 @pytest.fixture
 def storage(tmp_path) -> Storage:
     return Storage(BlockCache(tmp_path / "cache", 1 << 20, 1 << 12), tmp_path / "indices", {})
-
-
-def write_parquet(path: Path, docs: list[np.ndarray]) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"tokens": [doc.tolist() for doc in docs], "id": list(range(len(docs)))})
-    parquet.write_table(table, path, row_group_size=17)
-
-
-def write_foreign_mds(path: Path, docs: list[np.ndarray], encoding: str) -> None:
-    streaming = pytest.importorskip("streaming")
-    columns = {"tokens": encoding, "name": "str"} if encoding != "ndarray:int32" else {"tokens": encoding}
-    with streaming.MDSWriter(out=str(path), columns=columns, size_limit=4096) as writer:
-        for number, doc in enumerate(docs):
-            tokens = doc.astype(np.int32)
-            sample = {"tokens": tokens.tobytes() if encoding == "bytes" else tokens, "name": f"document {number}"}
-            writer.write({name: sample[name] for name in columns})
 
 
 def write_foreign_tars(folder: Path, docs: list[np.ndarray], suffix: str) -> None:
@@ -64,12 +48,6 @@ def write(kind: str, folder: Path, docs: list[np.ndarray]) -> TokenFiles:
         write_store(path, (Document(doc, np.ones(len(doc), bool), n, 0, n) for n, doc in enumerate(docs)), 300)
     elif kind in ("uint16", "int32"):
         write_megatron(path, docs, kind)
-    elif kind.startswith("ndarray"):
-        write_mds(path, {"tokens": kind, "x": "int"}, [{"tokens": mds_array(doc, kind), "x": bytes(8)} for doc in docs])
-    elif kind == "mds bytes":
-        columns = {"tokens": "bytes", "text": "str"}
-        write_mds(path, columns, [{"tokens": doc.astype("<u2").tobytes(), "text": b"t" * len(doc)} for doc in docs])
-        return TokenFiles("some", str(path), dtype="uint16")
     elif kind in ("npy", "json"):
         path.mkdir()
         for shard in range(3):
@@ -79,22 +57,14 @@ def write(kind: str, folder: Path, docs: list[np.ndarray]) -> TokenFiles:
                 members += [(f"a/{number:04}.{kind}", content), (f"a/{number:04}.txt", b"other")]
             write_tar(path / f"{shard}.tar", members)
         return TokenFiles("some", f"{path}/*.tar", column=kind)
-    elif kind == "parquet":
-        path = folder / "data.parquet"
-        write_parquet(path, docs)
-    elif kind.startswith("foreign ndarray"):
-        write_foreign_mds(path, docs, kind.removeprefix("foreign "))
-    elif kind == "foreign bytes":
-        write_foreign_mds(path, docs, "bytes")
-        return TokenFiles("some", str(path), dtype="int32")
     else:
         write_foreign_tars(path, docs, kind.removeprefix("foreign "))
         return TokenFiles("some", str(path), column=kind.removeprefix("foreign "))
     return TokenFiles("some", str(path))
 
 
-KINDS = ["dlo", "uint16", "int32", "ndarray", "ndarray:uint16", "mds bytes", "npy", "json", "parquet"]
-FOREIGN = ["foreign ndarray", "foreign ndarray:int32", "foreign bytes", "foreign npy", "foreign json"]
+KINDS = ["dlo", "uint16", "int32", "npy", "json"]
+FOREIGN = ["foreign npy", "foreign json"]
 
 
 def check_windows(windows: TokenWindows, shards: list[list[np.ndarray]]) -> None:
@@ -135,21 +105,19 @@ def shards_of(kind: str, docs: list[np.ndarray], opened: list) -> list[list[np.n
 def test_windows_of_every_format_have_the_documents_tokens(kind, tmp_path, storage):
     docs = documents(90)
     opened = open_tokens(write(kind, tmp_path, docs), storage)
-    assert kind in ("dlo", "uint16", "int32", "parquet") or len(opened) > 1
+    assert kind in ("dlo", "uint16", "int32") or len(opened) > 1
     check_windows(TokenWindows(opened, SEQ, 300, "some"), shards_of(kind, docs, opened))
     again = pickle.loads(pickle.dumps(opened))
     check_windows(TokenWindows(again, SEQ, 300, "some"), shards_of(kind, docs, opened))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "foreign bytes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_remote_files_give_the_same_windows(kind, tmp_path, storage):
     docs = documents(90)
     files = write(kind, tmp_path, docs)
     memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path), f"/streams/{kind}".replace(" ", "-").replace(":", "-"), recursive=True)
-    base = f"memory:///streams/{kind}".replace(" ", "-")
-    base = "memory://" + base.removeprefix("memory://").replace(":", "-")
-    remote = files._replace(path=files.path.replace(str(tmp_path), base))
+    memory.put(str(tmp_path), f"/streams/{kind}", recursive=True)
+    remote = files._replace(path=files.path.replace(str(tmp_path), f"memory:///streams/{kind}"))
     if kind in ("uint16", "int32"):
         remote = remote._replace(path=f"{remote.path}.bin")
     opened = open_tokens(remote, storage)
@@ -159,7 +127,7 @@ def test_remote_files_give_the_same_windows(kind, tmp_path, storage):
     memory.rm("/streams", recursive=True)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "foreign bytes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_web_server_gives_the_same_windows_by_ranges_of_bytes(kind, tmp_path, storage):
     pytest.importorskip("aiohttp")
     docs = documents(90)
@@ -387,25 +355,16 @@ def test_damaged_megatron_files_are_refused(change, message, tmp_path, storage):
 
 
 def test_wrong_options_of_shards_are_refused(tmp_path, storage):
-    docs = documents(20)
-    bytes_files = write("mds bytes", tmp_path, docs)
+    tars = write("npy", tmp_path, documents(20))
+    for name in ("x.txt", "x.mds", "x.parquet"):
+        (tmp_path / name).write_text("x")
     for files, message in [
-        (bytes_files._replace(dtype=None), "sources.some.dtype must be set for a column of bytes"),
-        (bytes_files._replace(column="token"), "column must be one of text, tokens .* got 'token'"),
-        (bytes_files._replace(column="text"), "must be an ndarray or bytes, got the encoding str"),
-        (bytes_files._replace(path=f"{tmp_path}/dat"), "which does not exist; did you mean"),
-        (bytes_files._replace(format="parquet"), "must name files of the format parquet"),
+        (tars._replace(column="ids"), "sources.some.column must be the suffix of members of .*; it has npy, txt"),
+        (tars._replace(path=f"{tmp_path}/dat"), "which does not exist; did you mean"),
+        (tars._replace(path=str(tmp_path / "x.txt"), format="webdataset"), "must name files of the format webdataset"),
+        (tars._replace(path=str(tmp_path / "x.txt")), "format must be one of dlo, megatron, webdataset, .* name text"),
+        (tars._replace(path=str(tmp_path / "x.mds")), "removed in 0.2: write the shards again as tars"),
+        (tars._replace(path=str(tmp_path / "x.parquet")), "removed in 0.2: write shards again as tars"),
     ]:
         with pytest.raises(DloError, match=message):
             open_tokens(files, storage)
-    index = json.loads((tmp_path / "data" / "index.json").read_text())
-    index["shards"][0]["zip_data"] = {"basename": "shard.00000.mds.zstd"}
-    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(DloError, match=r"shards must not be compressed, got shard.00000.mds.zstd"):
-        open_tokens(bytes_files, storage)
-    write_mds(tmp_path / "pickled", {"tokens": "pkl"}, [{"tokens": b"x"}])
-    with pytest.raises(DloError, match="must not be a pickle"):
-        open_tokens(TokenFiles("some", str(tmp_path / "pickled")), storage)
-    (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(DloError, match="format must be one of dlo, megatron"):
-        open_tokens(TokenFiles("some", str(tmp_path / "x.txt")), storage)

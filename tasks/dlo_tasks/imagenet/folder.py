@@ -49,8 +49,7 @@ class ImageFolderData(ImageData):
       init_args: {root: /data/imagenet, image_size: 224, batch_size: 1024, rand_augment: rand-m9-mstd0.5}
     ```
 
-    ``root`` may be a URL of fsspec (``hf://``, ``s3://``, ``gs://``, ``https://``) with tar shards. Local or remote,
-    ``train/index.json`` is an MDS dataset, and ``train-*.parquet`` or ``train/*.parquet`` are Parquet files.
+    ``root`` may be a URL of fsspec (``hf://``, ``s3://``, ``gs://``, ``https://``) with tar shards.
 
     Class indices are the positions in the sorted list of ``train/``'s folders. A shard contains ``key.jpg`` and
     ``key.cls`` with the class index, or ``key.json`` with the index under ``label`` (webdataset's layout); an
@@ -94,11 +93,10 @@ class ImageFolderData(ImageData):
         shuffle_chunk: Images of a chunk, under ``shuffle: buffer``.
         shuffle_buffer: Images of the buffer, under ``shuffle: buffer``.
         epoch_samples: Images per epoch of the mixture. Default: those of all sources together.
-        columns: Names of the columns of MDS and Parquet, such as ``{image: x, label: y}``. Default: known names.
         storage_options: Options of the remote file system, such as ``{anon: true}``.
         cache_dir: Folder on a local disk for indices and blocks of remote files. Default: ``~/.cache/dlo/images``.
         cache_bytes: Maximum size of the blocks, such as ``20GB``; the least recently used ones are removed.
-        batches_ahead: Batches whose images are fetched ahead of the loader, of shards other than local tar files.
+        batches_ahead: Batches whose images are fetched ahead of the loader, of remote shards.
         decode: Place where training images are decoded: "cpu", in the workers; "gpu", on a CUDA device by torchvision's
             nvJPEG, with the same crops, and without augmentations other than crop and flip; or "auto", which measures
             both for half a minute each when training begins, and otherwise uses the CPU. The GPU path has been tested
@@ -150,7 +148,6 @@ class ImageFolderData(ImageData):
         shuffle_chunk: int = 64,
         shuffle_buffer: int = 4096,
         epoch_samples: int | None = None,
-        columns: dict[str, str] | None = None,
         storage_options: dict[str, Any] | None = None,
         cache_dir: str | None = None,
         cache_bytes: str | int = "20GB",
@@ -190,9 +187,6 @@ class ImageFolderData(ImageData):
             raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}; 1 switches it off")
         if batches_ahead < 0:
             raise DloError(f"batches_ahead must be at least 0, got {batches_ahead}; 0 switches it off")
-        unknown = sorted(set(columns or {}) - {"image", "label"})
-        if unknown:
-            raise DloError(f"columns must rename image and label, got {', '.join(unknown)}; remove it")
         if sources is None and (mix is not None or mix_ramp != "step" or epoch_samples is not None):
             raise DloError("mix, mix_ramp and epoch_samples must be set with sources, got no sources; name them")
         if sources is not None and not sources:
@@ -203,7 +197,7 @@ class ImageFolderData(ImageData):
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "images"
         folder = Path(cache_dir).expanduser() if cache_dir is not None else default
         self._storage = ImageStorage(
-            BlockCache(folder, parse_bytes(cache_bytes, "cache_bytes")), folder, storage_options or {}, columns or {}
+            BlockCache(folder, parse_bytes(cache_bytes, "cache_bytes")), folder, storage_options or {}
         )
         self.batches_ahead = batches_ahead
         self.root = root if is_remote(root) else Path(root)

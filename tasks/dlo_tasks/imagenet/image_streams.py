@@ -1,75 +1,47 @@
-"""Images in tar shards, MDS shards and Parquet files, local or remote, as one indexed collection.
+"""Images in remote tar shards, as one indexed collection.
 
 Labels are read once and stored in an index file, which all processes share. After that, an image is one read of its
-bytes; those of remote files come from a bounded cache of blocks.
+bytes, from a bounded cache of blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
 from dlo_framework.data.build_lock import build_once
-from dlo_framework.data.mds_shard import MdsShard, decode_mds_scalar, read_mds_index
-from dlo_framework.data.parquet_shard import ParquetShard
-from dlo_framework.data.remote import BlockCache, ByteFile, LocalFile, RemoteFile, find_files, is_remote, open_bytes
+from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, find_files, is_remote, open_bytes
 from dlo_framework.data.tar_shard import scan_tar
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.folder_sources import HEAD, ImageSource
 from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, LABEL_SUFFIXES, MAX_LABEL_BYTES, parse_label
 
-#: Names of columns that datasets use for images and their classes.
-_NAMES = {"image": ("image", "jpg", "jpeg", "img", "x"), "label": ("label", "cls", "labels", "class", "y")}
 _INDEX_FORMAT = 1
 
 
 class ImageStorage(NamedTuple):
-    """Places for remote files and indices, and the columns of shards.
+    """Places for remote files and indices.
 
     Attributes:
         cache: Cache of remote files.
         indices: Folder of the indices, shared by all processes.
         options: Options of the remote file system.
-        columns: Names of the columns of images and labels, under ``image`` and ``label``; known ones are found.
     """
 
     cache: BlockCache
     indices: Path
     options: dict[str, Any]
-    columns: Mapping[str, str]
 
     def open(self, path: str) -> LocalFile | RemoteFile:
         """Returns a file by path or URL."""
         return open_bytes(path, self.cache, self.options)
-
-
-class ImageShard(Protocol):
-    """Images of one file.
-
-    Attributes:
-        name: Name for messages.
-        labels: Class indices, int64 [N].
-    """
-
-    name: str
-    labels: np.ndarray
-
-    def read(self, index: int) -> bytes:
-        """Returns the bytes of an image file."""
-
-    def range(self, index: int) -> tuple[int, int]:
-        """Returns the (offset, size) in the file that :meth:`read` reads."""
-
-    @property
-    def file(self) -> ByteFile:
-        """The file."""
 
 
 class TarImages:
@@ -77,9 +49,15 @@ class TarImages:
 
     def __init__(self, path: str, storage: ImageStorage, class_names: list[str] | None) -> None:
         self.name, self.file = path, storage.open(path)
-        rows = _stored(
-            storage, [self.file.stamp(), class_names], path, lambda: tar_rows(self.file, class_names).ravel()
-        ).reshape(-1, 3)
+        key = hashlib.sha256(json.dumps([_INDEX_FORMAT, self.file.stamp(), class_names]).encode()).hexdigest()[:32]
+        index = storage.indices / f"labels-{key}.npy"
+
+        def build() -> None:
+            with open_atomic(index, shared=True) as partly, open(partly, "wb") as file:
+                np.save(file, tar_rows(self.file, class_names).ravel(), allow_pickle=False)
+
+        build_once(index, build, f"indexing {path}")
+        rows = np.asarray(np.load(index, allow_pickle=False)).reshape(-1, 3)
         self._offsets, self._sizes, self.labels = (np.ascontiguousarray(rows[:, column]) for column in range(3))
 
     def read(self, index: int) -> bytes:
@@ -91,67 +69,6 @@ class TarImages:
         return int(self._offsets[index]), int(self._sizes[index])
 
 
-class MdsImages:
-    """Images of an MDS shard, in a column with the encoding ``jpeg``, ``png`` or ``bytes``."""
-
-    def __init__(self, shard: MdsShard, storage: ImageStorage) -> None:
-        self.name, self.file, self._shard = shard.name, shard.file, shard
-        self._image = find_column("image", shard.columns, storage.columns, shard.name)
-        label = find_column("label", shard.columns, storage.columns, shard.name)
-        shard.check_column(self._image)
-        shard.check_column(label)
-        if shard.encodings[self._image] not in ("jpeg", "png", "bytes"):
-            raise DloError(
-                f"column {self._image!r} of {shard.name} must be jpeg, png or bytes, got the encoding"
-                f" {shard.encodings[self._image]}; set columns: {{image: ...}}"
-            )
-
-        def labels() -> np.ndarray:
-            encoding = shard.encodings[label]
-            return np.array([decode_mds_scalar(shard.read(n, label)[0], encoding) for n in range(len(shard))])
-
-        self.labels = _stored(storage, [shard.stamp(), label], shard.name, labels)
-
-    def read(self, index: int) -> bytes:
-        """Returns the bytes of an image file."""
-        return self._shard.read(index, self._image)[0]
-
-    def range(self, index: int) -> tuple[int, int]:
-        """Returns the place of a sample."""
-        return self._shard.range(index)
-
-
-class ParquetImages:
-    """Images of a Parquet file, as Hugging Face's datasets store them: ``{bytes, path}``, or binary."""
-
-    def __init__(self, path: str, storage: ImageStorage) -> None:
-        self.name, self.file = path, storage.open(path)
-        self._shard = ParquetShard(self.file)
-        self._image = find_column("image", self._shard.columns, storage.columns, path)
-        label = find_column("label", self._shard.columns, storage.columns, path)
-
-        def labels() -> np.ndarray:
-            groups = [self._shard.group(n, label) for n in range(len(self._shard.starts) - 1)]
-            return np.concatenate([np.array(group.to_pylist()) for group in groups])
-
-        self.labels = _stored(storage, [self._shard.stamp(), label], path, labels)
-
-    def read(self, index: int) -> bytes:
-        """Returns the bytes of an image file."""
-        value = self._shard.read(index, self._image).as_py()
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(content, bytes):
-            raise DloError(
-                f"column {self._image!r} of {self.name} must have the bytes of images, got {type(content).__name__} in"
-                f" row {index}; set columns: {{image: ...}}"
-            )
-        return content
-
-    def range(self, index: int) -> tuple[int, int]:
-        """Returns the place of a row's group."""
-        return self._shard.group_range(index)
-
-
 class StreamSource:
     """Images of several shards, one after the other; a :class:`dlo_tasks.imagenet.folder_sources.ImageSource`.
 
@@ -159,7 +76,7 @@ class StreamSource:
         shards: Shards, in the order of their names.
     """
 
-    def __init__(self, shards: Sequence[ImageShard]) -> None:
+    def __init__(self, shards: Sequence[TarImages]) -> None:
         self._shards = list(shards)
         self._starts = np.cumsum([0] + [len(shard.labels) for shard in shards])
         self.labels = np.concatenate([shard.labels for shard in shards])
@@ -187,7 +104,7 @@ class StreamSource:
             shard, within = self._place(index)
             shard.file.read_ahead([shard.range(within)])
 
-    def _place(self, index: int) -> tuple[ImageShard, int]:
+    def _place(self, index: int) -> tuple[TarImages, int]:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._shards[shard], index - int(self._starts[shard])
 
@@ -235,79 +152,33 @@ class JoinedImages:
 
 
 def find_streams(root: str, split: str, options: dict[str, Any]) -> list[str]:
-    """Returns the shards of a split: an MDS index, Parquet files, or the tar files of a remote root; [] for none.
+    """Returns the tar files of a split of a remote root; [] for none, and for a local root.
 
     Args:
         root: Folder or URL.
         split: Name of the split.
         options: Options of the remote file system.
     """
+    if not is_remote(root):
+        return []
     base = root.rstrip("/")
-    patterns = [f"{base}/{split}/index.json", f"{base}/{split}-*.parquet", f"{base}/{split}/*.parquet"]
-    if is_remote(root):
-        patterns += [f"{base}/{split}-*.tar", f"{base}/{split}/*.tar"]
-    for pattern in patterns:
-        found = _matching(pattern, options)
+    for folder, name in ((base, f"{split}-*.tar"), (f"{base}/{split}", "*.tar")):
+        found = [each for each in find_files(folder, options) if fnmatch(each.rpartition("/")[2], name)]
         if found:
             return found
     return []
-
-
-def _matching(pattern: str, options: dict[str, Any]) -> list[str]:
-    """Returns the files whose names match the last part of a pattern; characters of the folder have no meaning."""
-    folder, _, name = pattern.rpartition("/")
-    if not is_remote(pattern) and not Path(folder).is_dir():
-        return []
-    return [each for each in find_files(folder, options) if fnmatch(each.rpartition("/")[2], name)]
 
 
 def open_stream(names: Sequence[str], storage: ImageStorage, class_names: list[str] | None) -> StreamSource:
     """Returns the images of shards that :func:`find_streams` has found; reads their labels first, if nobody has.
 
     Raises:
-        DloError: If they cannot be read, have no columns of images and labels, or hold no image.
+        DloError: If they cannot be read, an image has no label, or they hold no image.
     """
-    shards: list[ImageShard] = []
-    for name in names:
-        if name.endswith(".tar"):
-            shards.append(TarImages(name, storage, class_names))
-        elif name.endswith(".parquet"):
-            shards.append(ParquetImages(name, storage))
-        else:
-            index = storage.open(name)
-            for entry in read_mds_index(index.read(0, index.size), name):
-                file = storage.open(f"{name.rpartition('/')[0]}/{entry['raw_data']['basename']}")
-                shards.append(MdsImages(MdsShard(file, entry), storage))
-    source = StreamSource(shards)
+    source = StreamSource([TarImages(name, storage, class_names) for name in names])
     if not len(source):
         raise DloError(f"the shards {names[0]} ... must contain images, got none")
     return source
-
-
-def find_column(kind: str, columns: Sequence[str], given: Mapping[str, str], name: str) -> str:
-    """Returns the column of images or labels.
-
-    Args:
-        kind: ``image`` or ``label``.
-        columns: Columns of the file.
-        given: Names that the user has set.
-        name: Name of the file, for messages.
-
-    Raises:
-        DloError: If there is none.
-    """
-    if kind in given:
-        if given[kind] not in columns:
-            hint = did_you_mean(given[kind], columns)
-            raise DloError(f"columns.{kind} must be one of {', '.join(columns)} for {name}, got {given[kind]!r}{hint}")
-        return given[kind]
-    found = next((column for column in _NAMES[kind] if column in columns), None)
-    if found is None:
-        raise DloError(
-            f"{name} must have a column {' or '.join(_NAMES[kind])}, got {', '.join(columns)}; set columns:"
-            f" {{{kind}: ...}}"
-        )
-    return found
 
 
 def tar_rows(file: LocalFile | RemoteFile, class_names: list[str] | None) -> np.ndarray:
@@ -331,21 +202,3 @@ def tar_rows(file: LocalFile | RemoteFile, class_names: list[str] | None) -> np.
     if missing is not None:
         raise DloError(f"{file.name}: {missing!r} must have a label, got none; add {missing}.cls")
     return np.array([(*images[key], labels[key]) for key in images], np.int64).reshape(-1, 3)
-
-
-def _stored(storage: ImageStorage, made_of: list[Any], name: str, rows: Callable[[], np.ndarray]) -> np.ndarray:
-    """Returns the rows of a shard's index, int64; makes and stores them if no process has."""
-    key = hashlib.sha256(json.dumps([_INDEX_FORMAT, *made_of]).encode()).hexdigest()[:32]
-    path = storage.indices / f"labels-{key}.npy"
-
-    def build() -> None:
-        made = np.asarray(rows())
-        if made.size and (not np.issubdtype(made.dtype, np.integer) or int(made.min()) < 0):
-            raise DloError(
-                f"{name}: labels must be class indices from 0, got {made.dtype}, {made.ravel()[:3].tolist()}"
-            )
-        with open_atomic(path, shared=True) as partly, open(partly, "wb") as file:
-            np.save(file, made.astype(np.int64), allow_pickle=False)
-
-    build_once(path, build, f"indexing {name}")
-    return np.asarray(np.load(path, allow_pickle=False))

@@ -1,4 +1,4 @@
-"""Finds the classes and the images of a root: class folders, tar shards, MDS or Parquet, local or remote."""
+"""Finds the classes and the images of a root: class folders or tar shards, local or remote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlo_framework.errors import DloError, nearest
+from dlo_framework.data.remote import find_files
+from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_tasks.imagenet.folder_sources import FolderSource, ImageSource, ShardSource, class_folders
 from dlo_tasks.imagenet.image_streams import ImageStorage, find_streams, open_stream
 from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards
@@ -26,9 +27,8 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
         labels = open_stream(streams, storage, listed).labels
         return listed or [str(number) for number in range(int(labels.max()) + 1)]
     if isinstance(root, str):
-        raise DloError(
-            f"root must have train-*.tar, train/*.tar, train/index.json or train-*.parquet, got {root} without them"
-        )
+        _refuse_removed(root, storage)
+        raise DloError(f"root must have train-*.tar or train/*.tar, got {root} without them")
     if not root.is_dir():
         raise DloError(
             f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
@@ -41,6 +41,7 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
         return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
     if not (root / "train").is_dir() and names is not None:
         return names
+    _refuse_removed(root, storage)
     if not (root / "train").is_dir():
         raise DloError(
             f"root must have train/<class>/*.jpg, train-*.tar or train/*.tar, got {root} without train/;"
@@ -50,6 +51,16 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
     if not folders:
         raise DloError(f"{root / 'train'} has no class folders; expected train/<class>/*.jpg")
     return folders
+
+
+def _refuse_removed(root: Path | str, storage: ImageStorage) -> None:
+    """Raises an error for shards of formats that earlier versions read."""
+    base = str(root).rstrip("/")
+    for folder, ends in ((base, "parquet"), (f"{base}/train", "parquet"), (f"{base}/train", "mds")):
+        if any(name.endswith(f".{ends}") for name in find_files(folder, storage.options)):
+            raise DloError(
+                f"root must have train-*.tar or train/*.tar, got .{ends} in {folder}{did_you_mean(ends, [])}"
+            )
 
 
 def _guess_root(root: Path) -> str:

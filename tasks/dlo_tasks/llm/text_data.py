@@ -69,8 +69,8 @@ class TextData(ResumableDataModule):
     Without files, the data is the source code of Python's standard library, and the tokenizer is a byte-level BPE
     trained on it.
 
-    With `sources`, the data is a mixture of text and of tokenised shards (Megatron-LM, MDS, WebDataset, Parquet, dlo's
-    own), local or remote, by weights that may change during the run.
+    With `sources`, the data is a mixture of text and of tokenised shards (Megatron-LM, WebDataset, dlo's own), local
+    or remote, by weights that may change during the run.
 
     One process tokenises the documents once for all nodes, into a memory-mapped file in the user's cache folder. Its
     name is a hash of the files' contents and the tokenizer. Documents are packed into windows by best fit, without
@@ -87,8 +87,7 @@ class TextData(ResumableDataModule):
         val_files: Path or glob, or a list of them. Default: `val_fraction` of the training documents.
         sources: Sources by name, in place of `train_files`. Each has `files`, text as in `train_files`; or `path`,
             tokenised shards: a file, folder or glob, local or a URL of fsspec, with optional `format` (`megatron`,
-            `mds`, `webdataset`, `parquet`, `dlo`), `column` and `dtype`. Documents of shards are cut into windows of
-            `seq_len` without packing.
+            `webdataset`, `dlo`) and `column`. Documents of shards are cut into windows of `seq_len` without packing.
         mix: Weights by source, such as `{code: 0.3, web: 0.7}`; or a list of moments,
             `[{samples: 0, weights: {...}}, {samples: 100000, weights: {...}}]`, counted in samples of the run. Default:
             in proportion to the number of windows.

@@ -9,8 +9,7 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.llm.streams.token_sources import FORMATS, TokenFiles
 
 _TEXT = ("files",)
-_TOKENS = ("path", "format", "column", "dtype")
-_DTYPES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_TOKENS = ("path", "format", "column")
 
 
 class TextSource(NamedTuple):
@@ -31,7 +30,7 @@ def read_sources(option: Mapping[str, Any]) -> list[TextSource]:
     """Returns the sources that the option ``sources`` describes.
 
     Args:
-        option: Options of each source, by name: ``files``; or ``path`` with ``format``, ``column`` and ``dtype``.
+        option: Options of each source, by name: ``files``; or ``path`` with ``format`` and ``column``.
 
     Raises:
         DloError: If there is none, or a source has unknown, missing or contradictory keys.
@@ -64,7 +63,4 @@ def _read_source(name: str, values: Any) -> TextSource:
             f"{key}.format must be one of {', '.join(FORMATS)}, got {values['format']!r}"
             f"{did_you_mean(str(values['format']), FORMATS)}"
         )
-    if values.get("dtype") not in (None, *_DTYPES):
-        raise DloError(f"{key}.dtype must be one of {', '.join(_DTYPES)}, got {values['dtype']!r}")
-    tokens = TokenFiles(name, str(values["path"]), values.get("format"), values.get("column"), values.get("dtype"))
-    return TextSource(name, None, tokens)
+    return TextSource(name, None, TokenFiles(name, str(values["path"]), values.get("format"), values.get("column")))

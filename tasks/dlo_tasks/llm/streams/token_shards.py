@@ -161,7 +161,7 @@ class StoreShard:
 
 
 class RecordShard:
-    """Shard whose documents are records of a container format: MDS, WebDataset or Parquet.
+    """Shard whose documents are members of a tar in WebDataset's layout.
 
     Args:
         name: Name of the file.

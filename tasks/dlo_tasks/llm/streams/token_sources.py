@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,16 +14,14 @@ import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
 from dlo_framework.data.build_lock import build_once
-from dlo_framework.data.mds_shard import MdsShard, array_lengths, decode_mds_array, read_mds_index
-from dlo_framework.data.parquet_shard import ParquetShard
 from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, is_remote, list_files, local_name, open_bytes
 from dlo_framework.data.tar_shard import TarMember, scan_tar
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_tasks.llm.streams.megatron import MegatronShard
 from dlo_tasks.llm.streams.token_shards import RecordShard, StoreShard, TokenShard
 
-Format = Literal["dlo", "megatron", "mds", "webdataset", "parquet"]
-FORMATS: tuple[Format, ...] = ("dlo", "megatron", "mds", "webdataset", "parquet")
+Format = Literal["dlo", "megatron", "webdataset"]
+FORMATS: tuple[Format, ...] = ("dlo", "megatron", "webdataset")
 _INDEX_FORMAT = 1
 
 
@@ -34,16 +32,13 @@ class TokenFiles(NamedTuple):
         name: Name of the source.
         path: File, folder or glob, local or a URL; for Megatron-LM, its ``.bin`` or the path without suffix.
         format: Format of the files; None finds it from their names.
-        column: Column of the ids: of MDS and Parquet by default ``tokens``, or the suffix of a tar's members, by
-            default ``npy``.
-        dtype: Type of the ids in columns of bytes.
+        column: Suffix of a tar's members with the ids, by default ``npy``.
     """
 
     name: str
     path: str
     format: Format | None = None
     column: str | None = None
-    dtype: str | None = None
 
 
 class Storage(NamedTuple):
@@ -79,12 +74,8 @@ def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
         for name in names:
             if name.endswith(".bin"):
                 opened.append(MegatronShard(storage.open(name), storage.open(f"{name.removesuffix('.bin')}.idx")))
-    elif kind == "mds":
-        opened += _open_mds(files, names, storage)
-    elif kind == "webdataset":
-        opened += [_open_tar(files, name, storage) for name in names if name.endswith(".tar")]
     else:
-        opened += [_open_parquet(files, name, storage) for name in names if name.endswith(".parquet")]
+        opened += [_open_tar(files, name, storage) for name in names if name.endswith(".tar")]
     if not opened:
         raise DloError(f"sources.{files.name}.path must name files of the format {kind}, got {names[0]}")
     return opened
@@ -109,69 +100,16 @@ def list_token_files(files: TokenFiles, storage: Storage) -> list[str]:
 
 def _find_format(files: TokenFiles, names: Sequence[str]) -> Format:
     ends = {Path(name).suffix for name in names}
-    if any(name.rpartition("/")[2] == "index.json" for name in names) or ".mds" in ends:
-        return "mds"
     if ".tar" in ends:
         return "webdataset"
-    if ".parquet" in ends:
-        return "parquet"
     if ".bin" in ends:
         first = next(name for name in names if name.endswith(".bin"))
         return "dlo" if first.rpartition("/")[2].startswith("tokens-") else "megatron"
+    removed = next((did_you_mean(kind, FORMATS) for kind in ("mds", "parquet") if f".{kind}" in ends), "")
     raise DloError(
         f"sources.{files.name}.format must be one of {', '.join(FORMATS)}, because no file of {files.path} has a known"
-        f" suffix; set it, or name text under sources.{files.name}.files"
+        f" suffix{removed or f'; set it, or name text under sources.{files.name}.files'}"
     )
-
-
-def _open_mds(files: TokenFiles, names: Sequence[str], storage: Storage) -> Iterator[TokenShard]:
-    listing = next((name for name in names if name.rpartition("/")[2] == "index.json"), None)
-    if listing is None:
-        raise DloError(f"sources.{files.name}.path must be a folder with index.json, got {files.path}")
-    index = storage.open(listing)
-    column = files.column or "tokens"
-    for entry in read_mds_index(index.read(0, index.size), listing):
-        name = f"{listing.rpartition('/')[0]}/{entry['raw_data']['basename']}"
-        shard = MdsShard(storage.open(name), entry)
-        shard.check_column(column)
-        encoding = shard.encodings[column]
-        if encoding == "bytes":
-            kind = _bytes_type(files)
-            lengths = partial(_mds_byte_lengths, shard, column, kind)
-            read: Callable[[int], np.ndarray] = partial(_read_mds_bytes, shard, column, kind)
-        elif encoding.partition(":")[0] == "ndarray":
-            lengths = partial(array_lengths, shard, column)
-            read = partial(_read_mds_array, shard, column)
-        else:
-            raise DloError(
-                f"column {column!r} of {name} must be an ndarray or bytes, got the encoding {encoding}; set"
-                f" sources.{files.name}.column"
-            )
-        made_of = [shard.stamp(), column, files.dtype]
-        yield RecordShard(name, _index(storage, made_of, lengths, name), read, shard.range, shard.file)
-
-
-def _bytes_type(files: TokenFiles) -> np.dtype:
-    if files.dtype is None:
-        raise DloError(
-            f"sources.{files.name}.dtype must be set for a column of bytes; use the type of the ids, such as uint16"
-        )
-    return np.dtype(files.dtype).newbyteorder("<")
-
-
-def _mds_byte_lengths(shard: MdsShard, column: str, kind: np.dtype) -> np.ndarray:
-    sizes = shard.variable_sizes(column)
-    if sizes is None:
-        sizes = np.array([len(shard.read(number, column)[0]) for number in range(len(shard))], np.int64)
-    return sizes // kind.itemsize
-
-
-def _read_mds_bytes(shard: MdsShard, column: str, kind: np.dtype, number: int) -> np.ndarray:
-    return np.frombuffer(shard.read(number, column)[0], kind)
-
-
-def _read_mds_array(shard: MdsShard, column: str, number: int) -> np.ndarray:
-    return decode_mds_array(shard.read(number, column)[0], shard.encodings[column])
 
 
 def _open_tar(files: TokenFiles, name: str, storage: Storage) -> TokenShard:
@@ -217,33 +155,6 @@ def _read_tar(file: LocalFile | RemoteFile, rows: np.ndarray, suffix: str, numbe
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise DloError(f"{file.name}: member {number} must be integers with one dim, got {ids.dtype}{list(ids.shape)}")
     return ids
-
-
-def _open_parquet(files: TokenFiles, name: str, storage: Storage) -> TokenShard:
-    shard, column = ParquetShard(storage.open(name)), files.column or "tokens"
-    shard.check_column(column)
-    made_of = [shard.stamp(), column]
-    index = _index(storage, made_of, lambda: _parquet_lengths(shard, column), name)
-    return RecordShard(name, index, partial(_read_parquet, shard, column), shard.group_range, shard.file)
-
-
-def _parquet_lengths(shard: ParquetShard, column: str) -> np.ndarray:
-    import pyarrow.compute
-
-    lengths = []
-    for number in range(len(shard.starts) - 1):
-        values = shard.group(number, column)
-        try:
-            found = pyarrow.compute.list_value_length(values)
-        except (pyarrow.ArrowException, TypeError) as error:
-            raise DloError(f"column {column!r} of {shard.name} must have lists of ids, got {values.type}") from error
-        lengths.append(found.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64))
-    return np.concatenate([*lengths, np.empty(0, np.int64)])
-
-
-def _read_parquet(shard: ParquetShard, column: str, number: int) -> np.ndarray:
-    values = shard.read(number, column).values
-    return np.empty(0, np.int64) if values is None else values.to_numpy(zero_copy_only=False)
 
 
 def _index(
