@@ -31,8 +31,8 @@ from measuring.catalogue import parse_options
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
-from dlo_framework.data import Draw, GlobalShuffle, Mixture, MixtureOrder, MixturePoint, ResumableBatchSampler
-from dlo_framework.data.loader import ResumableLoader, announce_batches
+from dlo_framework.data import GlobalShuffle, Mixture, MixtureOrder, MixturePoint, ResumableBatchSampler
+from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.remote import BlockCache
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
@@ -169,18 +169,8 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
             batch["input_ids"].numel() for batch in ResumableLoader(data, num_workers=workers, **options)
         )
 
-    def stored(ahead: int) -> Callable[[], int]:
-        """Reads batches; where `ahead`, each after this number of the next ones was announced, as the loader does."""
-        firsts = range(0, len(windows) - 63, 64)
-        draws = [[Draw(index, 0, True) for index in range(first, first + 64)] for first in firsts]
-
-        def run() -> int:
-            if ahead == 0:
-                return sum(len(windows.read(np.arange(first, first + 64))) for first in firsts)
-            coming = announce_batches(iter(draws), JoinedWindows([windows], ahead))
-            return sum(len(windows.read(np.arange(some[0].index, some[-1].index + 1))) for some in coming)
-
-        return run
+    def stored() -> int:
+        return sum(len(windows.read(np.arange(first, first + 64))) for first in range(0, len(windows) - 63, 64))
 
     def widen() -> None:
         ids, places = torch.from_numpy(tokens), torch.arange(SEQ_LEN)
@@ -200,8 +190,7 @@ def reading_table(folder: Path, megabytes: int, rounds: int) -> tuple[Table, Tab
         return read_plainly(path)
 
     stages = {
-        "dlo, tokens as stored": stored(0),
-        "dlo, tokens as stored, batches announced": stored(AHEAD),
+        "dlo, tokens as stored": stored,
         "dlo, batches in this process": batches(0),
         "dlo, batches from a worker": batches(1),
         "dlo, batches from two workers": batches(2),

@@ -8,7 +8,7 @@ each of which becomes one file of the cache. All processes of a node share the c
   readable for a process that has opened it.
 * A block's name has the version of the remote file in it, so that a changed file is fetched again.
 
-Coming reads are announced with ``read_ahead``, which fetches their blocks in threads.
+Coming reads of remote files are announced with ``read_ahead``, which fetches their blocks in threads.
 """
 
 from __future__ import annotations
@@ -41,16 +41,13 @@ _THREADS = 32
 
 
 class ByteFile(Protocol):
-    """File with random access, whose reads can be announced."""
+    """File with random access."""
 
     name: str
     size: int
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns ``size`` bytes from ``offset``."""
-
-    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Begins to fetch (offset, size) ranges."""
 
     def local_path(self) -> Path:
         """Returns a path of the full file on the local disk."""
@@ -193,12 +190,6 @@ class LocalFile:
     def read(self, offset: int, size: int) -> bytes:
         """Returns ``size`` bytes from ``offset``, by one ``pread``."""
         return read_at(self._descriptor(), size, offset)
-
-    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Asks the kernel to read ranges into the page cache; ranges that touch are one request."""
-        if hasattr(os, "posix_fadvise"):
-            for offset, size in _joined(ranges):
-                os.posix_fadvise(self._descriptor(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def local_path(self) -> Path:
         """Returns the file's path."""
@@ -501,18 +492,6 @@ def _exact_reads(system: Any) -> dict[str, Any]:
     # Asynchronous file systems have a method on each object.
     inherits = not system.async_impl and type(system).cat_file is AbstractFileSystem.cat_file
     return {"cache_type": "none"} if inherits else {}
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (offset, size) ranges in order, those that touch or overlap as one."""
-    found: list[tuple[int, int]] = []
-    for offset, size in sorted(ranges):
-        if found and offset <= sum(found[-1]):
-            first, length = found[-1]
-            found[-1] = first, max(length, offset + size - first)
-        else:
-            found.append((offset, size))
-    return found
 
 
 def read_at(file: int, size: int, offset: int) -> bytes:

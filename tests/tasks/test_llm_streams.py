@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.data import Draw
-from dlo_framework.data.remote import BlockCache, ByteFile
+from dlo_framework.data.remote import BlockCache, RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.streams.token_shards import document_of
@@ -146,62 +146,31 @@ def test_a_web_server_gives_the_same_windows_by_ranges_of_bytes(kind, tmp_path, 
         assert len(requested) == before, "the second pass is read from the cache"
 
 
-@pytest.mark.parametrize("kind", ["uint16", "dlo"])
-def test_coming_windows_of_a_slow_disk_are_announced_to_the_kernel_unless_they_are_in_order(
-    kind, tmp_path, storage, monkeypatch
-):
-    asked = list[tuple[int, int]]()
-    monkeypatch.setattr("os.posix_fadvise", lambda file, offset, size, advice: asked.append((offset, size)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_remote_shards_alone_are_fetched_ahead_by_their_ranges(kind, tmp_path, storage):
     opened = open_tokens(write(kind, tmp_path, documents(90)), storage)
     windows = TokenWindows(opened, SEQ, 300, "some")
-    monkeypatch.setattr(windows._disk, "is_slow", True)
-    windows.read_ahead([Draw(index, 0, True) for index in (7, 3, 4)])
-    file = next(tmp_path.glob("*.bin")) if kind == "dlo" else tmp_path / "data.bin"
-    content, rows = file.read_bytes(), windows.read(np.array([3, 4, 7]))
-    expected = [np.concatenate([rows[0][:SEQ], rows[1]]), rows[2]]  # Windows 3 and 4 touch: one request.
-    assert len(asked) == 2
-    for (offset, size), tokens in zip(asked, expected, strict=True):
-        assert np.array_equal(np.frombuffer(content[offset : offset + size], "<u2") & 0x7FFF, tokens)
-    windows.read_ahead([Draw(index, 0, True) for index in (5, 6, 7, 8)])
-    assert len(asked) == 2
+    assert JoinedWindows([windows], 4).batches_ahead == 0
+    asked = list[tuple[int, int]]()
 
+    class Remote(RemoteFile):
+        def __init__(self, file):
+            self.read_ahead = lambda ranges: asked.extend(ranges)
+            self.read = file.read
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_is_measured_with_a_byte_of_a_coming_window(kind, tmp_path, storage):
-    windows = TokenWindows(open_tokens(write(kind, tmp_path, documents(90)), storage), SEQ, 300, "some")
-    measured = list[tuple[ByteFile, int]]()
-    windows._disk.measure = lambda file, offset: measured.append((file, offset))
-    numbers = list(range(0, len(windows), 5))
-    for number in numbers:
-        windows.read_ahead([Draw(number, 0, True)])
-    assert all(0 <= offset < file.size for file, offset in measured)
-    places = [(Path(file.name), offset) for file, offset in measured]
-    assert places == sorted(places)
-    assert len(set(places)) > 2
-    if kind in ("uint16", "int32"):
-        step = SEQ * np.dtype(kind).itemsize
-        assert [offset for _, offset in measured] == [step * number for number in numbers]
-
-
-def test_windows_of_a_fast_disk_are_not_announced_and_those_of_a_slow_one_in_a_mixture_are(
-    tmp_path, storage, monkeypatch
-):
-    parts = []
-    for name in ("fast", "slow"):
-        (tmp_path / name).mkdir()
-        opened = open_tokens(write("uint16", tmp_path / name, documents(90)), storage)
-        parts.append(TokenWindows(opened, SEQ, 300, name))
-        answer = 1e-6 if name == "fast" else 1e-2
-        disk = parts[-1]._disk
-        monkeypatch.setattr(disk, "measure", lambda file, offset, disk=disk, answer=answer: disk.note(answer))
-    joined, asked = JoinedWindows(parts, 4), list[str]()
-    for part in parts:
-        shard = part._shards[0]
-        monkeypatch.setattr(shard, "read_ahead", lambda starts, length, name=part.name: asked.append(name))
-    for _ in range(200):
-        joined.read_ahead([Draw(3, 0, True), Draw(len(parts[0]) + 5, 0, True)])
-    assert set(asked) == {"slow"}
-    assert len(asked) == 200 - 3, "from the fourth slow answer on"
+    for shard in opened:
+        shard.file = Remote(shard.file)
+    joined = JoinedWindows([windows], 4)
+    assert joined.batches_ahead == 4
+    joined.read_ahead([Draw(index, 0, True) for index in (3, 4)])
+    content = b"".join(opened[0].file.read(*one) for one in asked)
+    expected = windows.read(np.array([3, 4]))
+    if kind in ("uint16", "int32", "dlo"):
+        found = np.frombuffer(content, "<i4" if kind == "int32" else "<u2") & 0x7FFF
+        assert np.array_equal(found.reshape(2, SEQ + 1), expected)
+    else:
+        assert len(asked) > 0
+        assert all(size > 0 for _, size in asked)
 
 
 def test_an_index_is_built_once_and_again_for_other_files(tmp_path, storage):

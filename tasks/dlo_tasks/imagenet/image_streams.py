@@ -48,7 +48,9 @@ class TarImages:
     """Images of a tar in WebDataset's layout: ``KEY.jpg`` with ``KEY.cls`` or ``KEY.json``."""
 
     def __init__(self, path: str, storage: ImageStorage, class_names: list[str] | None) -> None:
-        self.name, self.file = path, storage.open(path)
+        file = storage.open(path)
+        assert isinstance(file, RemoteFile)
+        self.name, self.file = path, file
         key = hashlib.sha256(json.dumps([_INDEX_FORMAT, self.file.stamp(), class_names]).encode()).hexdigest()[:32]
         index = storage.indices / f"labels-{key}.npy"
 

@@ -100,8 +100,7 @@ class TextData(ResumableDataModule):
         storage_options: Options of the remote file system, such as `{anon: true}`.
         remote_cache: Folder on a local disk for blocks of remote files. Default: `~/.cache/dlo/remote`.
         cache_bytes: Maximum size of that folder, such as `20GB`; the least recently used blocks are removed.
-        batches_ahead: Batches whose windows are fetched ahead of the loader, where shards are remote or on a slow
-            disk; 0 for none.
+        batches_ahead: Batches whose windows are fetched ahead of the loader, of remote shards; 0 for none.
         tokenize_processes: Processes that tokenise. Default: all cores for more than 64 MiB of text, and one, with the
             tokenizer's threads, for less.
         predict_files: Files of prompts for `dlo predict`: text with one prompt per line, or JSON lines or Parquet with

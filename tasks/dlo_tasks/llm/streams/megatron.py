@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from dlo_framework.data.remote import ByteFile, LocalFile, RemoteFile
+from dlo_framework.data.remote import LocalFile, RemoteFile
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.streams.token_shards import are_in_order, gather_windows, map_bytes
+from dlo_tasks.llm.streams.token_shards import gather_windows, map_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -47,7 +47,7 @@ class MegatronShard:
     """
 
     def __init__(self, tokens: LocalFile | RemoteFile, index: LocalFile | RemoteFile) -> None:
-        self.name, self._file, self._index = tokens.name, tokens, index.local_path()
+        self.name, self.file, self._index = tokens.name, tokens, index.local_path()
         with open(self._index, "rb") as file:
             head = file.read(_HEADER)
         if len(head) < _HEADER or not head.startswith(_MAGIC):
@@ -84,8 +84,8 @@ class MegatronShard:
         self._pointers = index[ends[1] : ends[2]].view("<i8")
         self._bounds = index[ends[2] : ends[3]].view("<i8")
         self._ids: np.ndarray | None = None
-        if isinstance(self._file, LocalFile) and self._file.size:
-            self._ids = map_bytes(Path(self._file.path)).view(self.kind)
+        if isinstance(self.file, LocalFile) and self.file.size:
+            self._ids = map_bytes(Path(self.file.path)).view(self.kind)
 
     def bounds(self, index: np.ndarray) -> np.ndarray:
         """Returns the first token of documents."""
@@ -98,19 +98,13 @@ class MegatronShard:
         if self._ids is not None:
             return gather_windows(self._ids, starts, length)
         size = self.kind.itemsize
-        rows = [self._file.read(start * size, length * size) for start in starts.tolist()]
+        rows = [self.file.read(start * size, length * size) for start in starts.tolist()]
         return np.frombuffer(b"".join(rows), self.kind).reshape(len(rows), length)
 
-    def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Begins to fetch the tokens of windows; of a local file, unless they are in order."""
-        if self._ids is not None and are_in_order(starts, length):
-            return
+    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the ranges of windows."""
         size = self.kind.itemsize
-        self._file.read_ahead([(start * size, length * size) for start in starts.tolist()])
-
-    def place_of(self, token: int) -> tuple[ByteFile, int]:
-        """Returns the file of a token, and its offset."""
-        return self._file, token * self.kind.itemsize
+        return [(start * size, length * size) for start in starts.tolist()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lengths": None, "_pointers": None, "_bounds": None, "_ids": None}

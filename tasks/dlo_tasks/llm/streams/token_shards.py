@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dlo_framework.data.remote import ByteFile, LocalFile
+from dlo_framework.data.remote import LocalFile, RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.token_cache import TokenStore
 
@@ -25,11 +25,13 @@ class TokenShard(Protocol):
         name: Name for messages.
         tokens: Number of tokens.
         documents: Number of documents.
+        file: File of the tokens.
     """
 
     name: str
     tokens: int
     documents: int
+    file: LocalFile | RemoteFile
 
     def bounds(self, index: np.ndarray) -> np.ndarray:
         """Returns the first token of documents, int64; of index ``documents``, the number of tokens."""
@@ -37,11 +39,8 @@ class TokenShard(Protocol):
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Returns the ids of ``length`` tokens from each of ``starts``, in the file's integer type: [P, length]."""
 
-    def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Begins to fetch the tokens of windows."""
-
-    def place_of(self, token: int) -> tuple[ByteFile, int]:
-        """Returns the file of a token, and the offset at which reading it begins."""
+    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the (offset, size) ranges of the file that windows are read from."""
 
 
 def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
@@ -110,17 +109,6 @@ def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarr
     return np.asarray(rows[starts])
 
 
-def are_in_order(starts: np.ndarray, length: int) -> bool:
-    """Returns whether windows follow each other, so that the kernel reads them ahead by itself, and sooner.
-
-    Args:
-        starts: First token of each window, int64 [P].
-        length: Tokens of a window.
-    """
-    steps = np.diff(starts)
-    return bool((steps > 0).all() and (steps < length).all())
-
-
 class StoreShard:
     """Shard of dlo's own token cache.
 
@@ -132,7 +120,7 @@ class StoreShard:
     """
 
     def __init__(self, path: Path) -> None:
-        self._store, self._file = TokenStore(path), LocalFile(path)
+        self._store, self.file = TokenStore(path), LocalFile(path)
         self.name, self.tokens, self.documents = str(path), self._store.tokens, len(self._store)
         if not self._store.all_learned:
             raise DloError(
@@ -148,16 +136,10 @@ class StoreShard:
         """Returns the ids of windows."""
         return self._store.without_flags(gather_windows(self._store.raw, starts, length))
 
-    def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Begins to fetch the tokens of windows, unless they are in order."""
-        if are_in_order(starts, length):
-            return
+    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the ranges of windows."""
         size = self._store.raw.itemsize
-        self._file.read_ahead([(self.place_of(start)[1], length * size) for start in starts.tolist()])
-
-    def place_of(self, token: int) -> tuple[ByteFile, int]:
-        """Returns the file of a token, and its offset."""
-        return self._file, self._store.offset + token * self._store.raw.itemsize
+        return [(self._store.offset + start * size, length * size) for start in starts.tolist()]
 
 
 class RecordShard:
@@ -177,12 +159,12 @@ class RecordShard:
         index: Path,
         read_record: Callable[[int], np.ndarray],
         range_of: Callable[[int], tuple[int, int]],
-        file: ByteFile,
+        file: LocalFile | RemoteFile,
     ) -> None:
         self.name, self._index = name, index
         self._bounds = np.load(index, mmap_mode="r", allow_pickle=False)
         self.documents, self.tokens = len(self._bounds) - 1, int(self._bounds[-1])
-        self._read_record, self._range_of, self._file = read_record, range_of, file
+        self._read_record, self._range_of, self.file = read_record, range_of, file
 
     def bounds(self, index: np.ndarray) -> np.ndarray:
         """Returns the first token of documents."""
@@ -208,19 +190,15 @@ class RecordShard:
             )
         return ids
 
-    def read_ahead(self, starts: np.ndarray, length: int) -> None:
-        """Begins to fetch the documents of windows."""
+    def ranges(self, starts: np.ndarray, length: int) -> list[tuple[int, int]]:
+        """Returns the ranges of the documents of windows."""
         firsts, lasts = document_of(self, np.stack([starts, starts + length - 1]))
         wanted = {
             number
             for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
             for number in range(first, last + 1)
         }
-        self._file.read_ahead([self._range_of(number) for number in sorted(wanted)])
-
-    def place_of(self, token: int) -> tuple[ByteFile, int]:
-        """Returns the file of a token, and the offset of its document."""
-        return self._file, self._range_of(int(document_of(self, np.array(token))))[0]
+        return [self._range_of(number) for number in sorted(wanted)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bounds": None}

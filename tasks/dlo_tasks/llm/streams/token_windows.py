@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlo_framework.data import Draw
-from dlo_framework.data.disk_latency import DiskLatency
+from dlo_framework.data.remote import RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX, Batch, finish
 from dlo_tasks.llm.streams.token_shards import TokenShard, document_of
@@ -64,7 +64,6 @@ class TokenWindows:
                 f"sources.{name} must have more than {seq_len} tokens in a file, got"
                 f" {sum(shard.tokens for shard in shards)} in {len(self._shards)} files; lower seq_len, or name more"
             )
-        self._disk = DiskLatency()
         self._first, self._past = first, int(self._starts[-1]) if past is None else past
         for shard, count in zip(self._shards[:1], counts, strict=False):
             if count:
@@ -130,18 +129,16 @@ class TokenWindows:
             targets[rows] -= last - document_of(shard, starts)
         return targets
 
-    def is_announced(self) -> bool:
-        """Returns whether :meth:`read_ahead` has something to do for the next batch."""
-        return self._disk.is_slow or self._disk.is_due()
+    @property
+    def is_remote(self) -> bool:
+        """Whether any shard is remote, so that windows are fetched ahead."""
+        return any(isinstance(shard.file, RemoteFile) for shard in self._shards)
 
     def read_ahead(self, draws: list[Draw]) -> None:
-        """Begins to fetch the drawn windows; of local files, only from a disk that has been measured as slow."""
-        if not self._disk.is_slow:
-            ((shard, _, starts),) = self._places(np.array([draws[0].index]))
-            self._disk.measure(*shard.place_of(int(starts[0])))
-        if self._disk.is_slow:
-            for shard, _, starts in self._places(np.array([draw.index for draw in draws])):
-                shard.read_ahead(starts, self._seq_len + 1)
+        """Begins to fetch the drawn windows of remote shards."""
+        for shard, _, starts in self._places(np.array([draw.index for draw in draws])):
+            if isinstance(shard.file, RemoteFile):
+                shard.file.read_ahead(shard.ranges(starts, self._seq_len + 1))
 
     def _places(self, index: np.ndarray) -> list[tuple[TokenShard, np.ndarray, np.ndarray]]:
         """Returns the shards of windows, each with the rows of ``index`` in it and the first token of each."""
@@ -209,7 +206,7 @@ class JoinedWindows:
 
     Args:
         parts: Datasets, all with windows of the same length.
-        batches_ahead: Number of batches that are fetched ahead; 0 for none.
+        batches_ahead: Number of batches that are fetched ahead, of remote shards; 0 for none.
     """
 
     #: For the loader: nothing is drawn.
@@ -220,8 +217,9 @@ class JoinedWindows:
     pairs: np.ndarray | None = None
 
     def __init__(self, parts: Sequence[Any], batches_ahead: int = 0) -> None:
-        self.parts, self.batches_ahead = list(parts), batches_ahead
-        self._announced = [part for part in parts if isinstance(part, TokenWindows)]
+        self.parts = list(parts)
+        self._remote = [part for part in parts if isinstance(part, TokenWindows) and part.is_remote]
+        self.batches_ahead = batches_ahead if self._remote else 0
         self._starts = np.cumsum([0] + [len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -256,13 +254,9 @@ class JoinedWindows:
         return np.searchsorted(self._starts, index, side="right") - 1
 
     def read_ahead(self, draws: list[Draw]) -> None:
-        """Begins to fetch the drawn windows of the parts whose files are remote, or on a slow disk."""
-        # Each part counts this batch, so that it measures its disk from time to time.
-        announced = {id(part) for part in self._announced if part.is_announced()}
-        if not announced:
-            return
+        """Begins to fetch the drawn windows of remote shards."""
         for part, _, some in self._draws_of(draws):
-            if id(part) in announced:
+            if part in self._remote:
                 part.read_ahead(some)
 
     def _draws_of(self, draws: list[Draw]) -> list[tuple[Any, np.ndarray, list[Draw]]]:
