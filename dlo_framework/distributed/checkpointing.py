@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,6 +108,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
     _saver: AsyncSaver | None = None
     _initial_random: dict[str, Any] | None = None
     _step_seed: int | None = None
+    _has_loaded_state = False
 
     def connect(self, model: LightningModule) -> None:
         """Connects a module; a module that another strategy's run has sharded gets its full parameters back first.
@@ -409,12 +411,15 @@ class CanonicalStrategy(Strategy, StrategyContract):
             closure: Function of forward and backward, which draws the rank's own random numbers.
             *args: Further arguments of Lightning's method.
             **kwargs: Further arguments of Lightning's method.
+
+        Raises:
+            DloError: The optimizer reads state that the checkpoint's, from which the run goes on, did not keep.
         """
         seed, module, device, own = self._step_seed, self.lightning_module, self.root_device, list[TorchState]()
-        if seed is None or module is None:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
         def close() -> Any:
+            if seed is None or module is None:
+                return closure()
             if own:
                 set_torch_state(own.pop(), device)
             result = closure()
@@ -424,6 +429,12 @@ class CanonicalStrategy(Strategy, StrategyContract):
 
         try:
             return super().optimizer_step(optimizer, close, *args, **kwargs)
+        except KeyError as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if not self._has_loaded_state or not isinstance(frame.f_locals.get("self"), Optimizer):
+                raise
+            held = sorted({key for state in optimizer.state.values() for key in state})
+            raise _other_optimizer(optimizer, f"{error} in its state, got {', '.join(held)}") from error
         finally:
             if own:
                 set_torch_state(own.pop(), device)
@@ -585,6 +596,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
                 )
             else:
                 self._load_optimizer(optimizer, saved)
+                self._has_loaded_state = True
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         names = self.group_names(optimizer)

@@ -118,14 +118,17 @@ class Recorder(Callback):
 
     Args:
         nudge: Seed of a change of each weight by one unit in the last place, before the first step; 0 for none.
+        rounding: Largest relative change of each element of a gradient in every step, if there is a ``nudge``: each
+            rank rounds its gradients to half precision, which shows in no other order of one process's samples.
     """
 
     #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
     needs_gradients = False
 
-    def __init__(self, nudge: int = 0) -> None:
+    def __init__(self, nudge: int = 0, rounding: float = 0.0) -> None:
         self.record = Record()
-        self.nudge = nudge
+        self.nudge, self._rounding = nudge, rounding if nudge else 0.0
+        self._generator = torch.Generator().manual_seed(nudge)
         self._begin: dict[str, Tensor] = {}
         self._losses: list[float] = []
         self._squares: list[float] = []
@@ -158,6 +161,10 @@ class Recorder(Callback):
         """Records the gradient norm, unless backward has stepped the gradients."""
         if contract_of(trainer.strategy).drops_gradients:
             return
+        for parameter in pl_module.parameters() if self._rounding else ():
+            if parameter.grad is not None:
+                noise = torch.rand(parameter.shape, generator=self._generator).to(parameter.grad) * 2 - 1
+                parameter.grad.mul_(1 + self._rounding * noise)
         norm = gradient_norm(trainer, optimizer)
         if norm is not None:
             self._squares.append(float(norm) ** 2)

@@ -33,6 +33,7 @@ from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
+from dlo_framework.testing.compare import RTOL, default_rtol
 from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
 from dlo_framework.testing.record import Record, Recorder
 
@@ -80,7 +81,8 @@ class Setting:
         ranks: Number of ranks on which the strategy runs; None for the one process that it is compared with.
         shares: Number of data-parallel ranks whose batches make up one batch of this process; 1 on ranks.
         control: Number of a control, which changes rounding only; 0 for none. Control 1 reverses the order of the
-            samples in each batch; others shuffle it, and change the weights by a unit in the last place.
+            samples in each batch; others shuffle it, and change the weights by a unit in the last place, and in half
+            precision the gradients by half a unit.
         double: Whether to train in double precision.
     """
 
@@ -181,7 +183,8 @@ def record_training(
         feed: dict[str, Any] = {"datamodule": data}
     else:
         feed = {"train_dataloaders": prepare_loaders(data, **preparing)}
-    recorder = Recorder(nudge=setting.control if setting.control > 1 else 0)
+    spacing = default_rtol(options.get("precision"))
+    recorder = Recorder(setting.control if setting.control > 1 else 0, spacing / 2 if spacing > RTOL else 0.0)
     mode = InDouble() if setting.double else contextlib.nullcontext()
     with tempfile.TemporaryDirectory(prefix="dlo-parity-") as folder, mode:
         every: list[Callback] = [recorder, *kept, *([Permuted(setting.control)] if setting.control else [])]

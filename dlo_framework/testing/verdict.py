@@ -25,8 +25,9 @@ _CONTROLS = 2
 _CONTROLS_ALONE = 3
 #: Factor on the differences from other rounding above which a difference is not rounding, if double precision agrees.
 _FAR = 100.0
-#: Relative difference of the first step's loss or gradient norm that rounding cannot cause.
-_HOPELESS = 1e-2
+#: Relative difference of the first step's loss or gradient norm that rounding cannot cause; where the tolerance is that
+#: of bf16, so many times the tolerance.
+_HOPELESS, _HOPELESS_FACTOR = 1e-2, 8.0
 
 #: Generator that yields settings and is sent their records: a string for a failed run, in double precision only.
 Runs = Generator[list[Setting], list[Any], Comparison]
@@ -96,4 +97,5 @@ def _is_certain(found: Comparison, one: Record, ranks: Record) -> bool:
     if any(mine.digest != theirs.digest for mine, theirs in zip(one.steps, ranks.steps, strict=True)):
         return True
     first = found.rows[0]
-    return any(pair is not None and not pair.difference < _HOPELESS for pair in (first.loss, first.norm))
+    limit = max(_HOPELESS, _HOPELESS_FACTOR * found.rtol)
+    return any(pair is not None and not pair.difference < limit for pair in (first.loss, first.norm))

@@ -56,6 +56,43 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path, names: list[str]) -> None:
         check_same(tmp_path / name, tmp_path / f"{name}-again")
 
 
+class Joined(Model):
+    """Has one parameter group, where the checkpoint has two with other settings."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+
+class Other(Model):
+    """Has the groups' settings, and an optimizer with other state."""
+
+    def configure_optimizers(self):
+        (before,), _ = super().configure_optimizers()
+        return torch.optim.Adamax(
+            [{key: group[key] for key in ("params", "weight_decay")} for group in before.param_groups]
+        )
+
+
+def _changed(rank: int, world_size: int, folder: Path) -> list[str]:
+    silence_lightning()
+    register_data_parallel()
+    train(world_size, STRATEGIES["deepspeed3_cut"](), folder)
+    found = []
+    for kind in (Joined, Other):
+        made = trainer(world_size, STRATEGIES["deepspeed3_cut"]())
+        with pytest.raises(DloError) as refusal:
+            made.fit(kind(), datamodule=DigitsData(image_size=16, batch_size=48), ckpt_path=folder)
+        found.append(str(refusal.value))
+    leave_group()
+    return found
+
+
+def test_other_parameter_groups_and_another_optimizer_are_refused(tmp_path: Path) -> None:
+    for joined, other in run_distributed(_changed, 2, tmp_path / "saved", backend=None):
+        assert "parameter groups must be those of the checkpoint" in joined
+        assert "optimizer must be the checkpoint's, with 'exp_inf' in its state, got exp_avg, exp_avg_sq" in other
+
+
 HALVES = {"precision": "bf16-mixed"}
 WINDOWS = {"accumulate_grad_batches": 4, "max_steps": 3, "limit_train_batches": 12}
 

@@ -384,6 +384,11 @@ REGROUPED = {
         (torch.optim.RMSprop, (0.1,)),
         "optimizer must be .*alpha ",
     ),
+    "adam to adamax": (
+        (_ADAM, (0.1,)),
+        (torch.optim.Adamax, (0.1,)),
+        "with 'exp_inf' in its state, got exp_avg, exp_avg_sq, step for Adamax",
+    ),
 }
 
 

@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.testing.compare import compare, default_rtol, tensor_differences, without_gradient
+from dlo_framework.testing.compare import RTOL_BF16, compare, default_rtol, tensor_differences, without_gradient
 from dlo_framework.testing.comparison import relative, to_json
 from dlo_framework.testing.record import Record, Step, merge_records
 from dlo_framework.testing.report import report
-from dlo_framework.testing.training import Setting
+from dlo_framework.testing.training import Setting, record_training
 from dlo_framework.testing.verdict import verdict
 
 
@@ -199,6 +202,40 @@ def test_other_rounding_decides_where_double_precision_cannot():
     halves, asked = ask([[FAR, FINE], [FINE, FINE, FINE]], precision="bf16-mixed", rtol=1e-2)
     assert not halves.ok
     assert not any(s.double for s in asked[1])
+
+
+def test_a_first_step_that_half_precision_explains_is_no_fault():
+    found, asked = ask([[run([1.02]), run([1.0])], [run([1.004])] * 3], precision="bf16-mixed", rtol=RTOL_BF16)
+    assert found.ok
+    assert len(asked) == 2
+    for answers in ([[run([1.02]), run([1.0])], [run([1.0])] * 3], [[run([2.0]), run([1.0])]]):
+        assert not ask(answers, precision="bf16-mixed", rtol=RTOL_BF16)[0].ok
+
+
+@pytest.mark.parametrize(("precision", "differs"), [("bf16-mixed", True), ("32-true", False)])
+def test_other_rounding_of_gradients_is_tried_in_half_precision(precision, differs):
+    """The order of samples changes no gradient of a recurrent network that is rounded to bf16."""
+
+    class Recurrent(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(self.recurrent(batch[0])[0][:, -1]).pow(2).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    norms = []
+    for control in (0, 2):
+        torch.manual_seed(0)
+        model, data = Recurrent(), DataLoader(TensorDataset(torch.randn(8, 5, 4)), batch_size=8)
+        options = {"precision": precision, "accelerator": "cpu", "callbacks": []}
+        record = record_training(model, data, options, Setting(1, 1, shares=1, control=control))
+        norms.append(record.steps[0].norms[0])
+    assert (abs(norms[1] / norms[0] - 1) > 1e-5) == differs
+    assert norms[1] == pytest.approx(norms[0], rel=RTOL_BF16)
 
 
 def test_what_is_certain_takes_no_further_runs():
