@@ -13,7 +13,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from dlo_framework.distributed.norms import JointGradients
 from dlo_framework.task import Task
 
 
@@ -73,32 +72,35 @@ class EmptyClipping:
             super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
 
 
-class ShardedClipping(EmptyClipping):
-    """Mixin of precision plug-ins that clips sharded gradients by their norm over all ranks.
+class GuardedHooks:
+    """Mixin of precision plug-ins that calls the hooks which may read and change gradients in a strategy's context.
 
     Attributes:
-        gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
-        divided: Function that returns the axes by which ranks have other gradients, such as ``pp=2``; "" for none.
-        guard_gradients: Function that returns a context for the hooks before an optimizer's step.
+        guard_hooks: Function that returns a context for the hooks after a backward, and those before an optimizer's
+            step, which it gets.
     """
 
-    gradient_norm: Any
-    divided: Any
-    guard_gradients: Any
+    guard_hooks: Any
 
     def post_backward(self, *args: Any) -> Any:
-        """Calls the hooks after a backward; an error of :class:`~dlo_framework.distributed.norms.JointGradients`."""
-        with self._checked_hooks():
+        """Calls the hooks after a backward."""
+        with self.guard_hooks():
             return super().post_backward(*args)  # type: ignore[misc]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Calls the hooks before a step, in which Lightning (2.6) clips."""
-        with self._checked_hooks(), self.guard_gradients(optimizer):
+        with self.guard_hooks(optimizer):
             super()._after_closure(model, optimizer)  # type: ignore[misc]
 
-    def _checked_hooks(self) -> contextlib.AbstractContextManager[Any]:
-        divided = self.divided()
-        return JointGradients(divided) if divided else contextlib.nullcontext()
+
+class ShardedClipping(GuardedHooks, EmptyClipping):
+    """Mixin of precision plug-ins that clips sharded gradients by their norm over all ranks.
+
+    Attributes:
+        gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
+    """
+
+    gradient_norm: Any
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scales an optimizer's gradients so that their norm over all ranks is at most ``clip_val``."""
@@ -151,7 +153,7 @@ class ShardedMixedPrecision(ShardedClipping, MixedPrecision):
 
 
 def with_sharded_clipping(
-    plugin: Precision, gradient_norm: Any, divided: Any = str, guard_gradients: Any = contextlib.nullcontext
+    plugin: Precision, gradient_norm: Any, guard_hooks: Any = contextlib.nullcontext
 ) -> Precision:
     """Returns a precision plugin for sharded gradients that otherwise behaves as the given one.
 
@@ -160,8 +162,7 @@ def with_sharded_clipping(
     Args:
         plugin: Precision plugin that Lightning chose.
         gradient_norm: Function that returns the 2-norm over all ranks of an optimizer's gradients.
-        divided: Function that returns the axes by which ranks have other gradients; "" for none.
-        guard_gradients: Function that returns a context for the hooks before an optimizer's step.
+        guard_hooks: Function that returns a context for the hooks after a backward and before an optimizer's step.
     """
     if isinstance(plugin, ShardedClipping):
         return plugin
@@ -175,7 +176,7 @@ def with_sharded_clipping(
     else:
         # Half and double precision keep their own conversions, so that their class is only extended.
         result = _extend(plugin, ShardedClipping, f"Sharded{type(plugin).__name__}")
-    result.gradient_norm, result.divided, result.guard_gradients = gradient_norm, divided, guard_gradients
+    result.gradient_norm, result.guard_hooks = gradient_norm, guard_hooks
     return result
 
 

@@ -291,9 +291,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self._precision_plugin = (
             None
             if precision_plugin is None
-            else with_sharded_clipping(
-                precision_plugin, self.gradient_norm, self.divided_gradients, self.guard_gradients
-            )
+            else with_sharded_clipping(precision_plugin, self.gradient_norm, self.guard_hooks)
         )
 
     @property
@@ -425,16 +423,16 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.share_buffers()
         return super().lightning_module_state_dict()
 
-    def divided_gradients(self) -> str:
-        """Returns the axes by which ranks have gradients of other parameters or slices, such as ``pp=2``."""
-        return ""
-
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def guard_gradients(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for the hooks before an optimizer's step, in which the user's code may change gradients."""
+    def guard_hooks(self, optimizer: Optimizer | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context for hooks in which the user's code may read and change gradients.
+
+        Args:
+            optimizer: Optimizer that steps next; None for the hooks after a backward.
+        """
         return contextlib.nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:

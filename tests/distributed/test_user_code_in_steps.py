@@ -125,6 +125,17 @@ class Scalar(Module):
         return nn.functional.cross_entropy(self.scale * self.net(batch[0]) * self.count, batch[1])
 
 
+class Empty(Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.none.sum()
+
+
 class Twice(Module):
     """A block that a forward calls twice."""
 
@@ -147,6 +158,7 @@ RIGHT: list[tuple[type[Module], list[Any]]] = [
     *((kind, [_zero(3, find_unused=True)]) for kind in (Momentum, ByHandBefore, ByHandData, Chosen, Inside)),
     *((kind, [_zero(3)]) for kind in (Penalty, Scalar, Twice)),
     *((kind, [_zero(1, bucket_mb=1e-5), _zero(3)]) for kind in (Hooked, Sparse)),
+    (Empty, [_zero(1)]),
     (Forward, [_zero(3, find_unused=True), _deepspeed(1)]),
     (ByHand, [_zero(3), _deepspeed(2)]),
 ]
@@ -164,13 +176,15 @@ def _right(rank: int, world: int, folder: Path) -> list[list[Any]]:
 
 
 class Reads(Callback):
-    """Changes gradients of the parameters, as the name says."""
+    """Changes gradients of the parameters from the third step on, as the name says."""
 
     def __init__(self, where: str, way: str) -> None:
         self.way = way
         setattr(self, where, self._change)
 
     def _change(self, trainer: Any, module: Any, *_: Any) -> None:
+        if self.way != "group" and trainer.global_step < 2:
+            return
         parameters = list(module.parameters())
         if self.way == "clip":
             nn.utils.clip_grad_norm_(parameters, 0.1)
@@ -186,10 +200,11 @@ class Reads(Callback):
 
 
 class ClipsByHand(ByHand):
-    """Clips the parameters' gradients in manual optimization."""
+    """Clips the parameters' gradients in manual optimization, from the third step on."""
 
     def bound(self) -> None:
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+        if self.global_step > 1:
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
 
     way = "before"
 
@@ -203,6 +218,7 @@ REFUSED: list[tuple[type[Module], Any, dict[str, Any], str]] = [
     (Module, _zero(3), {"callbacks": [Reads("on_after_backward", "drop")]}, GRADIENTS),
     (Module, _zero(3), {"callbacks": [Reads("on_before_optimizer_step", "clip")]}, GRADIENTS),
     (Module, _deepspeed(1), {"callbacks": [Reads("on_before_optimizer_step", "clip")]}, GRADIENTS),
+    (Module, _deepspeed(3), {"callbacks": [Reads("on_after_backward", "scale")]}, GRADIENTS),
     (ClipsByHand, _zero(2), {}, GRADIENTS),
     (Module, _zero(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
     (Module, _deepspeed(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
@@ -213,6 +229,7 @@ REFUSED: list[tuple[type[Module], Any, dict[str, Any], str]] = [
     (Normalising, _deepspeed(1), BF16, BY_OPTIMIZER),
     (Normalising, _deepspeed(3), {}, BY_OPTIMIZER),
     (Momentum, _deepspeed(3), {}, BY_OPTIMIZER),
+    (Empty, _zero(3), {}, "stage 3 must have elements, got none of shape [0, 3]"),
     (Scalar, _deepspeed(1), {}, "must have a dim, got scale, count"),
     (Sparse, _deepspeed(2), {}, "sparse=True of table"),
 ]

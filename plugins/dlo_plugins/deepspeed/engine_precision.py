@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dlo_framework.distributed.precision import GuardedHooks
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 
@@ -24,7 +25,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class EnginePrecision(DeepSpeedPrecision):
+class EnginePrecision(GuardedHooks, DeepSpeedPrecision):
     """Lightning's precision for DeepSpeed, with Lightning's gradient accumulation.
 
     DeepSpeed keeps parameters in half precision and steps master weights in single precision. Under a mixed precision
@@ -41,7 +42,7 @@ class EnginePrecision(DeepSpeedPrecision):
 
     def __init__(self, precision: Any, bridge: Any) -> None:
         super().__init__(precision)
-        self._bridge = bridge
+        self._bridge, self.guard_hooks = bridge, bridge.guard_hooks
 
     def _engine(self) -> DeepSpeedEngine:
         engine = self._bridge.engine

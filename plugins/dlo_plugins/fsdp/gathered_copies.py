@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
 from dlo_plugins.fsdp.step_state import own_groups
+from dlo_plugins.sharding.parameter_hooks import share_hooks
 
 
 class GatheredCopies:
@@ -75,7 +76,7 @@ class GatheredCopies:
     def _show(self) -> None:
         self._register()
         for shard, copy in self.pairs:
-            _share_hooks(shard, copy)
+            share_hooks(shard, copy)
             if self.on_gather is not None:
                 self.on_gather(shard, copy)
         self._versions = [(_version(copy), _writes(shard)) for shard, copy in self.pairs]
@@ -149,25 +150,6 @@ def gathered_copies(
 ) -> list[GatheredCopies]:
     """Returns the gathered copies of a module that ``fully_shard`` was called with."""
     return [GatheredCopies(unit, group, on_free) for group in own_groups(unit._get_fsdp_state())]
-
-
-def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Moves the hooks on a parameter's gradient to the parameter that replaces it; their handles stay valid.
-
-    torch (2.11 to 2.15) keeps them in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``. FSDP2 calls the latter
-    with the shard, once it has its reduced gradient.
-    """
-    _share_hooks(source, target)
-    if source._post_accumulate_grad_hooks:
-        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
-
-
-def _share_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Makes autograd call a parameter's hooks of ``register_hook`` with the gradient of another."""
-    hooks, others = source._backward_hooks, target._backward_hooks
-    if hooks and others is not hooks:
-        hooks.update(others or {})
-        target._backward_hooks = hooks
 
 
 def _version(tensor: Tensor) -> int:

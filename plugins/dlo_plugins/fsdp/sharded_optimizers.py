@@ -255,8 +255,8 @@ class OptimizerShards:
         self._copied.clear()
 
     @contextlib.contextmanager
-    def guard_gradients(self, optimizer: Optimizer) -> Iterator[None]:
-        """Checks that the user's code inside the block, before a step, changes gradients so that the optimizer sees it.
+    def guard_gradients(self, optimizer: Optimizer | None) -> Iterator[None]:
+        """Checks that the user's code inside the block changes gradients so that the optimizer, if any, sees it.
 
         Raises:
             DloError: It replaces one, or changes one of which the optimizer has a full copy.

@@ -30,13 +30,14 @@ from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_gradients
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
-from dlo_plugins.fsdp.gathered_copies import GatheredCopies, gathered_copies, move_hooks
+from dlo_plugins.fsdp.gathered_copies import GatheredCopies, gathered_copies
 from dlo_plugins.fsdp.held_parameters import check_held
 from dlo_plugins.fsdp.master_rows import MasterRows, like_gradient
 from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
 from dlo_plugins.fsdp.shard_use import ShardUse
 from dlo_plugins.fsdp.step_state import begin_root, drop_step_state, resume_forward
+from dlo_plugins.sharding.parameter_hooks import move_hooks
 from dlo_plugins.sharding.shared_max_norm import bound_rows_alike
 from dlo_plugins.sharding.written_values import WrittenValues
 

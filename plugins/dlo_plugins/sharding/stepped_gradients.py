@@ -99,8 +99,7 @@ class UserAccess(TorchFunctionMode):
     """Refuses reads of the ``grad`` of parameters by the user's code, and finds writes through their ``data``.
 
     The gradients are in other tensors, those that the optimizer steps, so that code which changes them would change
-    nothing; a backward's own hooks are an exception. The mode costs microseconds for each torch function: it is for the
-    first step.
+    nothing; a backward's own hooks are an exception. The mode costs microseconds for each torch function.
 
     Args:
         names: Names of the parameters by id.
@@ -131,10 +130,15 @@ class UserAccess(TorchFunctionMode):
         return list(dict.fromkeys(name for name, data, version in self._data if data._version != version))
 
 
-class WatchedFirstStep:
-    """Part of a strategy that watches what the user's code does to parameters and gradients in the first step."""
+class WatchedSteps:
+    """Part of a strategy that watches what the user's code does to parameters and gradients.
+
+    These are all hooks, the first training step, and with manual optimization each one from its first backward on.
+    Compiled steps are not watched.
+    """
 
     has_stepped = False
+    _unwatched: contextlib.ExitStack | None = None  # A step by hand before its first backward.
 
     def watched_names(self) -> dict[int, str]:
         """Returns the names of the parameters whose gradients are in other tensors, by id; empty to watch none."""
@@ -145,25 +149,34 @@ class WatchedFirstStep:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's training step."""
-        by_hand = not self.lightning_module.automatic_optimization  # type: ignore[attr-defined]
-        with self._watch_first_step() if by_hand else contextlib.nullcontext():
+        module = self.lightning_module  # type: ignore[attr-defined]
+        with contextlib.ExitStack() as step:
+            if not is_compiled(module):
+                step.callback(setattr, self, "_unwatched", None)
+                if not self.has_stepped:
+                    step.enter_context(self.guard_hooks())
+                elif not module.automatic_optimization:
+                    self._unwatched = step
+            self.has_stepped = True
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer; in automatic optimization, runs the training step and its backward before."""
-        with self._watch_first_step():
-            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward."""
+        loss, step = super().backward(*args, **kwargs), self._unwatched  # type: ignore[misc]
+        if step is not None:
+            self._unwatched = None
+            step.enter_context(self.guard_hooks())
+        return loss
 
     @contextlib.contextmanager
-    def _watch_first_step(self) -> Iterator[None]:
-        """Watches the user's code, except what is compiled."""
-        names = {} if self.has_stepped or is_compiled(self.lightning_module) else self.watched_names()  # type: ignore[attr-defined]
+    def guard_hooks(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Watches the user's code inside the block."""
+        names = self.watched_names()
         if not names:
             yield
             return
         with UserAccess(names) as access:
             yield
-        self.has_stepped = True
         written = access.written()
         if written:
             self.check_written(written)

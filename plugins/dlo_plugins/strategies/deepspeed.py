@@ -45,12 +45,12 @@ from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, comput
 from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
-from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
+from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(WatchedFirstStep, ShardedStrategy, AnyDeviceDeepSpeed):
+class DeepSpeedBridge(WatchedSteps, ShardedStrategy, AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a

@@ -22,6 +22,7 @@ from dlo_framework.distributed.forked_check import run_check
 from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.distributed.norms import JointGradients
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
@@ -509,13 +510,6 @@ class MeshStrategy(ShardedStrategy):
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
         return self._running.shares.gradient_norm(optimizer)
 
-    def divided_gradients(self) -> str:
-        """Returns the axes by which ranks have gradients of other parameters or slices, such as ``pp=2``."""
-        spec = self.mesh_spec()
-        joined = self.engine is not None and self.engine.gives_full_values
-        sizes = {"pp": spec.pp, "tp": 1 if joined else spec.tp, "ep": spec.ep}
-        return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-
     def accumulated_gradients(self) -> dict[str, Shard]:
         """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks."""
         return self._running.accumulated_gradients()
@@ -540,9 +534,14 @@ class MeshStrategy(ShardedStrategy):
         else:
             super().restore_delayed_gradients(saved, loss)
 
-    def guard_gradients(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Checks that hooks before a step change gradients only so that the optimizer sees it."""
-        return self._running.shares.guard_gradients(optimizer)
+    @contextlib.contextmanager
+    def guard_hooks(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Checks that hooks compute no norm of a rank's gradients, and change them so that the optimizer sees it."""
+        spec, found = self.mesh_spec(), self._running
+        sizes = {"pp": spec.pp, "tp": 1 if found.gives_full_values else spec.tp, "ep": spec.ep}
+        divided = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        with JointGradients(divided) if divided else contextlib.nullcontext(), found.shares.guard_gradients(optimizer):
+            yield
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the tensors that an optimizer steps on this rank, by parameter name."""

@@ -31,7 +31,7 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
-from dlo_plugins.sharding.stepped_gradients import WatchedFirstStep
+from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
@@ -43,7 +43,7 @@ _BUCKET_MB = 25.0
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ZeroStrategy(WatchedFirstStep, ShardedStrategy):
+class ZeroStrategy(WatchedSteps, ShardedStrategy):
     """Shards optimizer state, gradients and parameters over the ranks: ZeRO, stages 1 to 3.
 
     With psi parameters in single precision under Adam, plain data parallelism takes 16 psi bytes per rank. With N

@@ -27,6 +27,7 @@ from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.tensor_slice import Layout, TensorSlice
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.outside_use import uses_values
+from dlo_plugins.sharding.parameter_hooks import move_hooks
 
 #: Names of functions and attributes whose results are parts as their argument is: memory or gradient of the same shape.
 _ALIASES = ("data", "grad", "detach")
@@ -65,11 +66,10 @@ class _FullValue(torch.autograd.Function):
         return own_part(grads[0], ctx.place, ctx.ranks), None, None
 
 
-def move_hooks(name: str, old: nn.Parameter, new: nn.Parameter, place: TensorSlice | None, ranks: Communicator) -> None:
+def give_hooks_full(
+    name: str, old: nn.Parameter, new: nn.Parameter, place: TensorSlice | None, ranks: Communicator
+) -> None:
     """Moves a parameter's hooks on its gradient to the parameter that replaces it; they get full gradients.
-
-    A reach into torch (2.14), which keeps them in ``_backward_hooks`` and ``_post_accumulate_grad_hooks``, where the
-    handles that a user has remove them.
 
     Args:
         name: Name of the parameter.
@@ -78,16 +78,11 @@ def move_hooks(name: str, old: nn.Parameter, new: nn.Parameter, place: TensorSli
         place: Place of the slice; None for a partial sum.
         ranks: Communicator of the axis `tp`.
     """
-    before: dict[int, Callable[[Tensor], Tensor | None]] | None = old._backward_hooks
-    after: dict[int, Callable[[Tensor], None]] | None = old._post_accumulate_grad_hooks
-    if before:
-        for key, hook in list(before.items()):
-            before[key] = functools.partial(_call_on_full, hook, place, ranks)
-        new._backward_hooks = before
-    if after:
-        for key, noted in list(after.items()):
-            after[key] = functools.partial(_call_after, noted, name, place, ranks)
-        new._post_accumulate_grad_hooks = after
+    move_hooks(
+        *(old, new),
+        before=lambda hook: functools.partial(_call_on_full, hook, place, ranks),
+        after=lambda hook: functools.partial(_call_after, hook, name, place, ranks),
+    )
 
 
 def _call_on_full(hook: Callable[..., Any], place: TensorSlice | None, ranks: Communicator, part: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.channelwise import set_channel_counts
-from dlo_plugins.tensor.full_values import move_hooks
+from dlo_plugins.tensor.full_values import give_hooks_full
 from dlo_plugins.tensor.heads import set_local_config, set_local_heads
 from dlo_plugins.tensor.projections import set_feature_counts
 from dlo_plugins.tensor.tp_plan import TPPlan, distinct
@@ -44,11 +44,11 @@ def shard_parameters(module: nn.Module, found: TPPlan, communicator: Communicato
         if id(full) not in shards:
             shards[id(full)] = nn.Parameter(made.slice_tensor(full), requires_grad=full.requires_grad)
             shards[id(full)].__dict__.update(full.__dict__)
-            move_hooks(name, full, shards[id(full)], made, communicator)
+            give_hooks_full(name, full, shards[id(full)], made, communicator)
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, shards[id(full)])
     for partial, name in {parameters[name]: name for name in sorted(found.partial - found.divisions.keys())}.items():
-        move_hooks(name, partial, partial, None, communicator)
+        give_hooks_full(name, partial, partial, None, communicator)
     layout.partial |= found.partial
     for around in distinct(module, found.regions):
         region = found.regions[around]

@@ -114,6 +114,11 @@ class FlatGroup:
                     f"parameters under ZeRO must have values, got {name} on the meta device; set meta_init: true of"
                     " ZeroStrategy, or build the module with its weights"
                 )
+            if not (self.keep_full or parameter.numel()):
+                raise DloError(
+                    f"parameters under ZeRO's stage 3 must have elements, got {name} of shape {list(parameter.shape)};"
+                    " leave it out, or use stage 1 or 2"
+                )
             view.copy_(parameter.data)
             parameter.data = view
         if self.communicator.size > 1:
