@@ -79,7 +79,8 @@ def give_hooks_full(
         ranks: Communicator of the axis `tp`.
     """
     move_hooks(
-        *(old, new),
+        old,
+        new,
         before=lambda hook: functools.partial(_call_on_full, hook, place, ranks),
         after=lambda hook: functools.partial(_call_after, hook, name, place, ranks),
     )
