@@ -616,8 +616,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
                 raise _other_model(f"the run's parameter groups, got none for {_listed(set(group_names))}")
             settings = {key: value for key, value in source.items() if key != "params"} | own_implementation(group)
             groups.append({**settings, "params": [numbers[id(parameter)] for parameter in group["params"]]})
+        needed = set(optimizer.defaults)  # torch's loading adds one, which groups need not have.
         optimizer.load_state_dict({"state": loaded | dict(saved.get("beside", {})), "param_groups": groups})
-        lacking = {key for group in optimizer.param_groups for key in optimizer.defaults.keys() - group.keys()}
+        lacking = {key for group in optimizer.param_groups for key in needed - group.keys()}
         if lacking:
             raise _other_optimizer(optimizer, f"{', '.join(sorted(lacking))} in its parameter groups, got none")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode, flop_registry
 
 from dlo_framework.watch.peaks import device_peak
 
@@ -191,7 +192,6 @@ class FlopCounter:
             return
         self._shape, self.running = shape, True
         self._mode = _Mode(display=False, custom_mapping=_formulas())
-        self._mode.mod_tracker = _WholeModel()  # type: ignore[assignment]
         self._mode.__enter__()
 
     def stop(self, samples: int = 0) -> None:
@@ -220,13 +220,24 @@ class FlopCounter:
 class _Mode(FlopCounterMode):
     """Mode that counts; where a formula refuses an operator's shapes, the step goes on, and the count is left out.
 
-    torch (2.11 to 2.15) has no public hook around a formula.
+    It counts FLOPs for the model only, not for each module. To count per module torch's (2.15) hooks the gradients of
+    modules' inputs, which breaks derivatives with respect to them in a training step:
+    ``torch.autograd.grad(self.net(x).sum(), x)``. torch (2.11 to 2.15) has no public hook around a formula.
 
     Attributes:
         refused: Whether a formula has refused.
     """
 
     refused = False
+
+    def __enter__(self) -> Any:
+        self.mode = _Observer(self)
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        assert self.mode is not None
+        self.mode.__exit__(*args)
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -238,14 +249,24 @@ class _Mode(FlopCounterMode):
             return out
 
 
-class _WholeModel(contextlib.nullcontext[None]):
-    """Module tracker that makes torch's counter (2.15) count FLOPs for the model only, not for each module.
+class _Observer(_FlopCounterMode):
+    """Runs each operator's own kernel, as without a count.
 
-    To count per module it would hook the gradients of modules' inputs, which breaks derivatives with respect to them in
-    a training step: ``torch.autograd.grad(self.net(x).sum(), x)``.
+    torch's mode (2.11 to 2.15) runs the decomposition of each operator that has one, also where the device has a
+    kernel: of SiLU's backward, with other roundings.
     """
 
-    parents = frozenset({"Global"})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, OpOverload) or not _has_kernel(func, args):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.counter._count_flops(func._overloadpacket, func(*args, **(kwargs or {})), args, kwargs or {})
+
+
+def _has_kernel(func: OpOverload, args: Any) -> bool:
+    """Returns whether an operator has a kernel of its own for its arguments' device (torch 2.11 to 2.15)."""
+    name, devices = func.name(), (leaf.device.type for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    key = torch._C._dispatch_key_for_device(next(devices, "cpu"))
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _elements(shape: SampleShape) -> int:

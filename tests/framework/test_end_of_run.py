@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from timm.optim import Lion
 from torch.utils.data import TensorDataset
 
 from dlo_framework import runs
@@ -379,6 +380,7 @@ REGROUPED = {
         "decoupled_weight_decay=False, got True",
     ),
     "sgd to adam": ((torch.optim.SGD, (0.1,)), (_ADAM, (0.1,)), "optimizer must be the checkpoint's.*betas"),
+    "settings that torch adds to an optimizer of others": ((Lion, (0.1,)), (Lion, (0.1,)), ""),
     "adam to rmsprop": (
         (_ADAM, (0.1,)),
         (torch.optim.RMSprop, (0.1,)),

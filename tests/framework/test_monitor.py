@@ -64,6 +64,30 @@ def counted(run, device="cuda"):
     return mode.get_total_flops(), mode.refused
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", [torch.nn.SiLU(), torch.nn.Mish(), torch.nn.BatchNorm1d(8), torch.nn.LSTM(8, 8)])
+def test_a_step_that_is_counted_equals_one_that_is_not_to_the_bit(dtype, part):
+    """SiLU's and Mish's backward have a decomposition beside their kernel."""
+    found = []
+    for counts in (False, True):
+        torch.manual_seed(1)
+        module, x, counter = (
+            torch.nn.Sequential(torch.nn.Linear(8, 8), part).to(dtype),
+            torch.randn(64, 8),
+            FlopCounter(),
+        )
+        counter.count_first()
+        if counts:
+            counter.start(module, ((8,),))
+        out = module(x.to(dtype))
+        (out if isinstance(out, torch.Tensor) else out[0]).float().pow(2).sum().backward()
+        counter.stop(64)
+        assert (counter.per_sample >= 2 * 2 * 8 * 8) == counts
+        found.append([parameter.grad.clone() for parameter in module.parameters()])
+        module.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
 def test_flops_of_attention_count_each_head_of_queries_where_heads_share_keys():
     def attend(groups=2, width=16):
         q, k, v = torch.empty(3, 8, 10, 16), torch.empty(3, groups, 12, 16), torch.empty(3, groups, 12, width)

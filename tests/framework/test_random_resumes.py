@@ -53,6 +53,9 @@ CASES = {
         10, loader="shuffled", max_steps=17, events=(Event("on_train_epoch_start", 2, True),)
     ),
     "an epoch without a validation": Scenario(11, check=0, events=(Event("on_train_batch_end", 7, False),)),
+    "a validation of rounded weights": Scenario(
+        13, "image", check=0.5, callbacks=("quantise",), events=(Event("on_train_batch_end", 13, True),)
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),

@@ -204,7 +204,7 @@ class Quantise(Callback):
         """Checks the run, and copies the module before its model is built and cut."""
         self._twin = self._saved = self._began = self._names = None
         self._curvature, self._saved_curvature, self._factors = None, None, []
-        self._seen = -1
+        self._seen, self._last_bits = -1, []
         if stage != "fit":
             return
         try:
@@ -238,15 +238,25 @@ class Quantise(Callback):
         bits = self._bits(trainer, self._began)
         if bits == self._last_bits:
             return
+        self._set_bits(bits)
+        shown = " to ".join(dict.fromkeys((str(min(bits)), str(max(bits)))))
+        rank_zero_info(f"Quantise: weights have {shown} bits from step {trainer.global_step} on")
+        for logger in trainer.loggers:
+            logger.log_metrics({"quantised/bits": sum(bits) / len(bits)}, step=trainer.global_step)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes on rounding in a resumed run, which may begin with a validation."""
+        if self._last_bits and self.quantiser is None:
+            self._round(pl_module)
+            self._set_bits(self._last_bits)
+
+    def _set_bits(self, bits: list[int]) -> None:
+        assert self.quantiser is not None
         self._last_bits = bits
         if self.mixed_bits:
             self.quantiser.set_bits(bits)
         else:
             self.quantiser.bits = bits[0]
-        shown = " to ".join(dict.fromkeys((str(min(bits)), str(max(bits)))))
-        rank_zero_info(f"Quantise: weights have {shown} bits from step {trainer.global_step} on")
-        for logger in trainer.loggers:
-            logger.log_metrics({"quantised/bits": sum(bits) / len(bits)}, step=trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the curvature of the layers in the first steps with rounding, for `mixed_bits`."""
@@ -321,15 +331,15 @@ class Quantise(Callback):
             self.quantiser, self._last_bits = None, []
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the step at which rounding began, and the measured curvature, for a resumed run."""
+        """Returns the step at which rounding began, the bits, and the measured curvature, for a resumed run."""
         curvature = self._saved_curvature
         if curvature is None and self._curvature is not None:
             curvature = self._curvature.state()
-        return {"began": self._began} | ({"curvature": curvature} if curvature else {})
+        return {"began": self._began, "bits": self._last_bits} | ({"curvature": curvature} if curvature else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the step at which rounding began, and the measured curvature."""
-        self._began = state_dict["began"]
+        """Restores the step at which rounding began, the bits, and the measured curvature."""
+        self._began, self._last_bits = state_dict["began"], list(state_dict.get("bits", ()))
         self._saved_curvature = state_dict.get("curvature") if self.mixed_bits else None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
