@@ -16,6 +16,7 @@ REMOVED = {
     "mds": "write the shards again as tars in WebDataset's layout, or tokens in Megatron-LM's",
     "parquet": "write shards again as tars in WebDataset's layout; Parquet with text is read as `files`",
     "columns": "shards of images are tars in WebDataset's layout, which have no columns; leave it out",
+    "embeddings": "tables of embeddings stay in float; leave it out",
     "float8_all_gather": "leave it out; weights are gathered in their own dtype",
 }
 

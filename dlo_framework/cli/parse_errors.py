@@ -363,6 +363,9 @@ def _explain_unknown_option(option: str, known: list[str], found: ConfigScan, re
     meant = _find_meant(name, keys)
     if meant:
         return f"unknown option '{option}'; did you mean {' or '.join(f'--{key}' for key in meant)}?"
+    removed = did_you_mean(name.rpartition(".")[2], [])
+    if removed:
+        return f"unknown option '{option}'{removed}"
     near = nearest(name, keys) if "." in name else None
     if near is None:
         last = nearest(name, [key.rpartition(".")[2] for key in keys])

@@ -34,7 +34,6 @@ from dlo_plugins.quantisation.post_training import (
     fresh_copy,
     inner_model,
     named_layers,
-    named_tables,
 )
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
@@ -79,8 +78,6 @@ class Quantise(Callback):
         report: Whether to convert the model and to report when training ends.
         export: Files to write after conversion, in the run's folder `quantised`: `model.pt2`, `model.onnx`, or for
             language models the name of a folder that transformers loads.
-        embeddings: Whether the conversion also makes tables of embeddings int8, with a scale per row, and with them the
-            layers that share their weight, such as a tied head. Training does not round them.
 
     Attributes:
         quantiser: Forward of the rounded layers; None while training does not round.
@@ -102,7 +99,6 @@ class Quantise(Callback):
         calibration_batches: int = 8,
         report: bool = True,
         export: list[str] | None = None,
-        embeddings: bool = False,
         mixed_bits: bool = False,
     ) -> None:
         check_torchao()
@@ -136,7 +132,6 @@ class Quantise(Callback):
             tuple(skip or ()),
             calibration_batches,
             targets=self.export,
-            embeddings=embeddings,
         )
         self.quantiser: FakeQuantiser | None = None
         self.last_report: QuantisationReport | None = None
@@ -190,10 +185,8 @@ class Quantise(Callback):
             check_target(target, module, self.options.scheme)
         if isinstance(module, Task):
             named_layers(module.on_meta(), self.options, self._slices(trainer))
-            named_tables(module.on_meta(), self.options)
         elif next(module.parameters(), None) is not None:  # Else it builds its model later.
             named_layers(module, self.options)
-            named_tables(module, self.options)
 
     def _slices(self, trainer: Trainer) -> int:
         """Returns the number of slices that tensor parallelism cuts a row into, in training with rounding."""

@@ -40,7 +40,6 @@ class QuantiseCLI(DloCLI):
             group_size=options.group_size,
             calibration_batches=options.calibration_batches,
             export=options.export,
-            embeddings=options.embeddings,
         )
         super().__init__(found)
 

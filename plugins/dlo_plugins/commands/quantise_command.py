@@ -33,7 +33,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--export", action="append", default=[], help="NAME.pt2, NAME.onnx, or a folder for transformers; may repeat"
     )
-    parser.add_argument("--embeddings", action="store_true", help="make tables of embeddings int8 too")
     parser.add_argument("--output", help="folder of report and exports (default: quantised-SCHEME in the run's folder)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options, words = parser.parse_known_args(argv)

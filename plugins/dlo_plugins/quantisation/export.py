@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_plugins.quantisation.conversion import computes_in_bf16
-from dlo_plugins.quantisation.embedding_tables import convert_tables, users
-from dlo_plugins.quantisation.portable import make_portable, make_tables_portable
+from dlo_plugins.quantisation.portable import make_portable
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.schemes import Scheme, folder_config, folder_weight, lacks
 
@@ -76,7 +75,7 @@ def export_model(
     module: LightningModule,
     quantised: nn.Module,
     float_model: nn.Module,
-    names: tuple[Sequence[str], Sequence[str]],
+    names: Sequence[str],
     options: QuantisationOptions,
     device: torch.device,
     scales: dict[str, Tensor] | None,
@@ -89,7 +88,7 @@ def export_model(
         module: Module of the model.
         quantised: Model with torchao's tensors, on the CPU or the device.
         float_model: The same model before its conversion, on the CPU.
-        names: Names of the quantised layers, and of the quantised embeddings.
+        names: Names of the quantised layers.
         options: Options of the quantisation.
         device: Device of the conversion.
         scales: Scale of each layer's input, for static activations.
@@ -115,8 +114,7 @@ def export_model(
         torch.export.save(torch.export.export(quantised.to(place), args, dynamic_shapes=dynamic), path)
         return
     model = copy.deepcopy(float_model)
-    make_tables_portable(model, names[1])
-    make_portable(model, names[0], options.scheme, options.group_size, _to_cpu(scales))
+    make_portable(model, names, options.scheme, options.group_size, _to_cpu(scales))
     program = torch.onnx.export(model, args, dynamo=True, dynamic_shapes=dynamic, verbose=False)
     assert program is not None
     for node in program.model.graph:
@@ -144,7 +142,7 @@ def _export_folder(
     path: Path,
     module: Any,
     float_model: nn.Module,
-    names: tuple[Sequence[str], Sequence[str]],
+    names: Sequence[str],
     options: QuantisationOptions,
     device: torch.device,
 ) -> None:
@@ -160,7 +158,7 @@ def _export_folder(
     with tempfile.TemporaryDirectory() as place:
         plain = Path(place) / "float"
         type(module).export_folder(checkpoint, plain)
-        chosen, tables = ({name.removesuffix(".base_layer") for name in each} for each in names)
+        chosen = {name.removesuffix(".base_layer") for name in names}
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(_config(plain)).named_modules()
         left = [name for name, layer in layers if isinstance(layer, nn.Linear) and name not in chosen]
@@ -172,25 +170,8 @@ def _export_folder(
             for name in chosen:
                 weight = folder_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)
                 model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
-        if tables:
-            convert_tables(model, sorted(tables), plain=True)  # transformers (5.x) saves torchao's own classes alone.
-            _leave_out_tied(model, tables)
-            model.config.quantization_config.include_input_output_embeddings = True
         shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
         model.save_pretrained(path)
-
-
-def _leave_out_tied(model: nn.Module, tables: Iterable[str]) -> None:
-    """Removes the weights that a model to be saved ties to its tables.
-
-    transformers (5.x) would save an int8 one twice, and compares both when it loads them, which torchao (0.18) cannot.
-    """
-    for name in tables:
-        table = model.get_submodule(name)
-        assert isinstance(table, nn.Embedding)
-        for module, key in users(model, table):
-            if module is not table:
-                module._parameters[key] = None
 
 
 def _config(folder: Path) -> Any:

@@ -20,7 +20,6 @@ def choose_layers(
     skip: Sequence[str] = (),
     head: Sequence[str] = (),
     slices: int = 1,
-    tables: Sequence[str] = (),
 ) -> list[str]:
     """Returns the names of the linear layers to quantise.
 
@@ -34,7 +33,6 @@ def choose_layers(
         skip: Patterns of modules to leave out.
         head: Patterns of the modules after the last block.
         slices: Number of slices of tensor parallelism that a row may be cut into.
-        tables: Names of the embeddings that are quantised too, which patterns may match.
 
     Raises:
         DloError: If a pattern matches no layer, none is left, or a layer has a shape that the scheme cannot have.
@@ -50,8 +48,8 @@ def choose_layers(
         and ".lora_" not in f".{name}"
     ]
     for pattern in skip:
-        if not any(_covered(name, [pattern]) for name in (*found, *tables)):
-            parts = [name.split(".") for name in (*found, *tables)]
+        if not any(_covered(name, [pattern]) for name in found):
+            parts = [name.split(".") for name in found]
             known = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
             near = did_you_mean(pattern, sorted(known))
             raise DloError(
@@ -66,26 +64,6 @@ def choose_layers(
         )
     if scheme.is_grouped:
         _check_shapes(model, chosen, group_size, slices)
-    return chosen
-
-
-def choose_tables(model: nn.Module, tables: Sequence[str], skip: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the embeddings to quantise.
-
-    Args:
-        model: Full model, which may be on the meta device.
-        tables: Names of the embeddings that can be quantised.
-        skip: Patterns of modules to leave out.
-
-    Raises:
-        DloError: If none is left.
-    """
-    chosen = [name for name in tables if not _covered(name, skip)]
-    if not chosen:
-        raise DloError(
-            f"Quantise: embeddings must be false for {type(model).__name__}, which has no nn.Embedding outside skip"
-            " that can be quantised, got true; remove it"
-        )
     return chosen
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_plugins.quantisation.grids import affine_grid, levels, symmetric_grid
-from dlo_plugins.quantisation.schemes import SCHEMES, Scheme
+from dlo_plugins.quantisation.schemes import Scheme
 
 
 class PortableLinear(nn.Module):
@@ -84,52 +84,6 @@ class PortableInt4Linear(nn.Module):
         grouped = found.unflatten(-1, (self.scale.shape[-2], -1))
         weight = ((grouped - self.middle) * self.scale + self.offset).flatten(-2)
         return F.linear(x, weight, self.bias)
-
-
-class PortableEmbedding(nn.Module):
-    """Embedding with an int8 table.
-
-    Args:
-        table: Embedding with its float table, [V, D].
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        weight = table.weight.detach()
-        grid = symmetric_grid(weight, 8)
-        self.register_buffer("weight", levels(weight, grid).to(torch.int8))
-        self.register_buffer("scale", grid.scale.reshape(-1, 1).clone())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, [..., D]."""
-        rows = F.embedding(ids, self.weight).to(self.scale.dtype)
-        return rows * F.embedding(ids, self.scale)
-
-
-def make_tables_portable(model: nn.Module, names: Sequence[str]) -> None:
-    """Replaces embeddings of a float model by portable ones, in place, and linear layers that share their tables.
-
-    Args:
-        model: Model with float weights.
-        names: Names of the embeddings.
-    """
-    for name in names:
-        table = model.get_submodule(name)
-        if not isinstance(table, nn.Embedding):
-            continue  # It shares the table of an earlier one.
-        portable = PortableEmbedding(table)
-        for other, module in list(model.named_modules()):
-            if getattr(module, "weight", None) is not table.weight:
-                continue
-            new: nn.Module = portable
-            if isinstance(module, nn.Linear):
-                new = PortableLinear(module, SCHEMES["int8_weights"], None)
-                new.weight = portable.weight
-            parent, _, own = other.rpartition(".")
-            setattr(model.get_submodule(parent), own, new)
 
 
 def make_portable(

@@ -26,9 +26,8 @@ from dlo_plugins.quantisation.conversion import (
     observed_inputs,
     tensor_bytes,
 )
-from dlo_plugins.quantisation.embedding_tables import convert_tables, find_tables
 from dlo_plugins.quantisation.export import check_target, export_model
-from dlo_plugins.quantisation.layer_choice import choose_layers, choose_tables
+from dlo_plugins.quantisation.layer_choice import choose_layers
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport, forward_of, layer_weights, measure_latency
 from dlo_plugins.quantisation.schemes import lacks
@@ -69,15 +68,8 @@ def head_patterns(module: LightningModule) -> tuple[str, ...]:
 
 def named_layers(module: LightningModule, options: QuantisationOptions, slices: int = 1) -> list[str]:
     """Returns the names of the layers to quantise, relative to :func:`inner_model`; see :func:`.choose_layers`."""
-    model, skip, head = inner_model(module), options.skip, head_patterns(module)
-    tables = find_tables(model) if options.embeddings else []
-    return choose_layers(model, options.scheme, options.group_size, skip, head, slices, tables)
-
-
-def named_tables(module: LightningModule, options: QuantisationOptions) -> list[str]:
-    """Returns the names of the embeddings to quantise, relative to :func:`inner_model`; see :func:`.choose_tables`."""
-    model = inner_model(module)
-    return choose_tables(model, find_tables(model), options.skip) if options.embeddings else []
+    skip, head = options.skip, head_patterns(module)
+    return choose_layers(inner_model(module), options.scheme, options.group_size, skip, head, slices)
 
 
 def fresh_copy(module: LightningModule) -> LightningModule:
@@ -135,18 +127,16 @@ class PostTraining:
         before = self._evaluate(module, checkpoint)
         module.to(self.device)  # Lightning has moved it to the CPU after the evaluation.
         model, names = inner_model(module).eval(), named_layers(module, options)
-        tables = named_tables(module, options)
         for target in options.targets:
             check_target(target, module, scheme)
         scales = self._calibrate(module, names) if scheme.activations == "static" else None
         float_model = _copy_on_cpu(module)
         report = QuantisationReport(
-            scheme.name, when, options.group_size if scheme.is_grouped else None, len(names), before, tables=len(tables)
+            scheme.name, when, options.group_size if scheme.is_grouped else None, len(names), before
         )
-        report.bytes_before = (model_bytes(model), tensor_bytes(layer_weights(model, [*names, *tables])))
+        report.bytes_before = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
         convert(model, names, scheme, options.group_size, self.device, scales)
-        convert_tables(model, tables)
-        report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, [*names, *tables])))
+        report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
         if computes_in_bf16(scheme, self.device):  # Batches are not: autocast casts them.
             self.trainer = self._make_trainer("bf16-mixed")
         report.after = self._evaluate(module, None)
@@ -157,13 +147,12 @@ class PostTraining:
                 on_cpu = copy.deepcopy(float_model)
                 moved = None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
                 convert(on_cpu, names, scheme, options.group_size, cpu, moved)
-                convert_tables(on_cpu, tables)
             report.latency = self._measure(module, float_model, on_cpu)
         for target in options.targets:
             path = folder / target
             path.parent.mkdir(parents=True, exist_ok=True)
             inputs = self._inputs(module)
-            export_model(path, module, model, float_model, (names, tables), options, self.device, scales, inputs)
+            export_model(path, module, model, float_model, names, options, self.device, scales, inputs)
             report.exported.append(target)
         return report
 

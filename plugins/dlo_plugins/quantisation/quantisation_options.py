@@ -19,7 +19,6 @@ class QuantisationOptions:
         limit_val_batches: Number or fraction of validation batches; None for all.
         targets: Files and folders to export to, relative to the run's folder ``quantised``.
         measures_latency: Whether to measure the latency on the CPU.
-        embeddings: Whether tables of embeddings become int8 too.
     """
 
     scheme: Scheme
@@ -29,7 +28,6 @@ class QuantisationOptions:
     limit_val_batches: int | float | None = None
     targets: tuple[str, ...] = ()
     measures_latency: bool = True
-    embeddings: bool = False
 
     def with_limit(self, limit_val_batches: int | float | None) -> QuantisationOptions:
         """Returns these options with another number or fraction of validation batches."""

@@ -55,7 +55,6 @@ class QuantisationReport:
         bytes_after: Bytes of the quantised model.
         latency: Latencies on the CPU; empty where it has no kernels for the scheme.
         exported: Files or folders that were written.
-        tables: Number of tables of embeddings that are int8.
     """
 
     scheme: str
@@ -68,7 +67,6 @@ class QuantisationReport:
     bytes_after: tuple[int, int] = (0, 0)
     latency: list[Latency] = field(default_factory=list)
     exported: list[str] = field(default_factory=list)
-    tables: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as plain data."""
@@ -90,8 +88,7 @@ class QuantisationReport:
         head = f"quantised by {self.scheme}" + (f", groups of {self.group_size}" if self.group_size else "")
         rows = [(f"{head}, {self.when}", "before", "after")]
         rows += [(name, f"{value:.4f}", f"{self.after[name]:.4f}") for name, value in self.before.items()]
-        parts = f"{self.layers} layers" + (f", {self.tables} embedding tables" if self.tables else "")
-        sizes = (("model", 0), (f"weights of {parts}", 1))
+        sizes = (("model", 0), (f"weights of {self.layers} layers", 1))
         for name, number in sizes:
             before, after = self.bytes_before[number], self.bytes_after[number]
             rows.append((name, format_bytes(before), f"{format_bytes(after)}, {before / after:.2f} times smaller"))

@@ -84,32 +84,6 @@ def test_transformers_loads_the_folder(trained: Path, scheme: str, monkeypatch, 
     assert (of_floats - of_levels).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tables_of_embeddings_are_int8(trained: Path, tied: bool, monkeypatch, capfd) -> None:
-    """A tied head has the table's int8 weight; a head of its own stays in float. transformers loads both."""
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.chdir(trained)
-    words = ("--embeddings", "--export", "model", "--json", "--output", f"tables-{tied}")
-    if not tied:
-        (trained / "untied.yaml").write_text(CONFIG.replace("embeddings: true", "embeddings: false"))
-        assert main(["fit", "--config", "untied.yaml", "--run.name", "untied"]) == 0
-        words = (*words, "--config", "untied.yaml", "--ckpt_path", "runs/untied/version_0/checkpoints/last.ckpt")
-        os.environ.pop(runs.ENVIRONMENT, None)
-        capfd.readouterr()
-    assert quantise(*words) == 0
-    report = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert (report["layers"], report["tables"]) == (14, 1)
-    assert report["after"]["val_perplexity"] == pytest.approx(report["before"]["val_perplexity"], rel=1e-2)
-    assert report["after"] != report["before"]
-    assert report["bytes_before"][1] / report["bytes_after"][1] > 3.5
-    assert (report["bytes_before"][0] / report["bytes_after"][0] > 3.5) is tied
-    model = AutoModelForCausalLM.from_pretrained(trained / f"tables-{tied}" / "model").eval()
-    assert type(model.model.embed_tokens.weight).__name__ == "Int8Tensor"
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    assert torch.isfinite(model(torch.arange(40)[None]).logits).all()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -119,6 +93,7 @@ def test_tables_of_embeddings_are_int8(trained: Path, tied: bool, monkeypatch, c
         (("--scheme", "int4_weights", "--group-size", "64"), "got 64 for 96 of .*; set group_size: 32"),
         (("--export", "model.onnx"), "export must be a folder for CausalLM"),
         (("--schema", "int8"), "schema"),
+        (("--embeddings",), "embeddings.*removed in 0.2: tables of embeddings stay in float"),
     ],
 )
 def test_bad_input(trained: Path, words: tuple[str, ...], message: str, monkeypatch, capfd) -> None:

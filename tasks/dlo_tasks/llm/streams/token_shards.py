@@ -120,7 +120,8 @@ class StoreShard:
     """
 
     def __init__(self, path: Path) -> None:
-        self._store, self.file = TokenStore(path), LocalFile(path)
+        self._store = TokenStore(path)
+        self.file: LocalFile | RemoteFile = LocalFile(path)
         self.name, self.tokens, self.documents = str(path), self._store.tokens, len(self._store)
         if not self._store.all_learned:
             raise DloError(
