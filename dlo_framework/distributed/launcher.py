@@ -491,8 +491,8 @@ def join_group(strategy: WatchedRanks) -> None:
     serves = strategy.global_rank == 0 and not agents_store
     options: dict[str, Any] = {"multi_tenant": True, "master_listen_fd": _listen(host, port)} if serves else {}
     try:
-        store: Any = dist.TCPStore(host, port, ranks, serves, _START, **options)
-    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
+        store: Any = dist.TCPStore(host, port, ranks, serves, _START, **options)  # type: ignore[attr-defined]
+    except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise DloError(

@@ -26,7 +26,7 @@ _CONTROLS_ALONE = 3
 #: Factor on the differences from other rounding above which a difference is not rounding, if double precision agrees.
 _FAR = 100.0
 #: Relative difference of the first step's loss or gradient norm that rounding cannot cause; where the tolerance is that
-#: of bf16, so many times the tolerance.
+#: of bf16, this multiple of the tolerance.
 _HOPELESS, _HOPELESS_FACTOR = 1e-2, 8.0
 
 #: Generator that yields settings and is sent their records: a string for a failed run, in double precision only.

@@ -570,7 +570,7 @@ MODULES: dict[str, type[Odd]] = {
     # Kinds of parameters.
     "scalar": gained(lambda s: s.scale, lambda s: put(s, scale=nn.Parameter(torch.tensor(1.1)))),
     "complex": gained(
-        lambda s: 1 + 0.1 * (s.phase * s.phase.conj()).real,
+        lambda s: 1 + 0.1 * (s.phase * s.phase.conj()).real.to(s.norm.weight.dtype),
         lambda s: put(s, phase=nn.Parameter(torch.randn(WIDTH, dtype=torch.cdouble))),
     ),
     "empty": gained(lambda s: 1 + s.none.sum(), lambda s: put(s, none=nn.Parameter(torch.zeros(0)))),

@@ -333,16 +333,23 @@ def _check_wraps_none(optimizer: Optimizer) -> None:
 
 
 def _check_tensors(module: nn.Module, stage: int) -> None:
-    """Raises a DloError for parameters without dims and, with ZeRO, sparse gradients: DeepSpeed fails on them.
+    """Raises a DloError for parameters and sparse gradients on which DeepSpeed (0.19) fails, or trains wrong.
 
-    DeepSpeed (0.19) broadcasts parameters as bytes, which torch cannot view tensors without dims as.
+    It broadcasts parameters as bytes, as which torch views only tensors with a dim whose last stride is 1. Its stage 3
+    does not gather tensors without elements.
     """
-    scalars = [plain_name(name) for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise DloError(
-            f"parameters under DeepSpeed must have a dim, got {shown_names(scalars)} without; make it of shape [1], or"
-            " use strategy zero1 to zero3"
-        )
+    named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+    for rule, fails, fix in (
+        ("have a dim", lambda p: p.ndim == 0, "make it of shape [1]"),
+        ("be contiguous in the last dim", lambda p: p.ndim and p.stride(-1) != 1, "make it contiguous()"),
+        ("have elements", lambda p: stage == 3 and p.numel() == 0, "remove it"),
+    ):
+        wrong = [name for name, parameter in named.items() if fails(parameter)]
+        if wrong:
+            raise DloError(
+                f"parameters under DeepSpeed must {rule}, got {shown_names(wrong)}; {fix}, or use strategy"
+                " zero1 to zero3"
+            )
     tables = [plain_name(name) for name, part in module.named_modules() if getattr(part, "sparse", None) is True]
     if tables and stage > 0:
         raise DloError(

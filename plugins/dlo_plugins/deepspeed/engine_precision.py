@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.precision import GuardedHooks
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 
 #: Counters of the engine that its schedules (curriculum, layer drop, profiler) use.
@@ -48,6 +48,16 @@ class EnginePrecision(GuardedHooks, DeepSpeedPrecision):
         engine = self._bridge.engine
         assert engine is not None, "DeepSpeed's engine runs"
         return engine
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Converts the parameters, which must be real: a conversion would drop imaginary parts (Lightning 2.6)."""
+        names = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+        if names:
+            raise DloError(
+                f"parameters under DeepSpeed must be real, got {shown_names(names)}; store it as"
+                " torch.view_as_real(), or use strategy zero1 to zero3"
+            )
+        return super().convert_module(module)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context of a forward pass: autocast under a mixed precision."""
