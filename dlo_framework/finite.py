@@ -50,6 +50,7 @@ class FiniteLoss(Callback):
         self._in_a_row = 0
         self._flag = _Flag()
         self._gradient = _Flag()  # of the last step, on an accelerator where nothing has read it yet
+        self._looks = False
         #: Whether the strategy passes on losses as they are computed, before that of the step is known.
         self._told_by_strategy = False
 
@@ -81,8 +82,8 @@ class FiniteLoss(Callback):
         """Creates the ranks' group, at the same point on all; requests early losses from the strategy."""
         control_group(trainer)
         self._gradient.clear()
-        strategy, looks = trainer.strategy, self.on_nan != "ignore" and not _has_scaler(trainer)
-        self._told_by_strategy = looks and contract_of(strategy).watch_losses(self._flag.look)
+        self._looks = self.on_nan != "ignore" and getattr(trainer.precision_plugin, "scaler", None) is None
+        self._told_by_strategy = self._looks and contract_of(trainer.strategy).watch_losses(self._flag.look)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Checks each batch by itself with manual optimization."""
@@ -91,14 +92,12 @@ class FiniteLoss(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Records the loss, without waiting for it."""
-        if self.on_nan == "ignore" or _has_scaler(trainer):
-            return
-        if not self._told_by_strategy:
+        if self._looks and not self._told_by_strategy:
             self._flag.look(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Agrees with the other ranks, and prevents a bad step."""
-        if self.on_nan == "ignore" or _has_scaler(trainer):
+        if not self._looks:
             return
         if self._gradient.read():  # The flag stays, so that nothing saves these weights.
             raise mark_agreed(DloError(_message(trainer, _Problem.TAKEN)))
@@ -184,13 +183,11 @@ class _Flag:
         self._bad, self.preset = None, False
 
 
-def _has_scaler(trainer: Trainer) -> bool:
-    return getattr(trainer.precision_plugin, "scaler", None) is not None
-
-
 def _agree(trainer: Trainer, problem: _Problem | None) -> tuple[int, _Problem | None]:
     """Returns the first rank with the gravest problem, and this; called on all ranks."""
     world = trainer.world_size
+    if world == 1:
+        return 0, problem
     vote = torch.tensor(len(_Problem) * world if problem is None else problem * world + trainer.global_rank)
     group = control_group(trainer)
     # Ranks whose gradients are delayed have the same loss: none waits for another.

@@ -403,9 +403,10 @@ def contract_of(strategy: Strategy) -> StrategyContract:
     """Returns a strategy's answers: the strategy itself if it implements the contract, else its adapter."""
     if isinstance(strategy, StrategyContract):
         return strategy
-    if strategy not in _WRAPPED:
-        _WRAPPED[strategy] = ForeignStrategy(strategy)
-    return _WRAPPED[strategy]
+    found = _WRAPPED.get(strategy)
+    if found is None:
+        found = _WRAPPED[strategy] = ForeignStrategy(strategy)
+    return found
 
 
 def _strategy_of(contract: StrategyContract) -> Any:

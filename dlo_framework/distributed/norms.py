@@ -27,7 +27,11 @@ def total_norm(optimizer: Optimizer) -> Tensor:
     gradients = [p.grad for p in stepped if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=stepped[0].device if stepped else None)
-    norm = torch.nn.utils.get_total_norm([part for gradient in gradients for part in split_for_norm(gradient)])
+    parts = [part for gradient in gradients for part in split_for_norm(gradient)]
+    plain = all(part.device.type == "cpu" and not isinstance(part, DTensor) for part in parts)
+    norm = torch.nn.utils.get_total_norm(
+        parts, foreach=True if plain else None
+    )  # By itself not on CPUs (2.11 to 2.15).
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
