@@ -17,6 +17,7 @@ REMOVED = {
     "parquet": "write shards again as tars in WebDataset's layout; Parquet with text is read as `files`",
     "columns": "shards of images are tars in WebDataset's layout, which have no columns; leave it out",
     "embeddings": "tables of embeddings stay in float; leave it out",
+    "check": "dlo plan no longer compares a run with its prediction; read the run's summary.json",
     "float8_all_gather": "leave it out; weights are gathered in their own dtype",
 }
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan, read_config
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
@@ -49,23 +47,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top", type=int, default=5, help="number of plans (default: 5)")
     parser.add_argument("--out", type=Path, help="folder for the plans' configs, plan_1.yaml and so on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--check", type=Path, metavar="RUN", help="compare a finished run with its prediction instead")
-    options, found = parser.parse_with_run([*argv, *config_of_check(argv)])
+    options, found = parser.parse_with_run(argv)
     check_options(options)
 
     if options.measure is None:
         load_machine(options.machine)
-    if options.check is not None:
-        return check_command(options, found)
     with prepared_process(found):
         from dlo_plugins.commands.unplanned_run import UnplannedRun
         from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
 
         run = UnplannedRun(found, 1, "dlo plan")
         gpus, nodes = count_gpus(run.user_config, options)
-        planned = plan_run(
-            run.user_config, run.model, run.datamodule, gpus, nodes, options, run.runs, run.frozen_models
-        )
+        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, run.frozen_models)
     files = planned.write(options.out) if options.out is not None else []
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
     if not options.json:
@@ -80,40 +73,6 @@ def written_lines(files: Sequence[Path], options: argparse.Namespace) -> Iterato
         yield f"\nwritten to {options.out}: {files[0].name} to {files[-1].name}; dlo fit --config {files[0]}"
     if options.measure is not None:
         yield f"the measured machine: --machine {options.machine}"
-
-
-def config_of_check(argv: list[str]) -> list[str]:
-    """Returns the option for the config of the run that `--check` names; none without that option.
-
-    Raises:
-        DloError: The run does not exist, or has not finished.
-    """
-    pairs = itertools.pairwise([*argv, ""])
-    names = [word.partition("=")[2] or following for word, following in pairs if word.partition("=")[0] == "--check"]
-    if not names or not names[-1]:
-        return []
-    from dlo_plugins.planner.run_check import read_summary
-
-    read_summary(Path(names[-1]))
-    return ["--config", str(Path(names[-1]) / "config.yaml")]
-
-
-def check_command(options: argparse.Namespace, found: ConfigScan) -> int:
-    """Compares a finished run with its prediction, and stores the residuals beside it.
-
-    Raises:
-        DloError: The run cannot be compared.
-    """
-    config = read_config(str(options.check / "config.yaml"))
-    with prepared_process(found):
-        from dlo_plugins.commands.unplanned_run import UnplannedRun
-        from dlo_plugins.planner.run_check import check_run
-
-        run = UnplannedRun(found, 1, "dlo plan")
-        checked = check_run(options.check, config, run.model, run.datamodule, options.machine, run.frozen_models)
-    checked.write((options.out or options.check) / "plan_check.json")
-    print(json.dumps(checked.to_json(), indent=1) if options.json else checked.text())
-    return 0
 
 
 def count_gpus(config: dict[str, Any], options: argparse.Namespace) -> tuple[int, int | None]:
@@ -141,13 +100,6 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise DloError(f"plan: --{name} must be at least 1, got {value}")
-    searches = ("measure", "gpus", "nodes", "memory", "batch", "fix")
-    unused = next((name for name in searches if options.check is not None and getattr(options, name)), None)
-    if unused is not None:
-        raise DloError(
-            f"plan: --check must come without --{unused}, since it predicts the layout of the run, got both; leave"
-            f" --{unused} out"
-        )
     if options.measure is not None and options.machine is not None:
         raise DloError(
             f"plan: --measure must come without --machine, got --machine {options.machine}; leave one of them out"

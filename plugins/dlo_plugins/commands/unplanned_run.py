@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,11 +23,6 @@ class UnplannedRun(SimulatedRun):
 
     user_config: dict[str, Any]
     frozen_models: list[tuple[FrozenModel, Task]]
-
-    @property
-    def runs(self) -> Path:
-        """Folder that holds all runs."""
-        return self._runs().parent
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Finds the second models, and builds a trainer without callbacks.

@@ -88,7 +88,7 @@ class PlannedRun:
 
 def plan_run(
     config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace,
-    runs: Path, frozen: Sequence[tuple[FrozenModel, Task]] = (),
+    frozen: Sequence[tuple[FrozenModel, Task]] = (),
 ) -> PlannedRun:  # fmt: skip
     """Returns the plans of a run.
 
@@ -99,7 +99,6 @@ def plan_run(
         gpus: Number of GPUs of all nodes.
         nodes: Number of nodes; None for as few as the machine allows.
         options: Checked options of `dlo plan`.
-        runs: Folder that holds all runs; those that were checked give the interval.
         frozen: Second models, each with its task on the meta device.
 
     Raises:
@@ -130,7 +129,7 @@ def plan_run(
         verify = RankVerification(model.on_meta(), datamodule, config, nodes, state, request.memory)
     second = profile_frozen(frozen, model, datamodule, state, machine.device)
     result = PlanSearch(profile, machine, state, request, second).run(verify)
-    interval = find_interval(runs, machine.name, machine.device)
+    interval = find_interval(machine.device)
     result.candidates = [replace(candidate, bounds=interval.bounds) for candidate in result.candidates]
     unmodelled = find_unmodelled(config, optimizer)
     return PlannedRun(profile, machine, request, nodes, result, config, state, interval, unmodelled)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from dlo_framework.__main__ import main
+from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_description import describe_mesh
@@ -25,7 +25,6 @@ from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.rank_verification import shorten_axes
 from dlo_plugins.planner.run_layout import read_layout
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.traffic_check import count_traffic, predict_traffic
 from dlo_plugins.planner.work import Share
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -138,25 +137,6 @@ def test_predicted_traffic_is_what_simulated_ranks_send() -> None:
     sent = sum(row.elements for row in found.traffic if row.kind == "all_to_all" and row.axis == "ep")
     # Both count a rank's own share.
     assert 4 * sent == sum(2 * block.exchanged for block in _profile(task).blocks) * rows / spec.cp
-
-
-@pytest.mark.parametrize(
-    ("spec", "mode"),
-    [
-        (MeshSpec(dp_shard=2, ep=2), "none"), (MeshSpec(dp_shard=4, ep=2), "full"),
-        (MeshSpec(dp_replicate=2, dp_shard=2, ep=2), "selective"), (MeshSpec(dp_shard=2, cp=2, ep=4), "full"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_check_predicts_each_part_of_the_traffic(spec: MeshSpec, mode: str) -> None:
-    task, layout = _task(), Layout(spec, 2, 1, zero=3, recompute=mode)
-    applier = {"class_path": "ActivationCheckpoint", "init_args": {"mode": mode}}
-    options = {**spec.sizes, "ep": spec.ep, "appliers": [applier] if mode != "none" else []}
-    config = {"trainer": {"strategy": {"class_path": "MeshStrategy", "init_args": options}}}
-    counted = count_traffic(config, task, _Data(), layout)
-    assert counted is not None
-    assert counted.experts > 0
-    assert predict_traffic(TimeModel(_profile(task), H100, SINGLE), layout).parts == counted.parts
 
 
 def test_an_all_to_all_takes_the_links_that_it_crosses() -> None:

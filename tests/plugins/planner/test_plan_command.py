@@ -168,31 +168,6 @@ def test_parts_of_a_run_are_in_the_figures_or_named(
     assert written["init_args"]["bf16_weights"] == "stochastic"
 
 
-def test_the_interval_is_that_of_checked_runs_on_the_machine(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["plan", "--config", config, "--gpus", "2", "--machine", "cpu", "--top", "1"]
-
-    def check(number: int, ratio: float, machine: str = "cpu") -> None:
-        folder = tmp_path / "runs" / "mine" / f"version_{number}"
-        folder.mkdir(parents=True)
-        residuals = {"step_seconds": {"predicted": 2.0, "measured": 2.0 * ratio}}
-        (folder / "plan_check.json").write_text(json.dumps({"machine": machine, "residuals": residuals}))
-
-    check(0, 1.1)
-    check(1, 0.9)
-    check(2, 3.0, machine="h100")
-    assert main(words) == 0
-    assert "as in runs of small models on a CPU" in capsys.readouterr().out
-    check(3, 1.25)
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["interval"] == {"low": 0.9, "high": 1.25, "source": "3 checked runs in runs on cpu"}
-    (plan,) = found["plans"]
-    assert plan["interval_seconds"] == pytest.approx([0.9 * plan["step_seconds"], 1.25 * plan["step_seconds"]])
-
-
 PLAIN = """
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
