@@ -27,8 +27,8 @@ from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 CPU = torch.device("cpu")
 #: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.
 A_BUCKET = 10
-#: The same of a unit of stage 3: its hooks, two all-gathers and a reduce-scatter.
-A_UNIT = 60
+#: The same of a unit of stage 3: its hooks, two all-gathers, a reduce-scatter, and what the step has written to it.
+A_UNIT = 95
 
 
 def engine_of(stage: int, model: nn.Module, optimizer: Any, bucket_elements: int) -> ZeroEngine:

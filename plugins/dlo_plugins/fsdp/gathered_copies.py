@@ -32,18 +32,19 @@ class GatheredCopies:
     Args:
         unit: Module that ``fully_shard`` was called with.
         group: Parameter group of the module, an ``FSDPParamGroup``.
-        on_free: Function that is called with each shard, its copy, and whether a version counter shows that it was
+        on_free: Function that is called with a shard, its copy, and whether a version counter shows that it was
             written, before they are freed.
 
     Attributes:
         keeps_writes: Whether what was written to copies is stored.
         reads_data: Whether the user's code reads the ``data`` of a copy in a step.
+        reports_all: Whether ``on_free`` is called with all copies, not with those that were written alone.
         on_gather: Function that is called with each shard and its copy after they are gathered; None for none.
     """
 
     def __init__(self, unit: Any, group: Any, on_free: Callable[[nn.Parameter, nn.Parameter, bool], None]) -> None:
         self.unit, self.group, self.on_free = unit, group, on_free
-        self.keeps_writes, self.reads_data = True, False
+        self.keeps_writes, self.reads_data, self.reports_all = True, False, False
         self.on_gather: Callable[[nn.Parameter, nn.Parameter], None] | None = None
         self._register, free, shrink = group._to_unsharded, group._to_sharded, group._to_sharded_post_forward
         group._to_unsharded = self._show
@@ -75,11 +76,15 @@ class GatheredCopies:
 
     def _show(self) -> None:
         self._register()
-        for shard, copy in self.pairs:
-            share_hooks(shard, copy)
+        self._versions = []  # Few calls of Python functions: it runs for each parameter, twice a step.
+        for parameter in self.group.fsdp_params:
+            shard, copy = parameter.sharded_param, parameter._unsharded_param
+            if shard._backward_hooks:
+                share_hooks(shard, copy)
             if self.on_gather is not None:
                 self.on_gather(shard, copy)
-        self._versions = [(_version(copy), _writes(shard)) for shard, copy in self.pairs]
+            version = -1 if copy.is_inference() else copy._version
+            self._versions.append((version, shard._version + shard._local_tensor._version))
 
     @torch.no_grad()
     def _free(self, free: Callable[[], None]) -> None:
@@ -92,17 +97,21 @@ class GatheredCopies:
         values: list[Tensor] = []
         was_written = False
         for parameter, (of_copy, of_shard) in zip(self.group.fsdp_params, self._versions, strict=True):
-            copy = parameter._unsharded_param
-            memory = parameter.all_gather_outputs[0]
-            if hasattr(local_tensor(parameter.sharded_param), "fsdp_post_all_gather"):
+            copy, sharded = parameter._unsharded_param, parameter.sharded_param
+            memory, known = parameter.all_gather_outputs[0], self._parts.get(id(parameter))
+            if hasattr(sharded._local_tensor, "fsdp_post_all_gather"):
                 continue  # A tensor of several others, of which the copy is computed.
             if copy.data_ptr() != memory.data_ptr():  # Assigned to ``data``, which raises no version counter either.
                 copy.data = memory.data[: copy.numel()].view(copy.shape).copy_(copy)
-            is_written = _version(copy) != of_copy
+            is_written = not copy.is_inference() and copy._version != of_copy
             was_written |= is_written
-            self.on_free(parameter.sharded_param, copy, is_written)
-            shard, own = self._own_part(parameter)
-            if _writes(parameter.sharded_param) != of_shard:
+            if is_written or self.reports_all:
+                self.on_free(sharded, copy, is_written)
+            if known is None or known[0] is not parameter._sharded_param_data:
+                known = self._find_part(parameter)
+            _, shard, own = known
+            # An operation on a DTensor does not count for its local tensor.
+            if sharded._version + sharded._local_tensor._version != of_shard:
                 continue
             if (own.dtype, own.device) == (shard.dtype, shard.device):
                 shards.append(shard)
@@ -116,16 +125,14 @@ class GatheredCopies:
             event.record()
             self.group._wait_all_gather_streams_on_event(event)
 
-    def _own_part(self, parameter: Any) -> tuple[Tensor, Tensor]:
-        """Returns this rank's shard of an ``FSDPParam``, and its part of the copy."""
-        known = self._parts.get(id(parameter))
-        if known is None or known[0] is not parameter._sharded_param_data:
-            shard, dim = local_tensor(parameter.sharded_param), parameter.fsdp_placement.dim
-            start = parameter.mesh_info.shard_mesh_rank * parameter.padded_sharded_param_size[dim]
-            copy = parameter._unsharded_param.detach()
-            own = copy.narrow(dim, min(start, copy.shape[dim]), shard.shape[dim])
-            known = self._parts[id(parameter)] = (parameter._sharded_param_data, shard, own)
-        return known[1:]
+    def _find_part(self, parameter: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the memory of an ``FSDPParam``, this rank's shard in it, and its part of the copy."""
+        shard, dim = local_tensor(parameter.sharded_param), parameter.fsdp_placement.dim
+        start = parameter.mesh_info.shard_mesh_rank * parameter.padded_sharded_param_size[dim]
+        copy = parameter._unsharded_param.detach()
+        own = copy.narrow(dim, min(start, copy.shape[dim]), shard.shape[dim])
+        self._parts[id(parameter)] = known = (parameter._sharded_param_data, shard, own)
+        return known
 
     @staticmethod
     def _store(parameter: Any, own: Tensor, shard: Tensor) -> None:
@@ -150,12 +157,3 @@ def gathered_copies(
 ) -> list[GatheredCopies]:
     """Returns the gathered copies of a module that ``fully_shard`` was called with."""
     return [GatheredCopies(unit, group, on_free) for group in own_groups(unit._get_fsdp_state())]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _writes(shard: Tensor) -> int:
-    """Returns how often a DTensor has been written in place; an operation on it does not count for its local tensor."""
-    return _version(shard) + _version(local_tensor(shard))

@@ -128,7 +128,6 @@ class ShardedModule:
         copies: Gathered copies of the sharded parameters, the innermost first.
         kept: Those of them that are gathered for each full step, because a step uses them outside their unit's forward.
         written: Record of what this rank has written to gathered copies, which :meth:`check_writes` compares.
-        compares_all: Whether all copies are recorded; otherwise those that are written for the first time.
         unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.used_params.UsedParams`.
     """
 
@@ -169,7 +168,7 @@ class ShardedModule:
         self.copies: list[GatheredCopies] = []
         self.kept: list[GatheredCopies] = []
         self.written = WrittenValues()
-        self.compares_all = False
+        self._compares_all = False
         self._compared: set[str] = set()
         self._replaced: dict[str, weakref.ref[nn.Parameter]] = {}
         initialise = Initialiser(device, seed, self.layout)
@@ -334,6 +333,17 @@ class ShardedModule:
                 return function(*args, **kwargs)
 
         return call
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether all copies are recorded; otherwise those that are written for the first time."""
+        return self._compares_all
+
+    @compares_all.setter
+    def compares_all(self, every: bool) -> None:
+        self._compares_all = every
+        for copies in self.copies:
+            copies.reports_all = every
 
     def finish_backward(self) -> None:
         """Reduces the gradients of kept parameters that FSDP2 has not seen a backward of."""

@@ -90,6 +90,9 @@ class FlatGroup:
         self._hidden = False  # whether the parameters read as NaN until a gather has ended
         self.mirrored = -1
         self._versions = [parameter._version for parameter in self.parameters]
+        self._marks = [
+            (version, parameter.data_ptr()) for version, parameter in zip(self._versions, self.parameters, strict=True)
+        ]
         self._before: Tensor | None = None  # the own segment as gathered, where writes through ``data`` are possible
         self._copies = copy_streams(device)
         self._from_shard: CopyHandle | None = None  # last copy up from the shard or from its stepped copy
@@ -131,6 +134,7 @@ class FlatGroup:
             self.full = full.to(self.gathered_dtype)
             self._places = self.views(self.full)
             self._point_to(self._places)
+        self._own = self.communicator.segment(self.full)
         self._bytes = self.full.untyped_storage().nbytes()
         self._staged: Tensor | None = None  # the shard in the gathered dtype, where the shard is in CPU memory
         self._is_staged = False
@@ -194,7 +198,7 @@ class FlatGroup:
             self._gathering.wait()
             self._gathering = None
             if self._before is not None:
-                self._before.copy_(self.communicator.segment(self.full))
+                self._before.copy_(self._own)
         if self._hidden:
             self._point_to(self._places)
             self._hidden = False
@@ -216,6 +220,12 @@ class FlatGroup:
 
     # --- writes of the user's code -------------------------------------------------------------------------
 
+    def _is_untouched(self) -> bool:
+        """Returns whether no parameter has been written or assigned to since the last call; a quick first look."""
+        marks = [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+        same, self._marks = marks == self._marks, marks
+        return same
+
     def find_written(self) -> list[str]:
         """Returns the names of the parameters whose version counters have risen since the last call."""
         before, self._versions = self._versions, [parameter._version for parameter in self.parameters]
@@ -235,6 +245,8 @@ class FlatGroup:
         Raises:
             DloError: One is.
         """
+        if not self.gathered and self._is_untouched():
+            return
         lost = [] if self.gathered else self.find_written()
         lost += [self.names[number] for number in self._find_assigned()]
         if lost:
@@ -252,9 +264,8 @@ class FlatGroup:
     def watch_data(self) -> None:
         """Compares values from now on: the user's code reads ``data``, through which a write raises no version."""
         if self._before is None and self.gathered and not self.shares_memory and not self._is_stored_always:
-            self._before = self.communicator.segment(self.full).clone()
+            self._before = self._own.clone()
 
-    @torch.no_grad()
     def store_writes(self) -> bool:
         """Stores what the user's code has written to the gathered parameters in the shard.
 
@@ -268,14 +279,15 @@ class FlatGroup:
         Raises:
             DloError: The shard is in a higher precision than the parameters that were written.
         """
-        written = self.find_written()
+        untouched = self._is_untouched()
+        written = [] if untouched else self.find_written()
         is_in_use = self.gathered and self._gathering is None and self.mirrored == self.shard._version
         if self.shares_memory or not is_in_use:
             return bool(written)
-        for number in self._find_assigned():
+        for number in () if untouched else self._find_assigned():
             written.append(self.names[number])
             self.parameters[number].data = self._places[number].copy_(self.parameters[number].data)
-        own = self.communicator.segment(self.full)
+        own = self._own
         if self._is_stored_always:
             self.shard.copy_(own)
         elif written or (self._before is not None and not torch.equal(own, self._before)):
@@ -292,6 +304,7 @@ class FlatGroup:
         return bool(written)
 
     def _point_to(self, tensors: list[Tensor]) -> None:
+        self._marks = [(version, tensor.data_ptr()) for (version, _), tensor in zip(self._marks, tensors, strict=True)]
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
 
@@ -315,7 +328,7 @@ class FlatGroup:
             self._start_all_gather()
 
     def _start_all_gather(self) -> None:
-        own = self.communicator.segment(self.full)
+        own = self._own
         self.mirrored = self.shard._version
         sent = self.shard if self.shard_device == self.device else self._staged_shard()
         if self._to_shard is not None:

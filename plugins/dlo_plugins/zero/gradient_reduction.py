@@ -107,7 +107,9 @@ class GradientReducer:
         if self._running:
             self._drop_running()
         for reduction in self.reductions:
-            self._watch(reduction, list(reduction.hooks))  # After hooks that the user's code has added since.
+            parameters, hooks = reduction.group.parameters, reduction.hooks
+            if [n for n in hooks if next(reversed(parameters[n]._post_accumulate_grad_hooks)) != hooks[n].id]:
+                self._watch(reduction, list(hooks))  # After hooks that the user's code has added since.
             left = [p.grad for p in reduction.group.parameters]
             reduction.earlier, reduction.complete, reduction.launched = None, False, False
             if left.count(None) == len(left):
