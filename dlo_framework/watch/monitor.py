@@ -134,6 +134,7 @@ class RunMonitor(Callback):
         window = state_dict["window"]
         self._window_samples, self._window_seconds = window["samples"], window["seconds"]
         self._window_steps, self._batches, self._saved_losses = window["steps"], window["batches"], window["losses"]
+        self._loss = next(iter(self._saved_losses), None)  # Rank 0's; a run without steps reports it.
         self._window_shapes = {tuple(tuple(sizes) for sizes in shape): number for shape, number in window["shapes"]}
         if self.flops is not None:
             self.flops.load_state_dict(state_dict["flops"])

@@ -19,7 +19,7 @@ from dlo_tasks.imagenet.digits import DigitsData
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "concepts" / "architecture.md"
 #: The first step also checks skip connections and sends layouts.
-TRACED_STEP, MOST_FILES = 3, 10
+TRACED_STEP, MOST_FILES = 3, 11
 
 
 def data_in(value: Any) -> bool:
@@ -90,5 +90,6 @@ def test_the_way_of_a_batch_is_that_of_the_page() -> None:
     first, last = run_distributed(_trace, 2, backend=None)
     section = PAGE.read_text().split("## The way of a batch under pp\n")[1].split("\n## ")[0]
     assert first == re.findall(r"^\d+\. `([^`]+)`", section, flags=re.MULTILINE)
-    assert sorted(first) == sorted(last)
+    # Later stages check what they use of earlier ones.
+    assert sorted([*first, "plugins/dlo_plugins/pipeline/skip_check.py"]) == sorted(last)
     assert len(first) <= MOST_FILES

@@ -68,7 +68,7 @@ def test_it_completes_prompts_of_a_file(trained, shared_dlo):
     (rows,) = torch.load(file, weights_only=True)
     assert [row["prompt"] for row in rows] == ["def add(", "import os", "class A:"]
     assert all(1 <= len(row["tokens"]) <= 8 for row in rows)
-    assert f"--- 'import os'\nimport os{rows[1]['completion']}" in done.stdout
+    assert f"---\nimport os⟶{rows[1]['completion']}" in done.stdout
 
 
 def test_it_is_exported_for_transformers(trained, shared_dlo):

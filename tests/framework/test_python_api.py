@@ -111,7 +111,7 @@ def test_a_run_from_python_is_the_run_of_the_command(net):
     loaded.fit()
     trainer = fit(net, 2)
     command, config, own = "runs/x/version_0", "runs/loaded/version_0", "runs/own/version_0"
-    assert trainer.run_folder == Path(own)
+    assert trainer.run_folder == Path(own).absolute()
     assert files(command) == files(config) == files(own)
     assert equal(weights(command), weights(config))
     assert equal(weights(command), weights(own))
@@ -131,13 +131,13 @@ def test_a_run_is_resumed_in_its_folder(net):
     whole = fit(net, 3, run_name="whole")
     fit(net, 1)
     resumed = fit(net, 3, "last")
-    assert resumed.run_folder == Path("runs/own/version_0")
+    assert resumed.run_folder == Path("runs/own/version_0").absolute()
     assert summary("runs/own/version_0")["resumptions"] == 1
     assert equal(weights("runs/own/version_0"), weights("runs/whole/version_0"))
     assert whole.global_step == resumed.global_step
     (metrics,) = resumed.validate(ckpt_path="best", verbose=False)
     assert metrics["val"] == pytest.approx(summary("runs/own/version_0")["best_metric"]["val"])
-    assert fit(net, 3, "auto").run_folder == Path("runs/own/version_1"), "the newest has finished"
+    assert fit(net, 3, "auto").run_folder == Path("runs/own/version_1").absolute(), "the newest has finished"
     assert resumed.predict(net(), net().val_dataloader(), ckpt_path="last")[0].shape == (4, 1)
 
 
@@ -307,7 +307,7 @@ def test_a_script_starts_ranks(net, launcher):
     assert done.returncode == 0, done.stderr
     first, second = (Path(f"rank-{rank}").read_text() for rank in range(2))
     assert first == second
-    assert first.startswith("runs/train/version_0 ")
+    assert "runs/train/version_0 " in first
     assert summary("runs/train/version_0")["world_size"] == 2
     assert [path.name for path in Path("runs/train").iterdir()] == ["version_0"]
 

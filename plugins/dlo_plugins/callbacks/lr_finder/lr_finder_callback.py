@@ -22,6 +22,7 @@ from tqdm import tqdm
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
+from dlo_framework.runs import shown
 from dlo_framework.watch.media import draw_figure, log_figure
 from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, Sweep, rescale_rates, suggest, sweep_rates
 
@@ -154,7 +155,7 @@ class LRFinder(BeforeTraining):
             figure.savefig(picture, format="png")
             write_atomic(folder / f"{NAME}.png", picture.getvalue())
             log_figure(trainer, NAME, figure)
-        self._print(trainer, sweep, str(folder / f"{NAME}.{'json' if figure is None else 'png'}"))
+        self._print(trainer, sweep, str(shown(folder / f"{NAME}.{'json' if figure is None else 'png'}")))
 
     def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
         lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]
