@@ -112,8 +112,13 @@ class StateReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts to count the tensors that a pipeline's step saves, whose backward runs before its loss is returned."""
-        elements = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        elements = 0
+        for part in batch if isinstance(batch, list | tuple) else (batch,):
+            for leaf in (part,) if isinstance(part, Tensor) else tree_leaves(part):
+                elements += leaf.numel() if isinstance(leaf, Tensor) else 0
         self._grows = elements > self._elements
+        if self.found is not None and not self._grows:
+            return
         if self._measures(trainer, pl_module):
             self._elements = max(elements, self._elements)
         pipelined = contract_of(trainer.strategy).pipelined is not None
@@ -127,7 +132,7 @@ class StateReport(Callback):
         if self._hooks is not None:
             self._end_watch()
             self._note(self._watched.bytes)
-        elif self._measures(trainer, pl_module):
+        elif (self.found is None or self._grows) and self._measures(trainer, pl_module):
             self._note(saved_bytes(loss, pl_module.parameters()))
 
     def _note(self, found: float | None) -> None:
