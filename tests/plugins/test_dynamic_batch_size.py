@@ -268,12 +268,12 @@ def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
 
 
 @pytest.mark.parametrize(("schedule", "limit", "crash", "at"), [(GROWING, 16, 8, 6), (SHRINKING, None, 6, 4)])
-def test_crashed_and_resumed_from_the_last_validation(tmp_path, schedule, limit, crash, at):
+def test_crashed_and_resumed_before_the_batch_that_raised(tmp_path, schedule, limit, crash, at):
     """In the second batch of the epoch after ``at`` batches, whose length is not that of the epoch before."""
     whole = run(tmp_path / "whole", DynamicBatchSize(schedule, max_micro_batch=limit))
     run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), stop=crash, crash=True)
     after = run(tmp_path / "cut", DynamicBatchSize(schedule, max_micro_batch=limit), resume=True)
-    assert after == whole[at:]
+    assert after == whole[at + 1 :]
 
 
 def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):

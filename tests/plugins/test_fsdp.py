@@ -359,6 +359,7 @@ def test_whole_gradients_of_the_device_are_added_to_shards_in_cpu_memory() -> No
             parameters={"weight": shard},
             layout=Layout(),
             device=torch.device("cuda"),
+            tensor_parallel=SimpleNamespace(size=1),
             any_rank=lambda flags, *of, **more: flags,
             mean=lambda gradient, *of, **more: gradient,
             average_copies=lambda gradients: None,
