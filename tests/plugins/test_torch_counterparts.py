@@ -24,18 +24,22 @@ from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from support.tensor_models import VIT, compare, image_loss, image_model
 
 
-class Branching(nn.Module):
-    """A model whose forward asks for a value: it scales down what has grown too large."""
+class BranchingBlock(nn.Linear):
+    """A layer whose forward asks for a value: it scales down what has grown too large."""
 
+    def forward(self, hidden: Tensor) -> Tensor:  # [B, 8] -> [B, 8]
+        hidden = super().forward(hidden)
+        return hidden / 2 if hidden.abs().max() > 0.5 else hidden
+
+
+class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks = nn.ModuleList(BranchingBlock(8, 8) for _ in range(4))
 
     def forward(self, hidden: Tensor) -> Tensor:  # [B, 8] -> [B, 8]
         for block in self.blocks:
             hidden = block(hidden)
-            if hidden.abs().max() > 0.5:
-                hidden = hidden / 2
         return hidden
 
 
