@@ -122,7 +122,7 @@ def test_it_learns_measures_and_shows_what_it_writes(tmp_path: Path, capsys: pyt
     assert found["val_accuracy"] > 0.8
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]), rel=1e-5)
     assert task.samples[0].startswith("a, b):\n    return")
-    assert "def add(a, b):\n    return" in capsys.readouterr().out
+    assert "def add(⟶a, b):\n    return" in capsys.readouterr().out
     board = EventAccumulator(trainer.logger.log_dir).Reload()  # type: ignore[union-attr,arg-type]
     assert board.Tags()["tensors"] == ["samples/text_summary"]
     assert len(board.Tensors("samples/text_summary")) == 2
