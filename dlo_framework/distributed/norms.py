@@ -35,8 +35,8 @@ def total_norm(optimizer: Optimizer) -> Tensor:
     if not parts:
         return torch.zeros((), device=device)
     if len(kinds) == 1 and (Tensor, "cpu") == kinds.pop()[:2]:
-        with torch.no_grad():  # What torch's function (2.11 to 2.15) computes, except one by one on CPUs.
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
+        # What torch's function (2.11 to 2.15) computes, except one by one on CPUs.
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))).detach()
     norm = torch.nn.utils.get_total_norm(parts)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
