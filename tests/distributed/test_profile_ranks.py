@@ -138,7 +138,7 @@ class Net(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x = batch[0].repeat(64, 1)
         if self.global_rank == 1 and self.fault == "compute":
-            for _ in range(60):
+            for _ in range(240):
                 torch.mm(torch.ones(256, 256), torch.ones(256, 256))
         if self.global_rank == 1 and self.fault == "host":
             time.sleep(0.2)
@@ -184,6 +184,6 @@ def test_planted_faults_are_named_with_their_rank_and_cause(tmp_path) -> None:
     for fault in ("compute", "host", "data"):
         assert (found[fault]["slowest"], found[fault]["cause"]) == (1, fault), found[fault]["text"]
     assert found["one"] == ([1], ["rank_1.0.pt.trace.json.gz"])
-    # 60 products, 200 ms of sleep, four rows of 50 ms: most of it is that cause's.
+    # 240 products, 200 ms of sleep, four rows of 50 ms: most of it is that cause's.
     assert found["host"]["by_cause"]["host"] > 0.15
     assert found["data"]["by_cause"]["data"] > 0.15
