@@ -48,7 +48,9 @@ class ExactResume(Callback):
         self._training: dict[str, Any] | None = None
         self._metrics: dict[str, Any] | None = None  # of training, where a validation or the epoch's end resets them
         self._has_extra_step = False
-        self._limit_val_batches: int | float | None = None
+        self._replaced: dict[str, Any] = {}  # the Trainer's options, of which others are set until the next batch
+        #: Whether the epoch's last batch was done, where the run ends with the resumed epoch; None where it does not.
+        self._stops: bool | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the position in the run, the random state and the metrics of every rank, and open gradients."""
@@ -131,18 +133,23 @@ class ExactResume(Callback):
         """Restores metrics and orders, and makes Lightning's loops (2.6) go on at the position of the checkpoint."""
         fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         stage, plateau, batches = (loaded["position"][name] for name in ("stage", "plateau", "batches"))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
             if isinstance(callback, GradientAccumulationScheduler) and stage != "epoch":
                 # It does so when an epoch starts, which this one has.
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
-                trainer.should_stop |= loaded["position"]["should_stop"]
         own = loaded["ranks"][trainer.global_rank % len(loaded["ranks"])]
         if len(loaded["ranks"]) == trainer.world_size:
             restore_metric_states(pl_module, own["metrics"])
             restore_logged_sums(trainer, own["sums"])
         if plateau is not None:
             _step_plateau_schedules(trainer, plateau)
+        decided = any(isinstance(c, EarlyStopping) and (c.stopping_reason.value or c.stopped_epoch) for c in callbacks)
+        if loaded["position"]["should_stop"] and decided:
+            # An epoch that has begun ends first: Lightning's loop would do nothing at all.
+            ends_epoch = stage != "epoch" and fit_loop._can_stop_early
+            self._stops = loop.batch_progress.is_last_batch if ends_epoch else None
+            trainer.should_stop |= not ends_epoch
         has_begun = stage != "epoch" or trainer.current_epoch == 0  # The first is iterated before it starts.
         for loader, state in zip(_replayed_loaders(trainer), own["loaders"], strict=False):
             loader.replay(state, batches if has_begun else None)
@@ -155,13 +162,17 @@ class ExactResume(Callback):
             return
         trainer._logger_connector._first_loop_iter = True
         loop.val_loop._has_run = stage == "end" or not trainer.enable_validation
-        if stage == "batch":  # Lightning asks first whether a validation follows the last batch, which it has.
-            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+        if stage == "validation" and self._stops is not None:
+            self._replace(trainer, "val_check_batch", 1)  # It may come because the run ends.
+        elif self._stops is not None:
+            loop.batch_progress.is_last_batch = loop.val_loop._has_run = True
+        elif stage == "batch":  # Lightning asks first whether a validation follows the last batch, which it has.
+            self._replace(trainer, "limit_val_batches", 0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Allows validations again."""
-        if self._metrics is not None or self._limit_val_batches is not None:
-            self._allow_validations(trainer)
+        """Restores the Trainer's options."""
+        if self._metrics is not None or self._replaced:
+            self._restore_options(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the random state and the metrics of training."""
@@ -174,20 +185,24 @@ class ExactResume(Callback):
         if trainer.state.fn == "fit" and self._training is not None:
             restore_random_state(self._training)
             self._training = None
+        trainer.should_stop |= self._stops is not None
         self._drop_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the resumed epoch as any other, and keeps the metrics of one that ends before its last batch."""
-        self._allow_validations(trainer)
+        self._restore_options(trainer)
         self._drop_step(trainer)
+        if self._stops is not None:
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._stops
+            self._stops, trainer.should_stop = None, True
         trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop._restarting = False
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._metrics = _training_metrics(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops what belongs to a run that did not end, and stores the random state of training."""
-        self._metrics = None
-        self._allow_validations(trainer)
+        self._stops = None
+        self._restore_options(trainer)
         self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,10 +213,14 @@ class ExactResume(Callback):
         if self._loaded is not None:
             restore_stream(self._loaded, contract_of(trainer.strategy).random_stream)
 
-    def _allow_validations(self, trainer: Trainer) -> None:
+    def _replace(self, trainer: Trainer, option: str, value: Any) -> None:
+        self._replaced[option] = getattr(trainer, option)
+        setattr(trainer, option, value)
+
+    def _restore_options(self, trainer: Trainer) -> None:
         self._metrics = None
-        if self._limit_val_batches is not None:
-            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
+        while self._replaced:
+            setattr(trainer, *self._replaced.popitem())
 
     def _add_step(self, trainer: Trainer) -> None:
         """Makes Lightning's loop (2.6) begin, which does nothing for a checkpoint of the last of `max_steps`.

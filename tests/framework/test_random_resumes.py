@@ -56,6 +56,19 @@ CASES = {
     "a validation of rounded weights": Scenario(
         13, "image", check=0.5, callbacks=("quantise",), events=(Event("on_train_batch_end", 13, True),)
     ),
+    "an early stop inside an epoch, in a validation": Scenario(
+        14, check=3, callbacks=("early train",), events=(Event("on_validation_batch_start", 12, False),)
+    ),
+    "an early stop by a limit, whose validation is left": Scenario(
+        15, check=3, min_steps=9, callbacks=("early limit",), events=(Event("on_train_batch_end", 9, False),)
+    ),
+    "a scaler of losses": Scenario(
+        16,
+        precision="16-mixed",
+        accumulate=2,
+        manual=True,
+        events=(Event("on_train_batch_end", 5, True), Event("on_train_batch_end", 6, False)),
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),
