@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Files in benchmarks/ that are not benchmarks.
-NOT_BENCHMARKS = ("run", "planner_grid", "planner_choices")  # They need rows that are not in this repository.
+NOT_BENCHMARKS = ("run",)
 
 
 @dataclass(frozen=True)
@@ -44,39 +44,23 @@ ENTRIES = (
     _entry("startup", 8, "", "--rounds 1"),
     _entry("data_path", 1, "--quality 75 --workers", "--rounds 1 --images 32 --quality 75 --workers"),
     _entry("data_path", 2, "--quality 90", "--rounds 1 --images 32"),
-    _entry("data_scale", 4, "", "--rounds 1 --gigabytes 1 --megabytes 8 --steps 2 --samples 4096"),
     _entry("batch_mix", 3, "", "--rounds 1 --calls 1"),
     _entry("progressive_resizing", 16, "", "--rounds 1 --seeds 1 --epochs 2"),
     _entry("race", 16, "", "--seeds 1 --epochs 1"),
     _entry("compile", 7, "--vit small", "--rounds 1 --starts 0 --steps 1 --vit tiny"),
     _entry("compile", 3, "--vit tiny --starts 0", "--rounds 1 --starts 0 --steps 1 --vit tiny"),
-    _entry("distillation", 40, "", "--rounds 1 --seeds 1 --epochs 1 --text-seeds 0"),
-    _entry("curricula", 120, "", "--seeds 1 --epochs 1 --text-seeds 1 --text-steps 4"),
     _entry("packing", 5, "", "--rounds 1 --positions 1 --documents 2000"),
-    _entry("attention", 6, "", "--rounds 1 --lengths 512 --window 256 --heads 1"),
-    _entry("mixtures", 3, "", "--rounds 1 --experts 4 --tokens 32 --width 16 --hidden 16"),
-    _entry("expert_parallel", 4, "", "--rounds 1 --steps 1 --rows 1 --length 16 --width 16 --layers 1 --experts 2"),
-    _entry("mixture_perplexity", 40, "", "--seeds 1 --steps 2 --validated 1"),
     _entry("vocabulary_loss", 3, "--rounds 9 --vocabularies 32768", _SMALL_LOSS),
     _entry("vocabulary_loss", 7, "--rounds 3 --vocabularies 131072", _SMALL_LOSS),
     _entry("vocabulary_loss", 2, "--rounds 9 --vocabularies 32768 --width 256", _SMALL_LOSS),
-    _entry("quantisation", 25, "--compiled", "--seeds 1 --epochs 1 --rounds 1 --models narrow"),
     _entry("preference", 1),
-    _entry("quickstart_speed", 4, "", "--random --rounds 1 --only plain fused bf16"),
-    _entry("muon", 5, "--deepspeed", "--rounds 1 --width 32 --depth 1"),
-    _entry("backward_step", 2, "", "--blocks 2 --width 16"),
     _entry("collectives", 1, "", "--rounds 1 --elements 100000"),
     _entry("sharding", 5, "--deepspeed", "--deepspeed --rounds 1 --width 64 --depth 2"),
     _entry("deepspeed_bridge", 7, "", "--rounds 1 --width 64 --depth 2 --stages 1"),
     _entry("compression", 2, "", "--rounds 1 --width 64 --depth 2"),
     _entry("pipeline", 6, "", "--rounds 1 --micro-batches 4 --layers 4 --width 32 --tokens 1024 --schedules 1F1B ZBV"),
-    _entry("checkpoint_plan", 1, "", "--rounds 1 --ranks 8 --layers 2"),
-    _entry("mesh_simulation", 2, "", "--only 405B --pp 8 --no-traffic"),
-    _entry("remat_planning", 2, "", "--rounds 1 --blocks 12 --slots 50 --states 50 --percents 50 80"),
     _entry("remat_execution", 6, "", "--rounds 1 --budgets 1 --models resnet --rows 1"),
     _entry("planner_measured", 15, "", "--rounds 1 --seconds 2 --ranks 1 2 --cases 2"),
-    _entry("step_profile", 10, "", "--rounds 1 --steps 20 --sums 1 --trials 1 --models ViT"),
-    _entry("pruning", 6, "", "--seeds 1 --epochs 1 --rounds 1 --steps 4"),
     _entry("parity_verdicts", 60, "--seeds 10", "--seeds 1 --faults 7 --models gpt2 qwen2_moe vit"),
     _entry("sweep", 40, "", "--seeds 1 --trials 4 --epochs 1 --kills 2 --rounds 1 --overhead-epochs 1"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),

@@ -1,6 +1,5 @@
 """Every benchmark runs to its last line by ``--quick``, alone and by benchmarks/run.py."""
 
-import argparse
 import importlib
 import subprocess
 import sys
@@ -28,21 +27,3 @@ def test_a_quick_run_ends_in_its_record(name, monkeypatch):
     if name == "sharding":  # The quick run is of all that the README quotes.
         ((rows),) = tables.values()
         assert {"ZeroRedundancyOptimizer", "DeepSpeed 1", "DeepSpeed 3", "dlo zero3"} <= rows.keys()
-
-
-@pytest.mark.parametrize("script", ["startup", "pipeline"])
-def test_words_beside_quick_override_its_own(script, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    catalogue = importlib.import_module("measuring.catalogue")
-    entry = next(entry for entry in catalogue.ENTRIES if entry.name == script)
-    cases = {"": 7, "--quick": 1, "--quick --rounds 3": 3, "--rounds 3 --quick": 3}
-    for words, rounds in cases.items():
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--rounds", type=int, default=7)
-        for word in entry.quick:
-            if word.startswith("--") and word != "--rounds":
-                parser.add_argument(word, nargs="*")
-        monkeypatch.setattr(sys, "argv", [script, *words.split()])
-        options = catalogue.parse_options(parser, f"benchmarks/{script}.py")
-        assert options.rounds == rounds
-        assert not hasattr(options, "quick")

@@ -60,11 +60,6 @@ def test_a_bar_is_reached_on_the_side_that_is_better(record, median, better, met
     assert record.bar_in_words(row, better) == f"{words} 1.050: {'met' if met else 'missed'}"
 
 
-def test_no_bar_is_neither_met_nor_missed(record):
-    assert record.reached({"median": 1.0}, "lower") is None
-    assert record.bar_in_words({"median": 1.0}, "lower") == ""
-
-
 def test_the_last_line_is_the_record(record, capsys):
     options = argparse.Namespace(rounds=3, folder=Path("x"))
     made = record.Record.of("/somewhere/benchmarks/some.py", DOC, options)
@@ -84,43 +79,3 @@ def test_the_last_line_is_the_record(record, capsys):
     # What is to be read comes before it.
     assert "1 is the loop's step; elapsed time; 3 rounds" in printed
     assert "at most 1.200: met" in printed
-
-
-@pytest.mark.parametrize(
-    ("output", "error"),
-    [
-        ("a table, and an error\n", "no record among what was printed"),
-        ('{"benchmark": "x", "tables"', "cut off"),
-        ('{"benchmark": "x", "tables": []}', "lacks question, device"),
-    ],
-)
-def test_output_without_a_whole_record_is_refused(record, output, error):
-    with pytest.raises(record.BadRecord, match=error):
-        record.parse(output)
-
-
-def test_numbers_have_the_digits_that_are_worth_reading(record):
-    told = [record.number(value) for value in (1.0041234, 0.0028, 77.4321, 1234.5, 86, "0.5 points", None, 0.97)]
-    assert told == ["1.004", "0.0028", "77.43", "1,234", "86", "0.5 points", "", "0.970"]
-
-
-def test_one_measurement_has_no_extremes(record):
-    table = record.Table("bytes", "plain", "counted")
-    table.add("plain", [1.0], MB=810.0)
-    table.add("dlo", [0.125], bar=1 / 7, MB=101.25)
-    assert record.cells(table.as_dict()) == [
-        ["", "median", "min", "max", "bar", "MB"],
-        ["plain", "1.000", "", "", "", "810"],
-        ["dlo", "0.125", "", "", "at most 0.143: met", "101.2"],
-    ]
-
-
-def test_a_run_that_is_cut_off_keeps_its_tables(record, tmp_path, capsys):
-    found = record.Record.of("benchmarks/some.py", DOC, argparse.Namespace(rounds=3))
-    found.path = tmp_path / "some.json"
-    found.add(a_table(record))
-    assert [table["title"] for table in json.loads(found.path.read_text())["tables"]] == ["a step"]
-    found.without("a peer", "it is not installed")
-    assert json.loads(found.path.read_text())["not_measured"][0]["what"] == "a peer"
-    found.finish()
-    assert record.parse(capsys.readouterr().out) == json.loads(found.path.read_text())

@@ -5,7 +5,6 @@ import ast
 import importlib
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -66,18 +65,6 @@ def test_entries_are_told_apart_and_their_options_exist(load):
             assert not word.startswith("--") or f'"{word}"' in source, (entry.key, word)
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - {"run"}))
-def test_every_benchmark_measures_and_tells_by_the_one_way(name):
-    """No clock, no median of ratios and no JSON of its own: they come from measuring/."""
-    imported = {
-        alias.name for node in ast.walk(_tree(name)) if isinstance(node, ast.Import) for alias in node.names
-    } | {node.module for node in ast.walk(_tree(name)) if isinstance(node, ast.ImportFrom)}
-    assert "time" not in imported
-    assert "measuring.record" in imported
-    calls = [node.func for node in ast.walk(_tree(name)) if isinstance(node, ast.Call)]
-    assert "finish" in [call.attr for call in calls if isinstance(call, ast.Attribute)]
-
-
 def _tree(name: str) -> ast.Module:
     return ast.parse((BENCHMARKS / f"{name}.py").read_text(encoding="utf-8"))
 
@@ -121,83 +108,7 @@ def test_only_what_lies_between_the_marks_is_rewritten(load, tmp_path):
         readme.rewritten("# dlo\n", tmp_path)
 
 
-def test_the_first_peer_that_was_measured_stands_beside(load):
-    readme = load("measuring.readme")
-    results = some_results()
-    rows = results["runs"]["overhead"]["record"]["tables"][0]["rows"]
-    rows["Lightning, all on"] = {"median": 1.2, "min": 1.0, "max": 2.0, "n": 3}
-    assert "| Lightning, all on: 1.200 |" in readme.performance([(Path("cpu.json"), results)])
-
-
-def test_a_figure_is_shown_with_what_it_costs(load):
-    text = (BENCHMARKS / "README.md").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("| ProgressiveResizing, time")]
-    assert re.search(r"\*\*0\.\d+\*\* \(accuracy differs by .*, standard error .*\)", line)
-
-
-def test_a_line_whose_row_is_gone_is_named(load):
-    readme = load("measuring.readme")
-    assert readme.stale(some_results()) == ["overhead of that, tiny MLP (overhead)"]
-    assert readme.stale(some_results(runs={})) == []
-
-
-def test_the_newest_results_of_each_kind_count_and_quick_ones_never(load, tmp_path):
-    files = {
-        "cpu-2-cores_2030-01-02": some_results(),
-        "cpu-4-cores_2030-01-01": some_results(finished="2030-01-01T00:00:00+00:00"),
-        "cpu-2-cores_2030-01-03": some_results(finished="2030-01-03T00:00:00+00:00", quick=True),
-        "h200_2029-01-01": some_results(finished="2029-01-01T00:00:00+00:00", accelerator=True),
-    }
-    for name, results in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(results))
-    found = load("measuring.results").newest(tmp_path)
-    assert [path.stem for path, _ in found] == ["cpu-2-cores_2030-01-02", "h200_2029-01-01"]
-
-
-def test_without_results_the_readme_says_so(load, tmp_path):
-    readme = load("measuring.readme")
-    assert readme.performance([]) == readme.NONE
-    only_failed = some_results(runs={"race": some_results()["runs"]["race"]})
-    assert readme.performance([(tmp_path / "a.json", only_failed)]) == readme.NONE
-
-
 # --- the report --------------------------------------------------------------------------------------------
-
-
-def test_the_report_tells_bars_times_loads_and_what_was_not_measured(load):
-    results = some_results()
-    results["runs"]["overhead"]["record"]["not_measured"] = [{"what": "TRL", "why": "not installed"}]
-    text = load("measuring.report").markdown(results, {("overhead", "small ViT: a step"): "x/y.svg"})
-    lines = text.splitlines()
-    assert lines[0] == "# 2 CPU cores (x86_64), 2030-01-02"
-    assert "Bars met: 0 of 1." in lines
-    assert any(line.startswith("- missed: dlo, all on, small ViT: a step (`overhead`): 1.1") for line in lines)
-    assert "| `overhead` | 1.5 | 0.25 |  |" in lines
-    assert "| `race` | 0.1 | 0.25 | failed |" in lines
-    assert "| `overhead` | TRL | not installed |" in lines
-    assert "| `race` | all of it | exit code 1; no record |" in lines
-    assert "| **dlo, all on** | 1.100 | 1.000 | 2.000 | at most 1.030: missed | 7.500 |" in lines
-    assert "![small ViT: a step](x/y.svg)" in lines
-    assert "A note." in lines
-    assert "figures mean nothing" not in text
-    assert "figures mean nothing" in load("measuring.report").markdown({**results, "quick": True}, {})
-
-
-def test_a_plot_shows_every_row_and_no_background(load, tmp_path):
-    plots = load("measuring.plots")
-    table = a_record()["tables"][0]
-    assert plots.has_peers(table)
-    alone = {**table, "rows": {name: row for name, row in table["rows"].items() if name != "dlo, all on"}}
-    assert not plots.has_peers(alone)  # the base and its control
-    counts = {**table, "rows": {name: {"ours": True} for name in "ab"}}
-    assert not plots.has_peers(counts)
-    for name in ("a", "b"):
-        plots.draw(table, tmp_path / f"{name}.svg")
-    drawn = (tmp_path / "a.svg").read_text()
-    assert drawn == (tmp_path / "b.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in [*table["rows"], "small ViT: a step", "1.100"])
-    assert all(colour in drawn for colour in (plots.OURS, plots.PEER, plots.CONTROL, plots.BAR))
-    assert "fill: #ffffff" not in drawn.replace("fill: #ffffff; opacity: 0", "")
 
 
 # --- running -----------------------------------------------------------------------------------------------
@@ -258,20 +169,6 @@ def test_resume_runs_what_is_not_there_yet(run, tmp_path):
     assert (tmp_path / "count").read_text() == "xxx"  # anew, for it was asked for
     (path,) = (tmp_path / "results").glob("*.json")
     assert list(json.loads(path.read_text())["runs"]) == ["bad", "good"]
-
-
-def test_a_report_written_by_hand_is_kept(run, tmp_path, load):
-    run.measure(options(tmp_path))
-    (path,) = (tmp_path / "results").glob("*.json")
-    path.unlink()
-    with pytest.raises(FileExistsError, match="by hand"):
-        run.measure(options(tmp_path))
-
-
-def test_a_quick_run_does_not_mix_with_a_full_one(run, tmp_path):
-    run.measure(options(tmp_path))
-    with pytest.raises(FileExistsError, match="has results of a full run"):
-        run.measure(options(tmp_path, quick=True))
 
 
 def test_one_that_takes_too_long_is_ended_with_all_it_has_started(run, tmp_path):

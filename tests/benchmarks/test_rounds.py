@@ -50,27 +50,12 @@ def test_ranks_that_draw_from_one_seed_take_the_same_turns(rounds):
     assert turns() == turns()
 
 
-def test_without_a_warm_up_every_round_counts(rounds):
-    assert rounds.take_turns({"a": lambda: 3}, 2, warm_up=0) == {"a": [3, 3]}
-
-
 def test_a_ratio_is_taken_within_its_round(rounds):
     # In the second round all of the machine is slow, in the third the contestant alone.
     values = {"base": [1.0, 10.0, 1.0], "other": [2.0, 20.0, 30.0]}
     assert rounds.all_ratios(values, "base") == {"base": [1.0, 1.0, 1.0], "other": [2.0, 2.0, 30.0]}
     with pytest.raises(ValueError, match="argument 2 is longer"):
         rounds.ratios([1.0], [1.0, 2.0])
-
-
-def test_the_spread_is_the_median_and_the_extremes(rounds):
-    assert rounds.spread([3.0, 1.0, 10.0, 2.0]) == rounds.Spread(median=2.5, least=1.0, most=10.0, n=4)
-
-
-def test_a_clock_gives_the_mean_of_the_calls(rounds):
-    hand = Ticking()
-    clock = rounds.Clock("a clock", hand)
-    # Each call looks at the hand three times; the two marks are one look more.
-    assert clock.seconds(lambda: [hand() for _ in range(3)], calls=4) == pytest.approx((3 * 4 + 1) / 4)
 
 
 def test_a_stopwatch_times_what_follows_the_warm_up(rounds):
@@ -85,16 +70,3 @@ def test_a_stopwatch_times_what_follows_the_warm_up(rounds):
         watch.on_train_batch_end()
     assert settled == [20.0]
     assert watch.seconds_of_a_step == pytest.approx((51 - 21) / 3)
-
-
-def test_a_stopwatch_without_a_warm_up_starts_before_the_fit(rounds):
-    stopwatch = importlib.import_module("measuring.stopwatch").Stopwatch
-    hand = Ticking()
-    watch = stopwatch(rounds.Clock("a clock", hand), warm=0, steps=1)
-    hand.time = 8.0
-    watch.on_train_batch_end()
-    assert watch.seconds_of_a_step == 8.0  # from 1 to 9
-    short = stopwatch(rounds.Clock("a clock", hand), warm=0, steps=5)
-    short.on_train_batch_end()
-    with pytest.raises(AssertionError, match="after 1 batches of 5"):
-        _ = short.seconds_of_a_step

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -87,13 +86,6 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_every_directive_of_the_pages_is_one(hooks):
-    found = [match for path in DOCS.rglob("*.md") for match in re.findall("<!-- dlo: (.+) -->", path.read_text())]
-    assert {directive.split()[0] for directive in found} == {"files", "recipes"}
-    for directive in found:
-        assert hooks.expand(*directive.split())
-
-
 def test_pages_hold_the_code_and_the_tables_that_are_in_the_tree(hooks):
     fill = importlib.import_module("fill")
     texts = {path: path.read_text() for path in DOCS.rglob("*.md")}
@@ -101,61 +93,6 @@ def test_pages_hold_the_code_and_the_tables_that_are_in_the_tree(hooks):
     assert used == {"code", "kinds", "plugins", "recipe_list", "scaffold", "tags", "upward"}
     stale = [str(path.relative_to(ROOT)) for path, text in texts.items() if fill.fill(text) != text]
     assert stale == [], "run python docs/fill.py"
-
-
-def test_a_filled_block_is_replaced_and_a_missing_section_is_refused(hooks):
-    fill = importlib.import_module("fill")
-    page = "a\n<!-- fill: code docs/examples/tumours.py:imports -->\nold\n<!-- end of fill -->\nb\n"
-    filled = fill.fill(page)
-    assert "old" not in filled
-    assert '```python title="tumours.py"\nimport torch\n' in filled
-    assert fill.fill(filled) == filled
-    with pytest.raises(ValueError, match="must have a section nothing"):
-        fill.code("docs/examples/tumours.py:nothing")
-
-
-def test_recipes_show_each_config_with_its_header(hooks):
-    page = hooks.recipes()
-    for path in (ROOT / "configs").rglob("*.yaml"):
-        name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
-        section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
-        assert f"$ dlo fit --config {name}" in section
-        assert all(line in section for line in path.read_text().splitlines())
-        if "/" in name:
-            assert re.findall(r"\*\*(\w+)\*\*", section) == ["paper", "expected", "differs", "time", "memory"]
-            assert "https://arxiv.org/abs/" in section
-
-
-def test_a_header_is_read(hooks):
-    config = (
-        "# A title.\n#\n# paper     One,\n#           two\n# time      3 h\n# command   dlo fit --config x\nseed: 1\n"
-    )
-    header = hooks.read_header(config)
-    assert header.title == "A title."
-    assert header.fields == {"paper": "One, two", "time": "3 h"}
-    assert header.commands == ["dlo fit --config x"]
-
-
-def test_simple_tables_and_roles_become_markdown(hooks):
-    text = "See :class:`~a.B`.\n\n==== ====\nx    y\n==== ====\n1    two words\nlonger 2\n==== ====\nEnd."
-    expected = "See `a.B`.\n\n| x | y |\n|---|---|\n| 1 | two words |\n| longer | 2 |\nEnd."
-    assert hooks.to_markdown(text) == expected
-
-
-def test_tags_in_the_table_are_those_of_the_monitor(hooks):
-    table = hooks.tag_table()
-    for tag in ("train/loss", "train/grad_norm", "optim/lr", "speed/samples_per_s", "speed/mfu", "memory/*"):
-        assert f"``{tag}``" in table
-
-
-def test_the_picture_of_one_cycle_is_what_the_schedule_draws():
-    drawn = runpy.run_path(str(DOCS / "pictures" / "one_cycle.py"))["draw"]()
-    assert (DOCS / "images/one-cycle.svg").read_text() == drawn
-
-
-def test_the_pictures_of_parallelism_are_what_the_parts_are_divided_by():
-    drawn = runpy.run_path(str(DOCS / "pictures" / "parallelism.py"))["draw"]()
-    assert {name: (DOCS / "images" / name).read_text() for name in drawn} == drawn
 
 
 def test_the_notebook_runs(monkeypatch, tmp_path, capsys):

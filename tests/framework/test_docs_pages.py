@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
 from dlo_framework.cli.parse_errors import list_parameters
 from dlo_framework.cli.shipped_configs import list_shipped_configs
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.registry import GROUP_PREFIX, KINDS
 from support.doc_pages import read_page
 
@@ -91,24 +89,6 @@ def test_a_registered_plugin_has_its_page(name):
     assert f"class_path: {name}\n" in text
 
 
-def test_the_default_callbacks_are_described(tmp_path):
-    text = (DOCS / "plugins/core-callbacks.md").read_text()
-    defaults = add_default_callbacks([], run_folder=tmp_path, model=BoringModel())
-    ours = [type(callback) for callback in defaults if type(callback).__module__.startswith("dlo_framework")]
-    assert ours
-    for cls in ours:
-        assert f"::: {cls.__module__}.{cls.__name__}\n" in text
-
-
-def test_every_public_module_of_the_core_is_in_the_reference():
-    named = {line.split()[1] for path in PAGES for line in path.read_text().splitlines() if line.startswith("::: ")}
-    core = ROOT / "dlo_framework"
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in core.rglob("*.py")}
-    public = {module for module in modules if "._" not in module and not module.startswith("dlo_framework.cli")}
-    missing = {module for module in public if not any(f"{name}.".startswith(f"{module}.") for name in named)}
-    assert missing == set()
-
-
 YAML = blocks("yaml")
 
 
@@ -171,14 +151,3 @@ def test_links_into_the_tree_lead_somewhere(name):
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
     inside = [link for link in links if "://" not in link]
     assert [link for link in inside if not (ROOT / link).exists()] == []
-
-
-def test_ci_calls_the_test_command_of_the_readme():
-    command = "pip install -e '.[test]' && pytest"
-    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
-    assert (ROOT / ".ci/run").read_text().endswith(f"\n{command}\n")
-
-
-def test_the_pages_speak_of_the_exit_codes_there_are():
-    text = (DOCS / "concepts/errors.md").read_text()
-    assert re.findall(r"^\| (\d+) \|", text, re.MULTILINE) == ["0", "1", "2", "130", "141", "143"]

@@ -2,11 +2,8 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugins", "dlo_tasks": "tasks/dlo_tasks"}
@@ -115,12 +112,6 @@ def plainer_words(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, f"{match[0]!r}: {better}"
 
 
-def doubled_names(folder: Path) -> dict[str, int]:
-    """Returns the names that more than one module of a package has, with their counts."""
-    names = Counter(path.stem for path in folder.rglob("*.py") if not path.stem.startswith("__"))
-    return {name: count for name, count in names.items() if count > 1}
-
-
 def code() -> list[Path]:
     return sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
 
@@ -152,25 +143,3 @@ def test_plainer_words_are_used() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text}" for path in [*code(), *pages()] for line, text in plainer_words(path)
     ]
     assert found == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_each_module_of_a_package_has_a_name_of_its_own(package: str) -> None:
-    assert doubled_names(ROOT / PACKAGES[package]) == {}
-
-
-def test_the_check_sees_what_it_is_for(tmp_path: Path) -> None:
-    source = (
-        '"""Module."""\n\n\ndef f(a, b, c):\n    """Does it.\n\n    Args:\n        a: of the pipeline.\n'
-        '        b: Number of ranks,\n            of all.\n        c: dim.\n\n    Returns:\n        It.\n    """\n'
-    )
-    assert [text for _, text in wrong_arguments(source)] == ["a: of the pipeline.", "c: dim."]
-    fields = 'class A:\n    """It.\n\n    Attributes:\n        a: Number.\n        b: Number.\n    """\n\n    a: int\n'
-    assert list(missing_attributes(fields)) == [(1, "A.b")]
-    page = tmp_path / "page.md"
-    page.write_text("It is fixed anew.\n\n```\nanew\n```\n\n`anew` is no longer used; this is no mesh.\n")
-    assert [line for line, _ in plainer_words(page)] == [1, 7]
-    for name in ("a/points.py", "b/points.py", "b/__init__.py", "c/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert doubled_names(tmp_path) == {"points": 2}

@@ -1,7 +1,6 @@
 """Workflows, images and the lock file name what there is."""
 
 import configparser
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
-
-import dlo_framework
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -61,28 +58,6 @@ def test_a_workflow_runs_what_the_tree_has(path):
             assert re.search(rf"^ +{marker[1]}: ", setup_cfg()["tool:pytest"]["markers"].replace("\n", "\n "), re.M)
 
 
-def test_the_workflows_call_ci_run_and_check_recipes_and_package():
-    every = {path.stem: commands(yaml.safe_load(path.read_text())) for path in WORKFLOWS}
-    assert ".ci/run" in every["ci"]
-    assert "pytest -m recipes" in every["recipes"]
-    assert {"python -m build --outdir dist", "twine check --strict dist/*", "mkdocs build --strict"} <= set(
-        every["package"]
-    )
-
-
-def test_the_images_install_the_wheel_with_extras_that_exist():
-    text = (ROOT / "Dockerfile").read_text()
-    assert re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE) == ["wheel", "base", "cpu", "cuda"]
-    (default,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
-    assert set(default.split(",")) <= extras()
-    assert re.findall(r'whl\)\[(.+?)\]"', text) == ["${EXTRAS}", "${EXTRAS},gpu"]
-
-
-def test_the_dev_container_installs_what_contributing_says():
-    content = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    assert "pip install -e '.[dev]' && pre-commit install" in content["postCreateCommand"]
-
-
 def test_the_lock_pins_all_of_the_tested_set_with_hashes():
     text = (ROOT / "requirements/test.lock").read_text()
     assert "://" not in text
@@ -96,9 +71,3 @@ def test_the_lock_pins_all_of_the_tested_set_with_hashes():
     for requirement in requirements(tested):
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         assert requirement.specifier.contains(pinned[name]), name
-
-
-def test_the_version_has_a_section_in_the_changelog():
-    first = re.search(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert first is not None
-    assert first[1] == dlo_framework.__version__

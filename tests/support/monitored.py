@@ -14,8 +14,8 @@ from dlo_framework.watch.clock import StepClock
 def is_the_step(explained: float) -> bool:
     """Whether no part of a profiled step is left out or counted twice.
 
-    `benchmarks/step_profile.py` measures the difference (0.0002 to 0.007); here steps take milliseconds, and a process
-    may wait for a core between the two clocks.
+    The difference is 0.0002 to 0.007 (benchmarks/results/step_profile_2026-11-24.md); here steps take milliseconds, and
+    a process may wait for a core between the two clocks.
     """
     return 0.5 < explained < 2
 
