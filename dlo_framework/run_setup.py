@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,8 +44,6 @@ def find_start_checkpoint(
     Raises:
         DloError: If the checkpoint does not exist, is unsafe or damaged, or training needs more than it holds.
     """
-    if runs.SCRATCH in os.environ:  # The run that this process tries out starts from nothing.
-        return None, False
     is_auto = ckpt_path == "auto" and trains
     if is_auto:
         newest = runs.versions(folder())[:1] if runs.is_first_process() else []

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 ENVIRONMENT = "DLO_RUN_FOLDER"
 #: Also set by rank 0: the checkpoint that it has found, so that the ranks need not hash it again.
 FOUND = "DLO_FOUND_CHECKPOINT"
-#: Folder in which a process that only tries a run out has its files; it is set by the run that has started it.
-SCRATCH = "DLO_SCRATCH_RUN"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 LAST = "last.ckpt"
@@ -74,10 +72,6 @@ def new_run(folder: Path) -> Path:
     Raises:
         DloError: if it cannot be created or its disk is full.
     """
-    if scratch := os.environ.get(SCRATCH):
-        path = Path(scratch) / "version_0"
-        path.mkdir(parents=True, exist_ok=True)
-        return path
     question = f"{folder.resolve()}\n"
     told = _answer_from_rank_0(ENVIRONMENT, question)
     if told is not None:

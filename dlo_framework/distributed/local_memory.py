@@ -27,22 +27,26 @@ def memory_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors on this rank; memory that several tensors share is counted once."""
     bytes_at: dict[int, int] = {}
     for tensor in tensors:
-        # Of the tensor itself, without detach: during a step ZeRO 3 takes a detach for a use of the values.
-        for held in _stored_tensors(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor):
+        for held in stored_tensors(tensor):
             storage = held.untyped_storage()
             if storage.nbytes():
                 bytes_at[storage.data_ptr()] = storage.nbytes()
     return sum(bytes_at.values())
 
 
-def _stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors with memory in a tensor of several others, such as torchao's codes and scales; else itself."""
+def stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors with memory on this rank in a tensor of several others, such as torchao's codes and scales.
+
+    Of an ordinary tensor it is itself, without detach: during a step ZeRO 3 takes a detach for a use of the values.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = local_tensor(tensor)
     flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from _stored_tensors(getattr(tensor, name))
+        yield from stored_tensors(getattr(tensor, name))
 
 
 def _states(optimizer: Optimizer) -> list[tuple[Any, Mapping[Any, Any]]]:

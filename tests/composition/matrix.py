@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,9 +337,6 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
         what = BESIDE[beside] if beside else With()
         module, data = TASKS[task](folder, what)
         callbacks = [recorder, *what.callbacks()]
-        for callback in callbacks:
-            if isinstance(callback, MicroBatchFinder):
-                callback.command = repeat_command(folder, task, beside, strategy, world_size)
         options = {
             "accelerator": "cpu",
             "devices": world_size if strategy else 1,
@@ -379,20 +374,6 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
     except Exception as error:
         return Found(recorder.record, {}, error=f"{type(error).__name__}: {error}")
     return Found(recorder.record, measures)
-
-
-def repeat_command(folder: Path, task: str, beside: str, strategy: str, world_size: int) -> list[str]:
-    """Returns the command of a process that runs a cell again, as the rank that its environment names."""
-    arguments = ", ".join(map(repr, (world_size, str(folder), task, strategy, beside)))
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from composition import matrix"
-    return [sys.executable, "-c", f"{code}; matrix.repeat_cell({arguments})"]
-
-
-def repeat_cell(world_size: int, folder: str, task: str, strategy: str, beside: str) -> None:
-    """Runs a cell in a process of its own, and prints what became of it."""
-    rank = int(os.environ["RANK"])
-    (found,) = run_cells(rank, world_size, Path(folder), task, strategy, [beside])
-    print(f"an error: {found.refusal or found.error or 'none'}")
 
 
 def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str, names: list[str]) -> list[Found]:

@@ -76,6 +76,14 @@ def test_errors_that_mean_that_memory_has_run_out():
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
+def test_an_error_that_memory_has_caused_counts():
+    error = RuntimeError("the compiler failed")
+    error.__cause__ = ValueError("shapes")
+    assert not is_out_of_memory(error)
+    error.__cause__.__cause__ = MemoryError()
+    assert is_out_of_memory(error)
+
+
 def test_the_budget_counts_what_is_kept_for_the_backward_pass():
     """Of x W relu W2: the input and the relu's output, which the second layer shares; not the weights."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

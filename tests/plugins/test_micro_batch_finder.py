@@ -14,7 +14,9 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
+from dlo_plugins.callbacks.micro_batch_finder.micro_batch_finder_callback import predict_share
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
+from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 
 
@@ -145,6 +147,33 @@ def test_a_budget_of_bytes(tmp_path):
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.1)
 
 
+def test_sizes_are_tried_by_their_predicted_memory_where_ranks_communicate(tmp_path):
+    """The size of one process, without a step that exceeds the limit by more than its own first one."""
+
+    def found(limit, **options):
+        finder = MicroBatchFinder(memory_limit_bytes=limit, margin=0.0)
+        losses, module = fit(tmp_path, finder, devices=1, **options)
+        return finder, losses, module.sizes.seen
+
+    expected = fit(tmp_path, strategy=ZeroStrategy(2), devices=1)[0]
+    for limit in (3_000, 20_000, 10**12):
+        finder, losses, sizes = found(limit, strategy=ZeroStrategy(2))
+        assert finder.per_rank == found(limit)[0].per_rank
+        assert max(sizes) == max(20, finder.per_rank)
+        assert losses == expected
+    with pytest.raises(DloError, match="set memory_limit_bytes"):
+        fit(tmp_path, MicroBatchFinder(), strategy=ZeroStrategy(2), devices=1)
+    with pytest.raises(DloError, match="at least one sample a rank must fit in memory"):
+        found(1, strategy=ZeroStrategy(2))
+
+
+def test_memory_is_predicted_by_the_line_through_the_largest_sizes():
+    assert predict_share({}, 8) == 0
+    assert predict_share({0: 0.2, 8: 0.4}, 16) == pytest.approx(0.6)
+    assert predict_share({0: 0.2, 8: 0.4, 16: 0.5}, 32) == pytest.approx(0.7)
+    assert predict_share({0: 0.5, 8: 0.4}, 16) == pytest.approx(0.4)
+
+
 def test_who_can_use_it_is_told_and_the_rate_is_sought_after(tmp_path, capsys):
     order = []
 
@@ -259,7 +288,15 @@ import sys
 from pathlib import Path
 import torch
 sys.path.insert(0, {tests!r})
-from test_micro_batch_finder import AMPLE, MicroBatchFinder, Net, fit
+from test_micro_batch_finder import AMPLE, MicroBatchFinder, Net, ZeroStrategy, fit
+from dlo_plugins.strategies.fsdp import FSDPStrategy
+
+class Uneven(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:  # Saves more than the other rank does.
+            loss = loss + 0 * (batch[0].repeat(1, 9).requires_grad_() ** 2).sum()
+        return loss
 
 class OneFails(Net):
     def training_step(self, batch, batch_idx):
@@ -269,9 +306,8 @@ class OneFails(Net):
             self.bound = 37
         return super().training_step(batch, batch_idx)
 
-def run(*callbacks, **options):
-    losses, module = fit({folder!r}, *callbacks, strategy="ddp", devices=2, **options)
-    return losses, module
+def run(*callbacks, strategy="ddp", **options):
+    return fit({folder!r}, *callbacks, strategy=strategy, devices=2, **options)
 
 if __name__ == "__main__":
     expected, _ = run()
@@ -281,6 +317,13 @@ if __name__ == "__main__":
         assert finder.per_rank == bound, (finder.per_rank, where)
         assert losses == expected, where
         (Path({folder!r}) / f"{{where}}-{{module.global_rank}}").write_text(str(finder.trials))
+    for strategy in (lambda: ZeroStrategy(3), FSDPStrategy):
+        expected, _ = run(strategy=strategy())
+        finder = MicroBatchFinder(memory_limit_bytes=20_000, margin=0.0)
+        losses, module = run(finder, make=Uneven, strategy=strategy())
+        assert 20 < finder.per_rank < 60, finder.trials
+        assert losses == expected
+        assert max(module.sizes.seen) <= finder.per_rank
 """
 
 

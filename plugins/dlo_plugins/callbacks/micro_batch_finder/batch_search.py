@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
+from dlo_framework.distributed.local_memory import stored_tensors
 from dlo_framework.errors import DloError
 
 
-def find_largest(
-    fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False, tolerance: float = 0.0
-) -> int:
+def find_largest(fits: Callable[[int], bool], start: int, limit: int, *, powers: bool = False) -> int:
     """Returns the largest size that fits, 0 if there is none: by doubling, then by bisection.
 
     Args:
@@ -23,13 +22,11 @@ def find_largest(
         start: First size to try.
         limit: Largest size to try.
         powers: Whether to try powers of two only.
-        tolerance: Fraction of the largest size that fits by which a size that does not may be larger when the search
-            ends.
     """
     size, limit = (_power(start), _power(limit)) if powers else (start, limit)
     size = min(size, limit)
     fit, unfit = 0, limit + 1
-    while unfit - fit > (max(1, tolerance * fit) if unfit <= limit else 1):
+    while unfit - fit > 1:
         if fits(size):
             fit = size
         else:
@@ -100,11 +97,16 @@ class ActivationBudget:
     Args:
         limit: Limit in bytes; None for no limit.
         module: Module whose parameters are excluded.
+
+    Attributes:
+        raises: Whether a forward pass that exceeds the limit ends in an out-of-memory error.
+        largest: Most bytes that a pass has saved.
     """
 
     def __init__(self, limit: int | None, module: torch.nn.Module) -> None:
-        self.limit = limit
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self.limit, self.raises, self.largest = limit, True, 0
+        stored = (held for parameter in module.parameters() for held in stored_tensors(parameter))
+        self._parameters = {held.untyped_storage().data_ptr() for held in stored}
         self._seen: set[int] = set()
         self._bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, _same)
@@ -121,14 +123,16 @@ class ActivationBudget:
             self._hooks.__exit__(kind, error, trace)
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self._bytes += storage.nbytes()
-            if self.limit is not None and self._bytes > self.limit:
-                raise torch.OutOfMemoryError(
-                    f"out of memory: a step saves more than memory_limit_bytes, {self.limit}, for its backward pass"
-                )
+        for held in stored_tensors(tensor):
+            storage = held.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self._bytes += storage.nbytes()
+        self.largest = max(self.largest, self._bytes)
+        if self.raises and self.limit is not None and self._bytes > self.limit:
+            raise torch.OutOfMemoryError(
+                f"out of memory: a step saves more than memory_limit_bytes, {self.limit}, for its backward pass"
+            )
         return tensor
 
 

@@ -1,9 +1,9 @@
-"""Search for the largest micro-batch that fits in memory, by trials.
+"""Search for the largest micro-batch that fits in memory, by trials in this process.
 
-No rank may wait for another that is out of memory. Where forward and backward communicate, the trials run in processes
-of their own, which may die (:mod:`~dlo_plugins.callbacks.micro_batch_finder.trial_ranks`). Elsewhere they run in this
-one, without the all-reduce of gradients: after each part of a trial, the ranks exchange its outcome over a process
-group of their own, and then all of them continue in the same way.
+No rank may wait for another that is out of memory. Under ddp and in one process the trials run without the all-reduce
+of gradients: after each part of a trial, the ranks exchange its outcome over a process group of their own, and then all
+of them continue in the same way. Where forward and backward communicate, no rank runs out of memory: a size is tried
+only if the memory predicted for it, from those tried before, fits on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import gc
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.memory import memory_peak, reset_memory_peak
 from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     ActivationBudget,
     BatchPool,
@@ -35,14 +35,6 @@ from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
     find_largest,
     is_out_of_memory,
     keep_global_batch,
-)
-from dlo_plugins.callbacks.micro_batch_finder.trial_child import TrialChild, end_with_rank, mute, trial_order
-from dlo_plugins.callbacks.micro_batch_finder.trial_events import TrialOrder, write_event
-from dlo_plugins.callbacks.micro_batch_finder.trial_ranks import (
-    Found,
-    has_memory_limit,
-    repeated_command,
-    search_in_processes,
 )
 
 FILE = "batch_size.json"
@@ -63,8 +55,9 @@ class MicroBatchFinder(BeforeTraining):
     ``accumulate_grad_batches`` that make the same step from the largest micro-batches that fit, and writes them to
     ``batch_size.json`` in the run's folder. A resumed run does not search again.
 
-    Under strategies that communicate in forward and backward, each rank starts processes for the trials, before its
-    model is on the device. They repeat the program up to its fit, and may die.
+    Where forward and backward communicate (ZeRO, FSDP, a mesh, DeepSpeed, synchronised batch norm), a size is tried
+    only if the memory predicted for it fits on all ranks: memory is taken as linear in the size. The first size is the
+    loader's own.
 
     Args:
         max_size: Largest size to try, in samples per rank; None for the size of the dataset, divided by the ranks.
@@ -73,18 +66,13 @@ class MicroBatchFinder(BeforeTraining):
         power_of_two: Whether to try powers of two only, which takes fewer trials.
         margin: Fraction of the found size to leave free, as memory fragments during training. It is not subtracted if
             memory did not run out, or from a power of two.
-        memory_limit_bytes: Bytes that the forward pass may save for the backward pass. A CPU needs it, as the system
-            ends a process that is out of memory. Of trials in processes of their own it is what a process may allocate
-            once it has its model; a CPU may do without if the shell or the container limits memory.
-        timeout: Seconds that a rank waits for the others after a part of a trial, or for a sign of progress of a
-            process.
-        own_processes: Whether trials run in processes of their own; None for "where the strategy needs it".
-        command: Command that repeats the run as one of its ranks, for those processes; None for the one of this
-            process.
+        memory_limit_bytes: Bytes that the forward pass may save for the backward pass; None for the device's memory. A
+            CPU needs it, as the system ends a process that is out of memory.
+        timeout: Seconds that a rank waits for the others after a part of a trial.
 
     Raises:
-        DloError: If a value is out of range, optimization is manual, ``memory_limit_bytes`` is missing on a CPU, the
-            program cannot be repeated, or not a single sample fits.
+        DloError: If a value is out of range, optimization is manual, ``memory_limit_bytes`` is missing on a CPU, or not
+            a single sample fits.
     """
 
     #: It reads gradients, or hooks the optimizer's step.
@@ -98,8 +86,6 @@ class MicroBatchFinder(BeforeTraining):
         margin: float = 0.05,
         memory_limit_bytes: int | None = None,
         timeout: float = 600.0,
-        own_processes: bool | None = None,
-        command: list[str] | None = None,
     ) -> None:
         for name, value in (
             ("max_size", max_size),
@@ -112,11 +98,8 @@ class MicroBatchFinder(BeforeTraining):
             raise DloError(f"MicroBatchFinder: margin must be in [0, 1), got {margin}; 0.05 is usual")
         self.max_size, self.steps_per_trial, self.power_of_two = max_size, steps_per_trial, power_of_two
         self.margin, self.memory_limit_bytes, self.timeout = margin, memory_limit_bytes, timeout
-        self.own_processes, self.command = own_processes, command
         self.per_rank: int | None = None  # largest micro-batch in samples, once found
         self.trials: list[tuple[int, bool]] = []
-        self._found: Found | None = None  # by processes, before the model was on the device
-        self._order: TrialOrder | None = None  # of this process, if it is one of those
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the found size, so that a resumed run has it."""
@@ -127,82 +110,42 @@ class MicroBatchFinder(BeforeTraining):
         self.per_rank = state_dict["per_rank"]
 
     def check_run(self, trainer: Any, module: LightningModule, datamodule: Any = None) -> None:
-        """Checks that the search cannot hang, before ranks start."""
+        """Checks that memory has a limit, before ranks start."""
         self._check(trainer)
-        if trial_order() is not None:
-            mute(trainer)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the search cannot hang, and that it ends; searches by processes if that is needed."""
+        """Checks that memory has a limit."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        self._check(trainer)
-        self._order, self._found = trial_order(), None
-        options: Any = trainer
-        if self._order is not None:
-            mute(trainer)
-            end_with_rank(self._order.parent)
-        elif (
-            self._needs_processes(trainer)
-            and trainer.global_step == 0
-            and not options.fast_dev_run
-            and not contract_of(trainer.strategy).loads_checkpoint(trainer)
-        ):
-            command = self.command or repeated_command()
-            self._found = search_in_processes(trainer, command=command, timeout=self.timeout)
-
-    def _needs_processes(self, trainer: Trainer) -> bool:
-        if self.own_processes is not None:
-            return self.own_processes
-        return _communicates(trainer) is not None
+        if stage == "fit":
+            self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
+        kind = trainer.strategy.root_device.type
         communicating = _communicates(trainer)
-        if self.own_processes is False and communicating is not None:
-            raise DloError(
-                "MicroBatchFinder: own_processes must be true where forward and backward communicate, as a rank that is"
-                f" out of memory would block the others, got false under {communicating}; leave it out"
-            )
-        if self._needs_processes(trainer) and trial_order() is None and self.command is None:
-            repeated_command()
-        if trainer.strategy.root_device.type != "cpu" or self.memory_limit_bytes is not None:
+        if self.memory_limit_bytes is not None or kind == "cuda" or (kind != "cpu" and communicating is None):
             return
-        if not self._needs_processes(trainer):
-            raise DloError(
-                "MicroBatchFinder: memory_limit_bytes must be set on a CPU, where the system ends a process that is out"
-                " of memory, got none; set memory_limit_bytes to the bytes that a forward pass may save for the"
-                " backward pass"
-            )
-        if not has_memory_limit():
-            raise DloError(
-                "MicroBatchFinder: memory_limit_bytes must be set on a CPU whose memory neither the shell (ulimit -v)"
-                " nor a container limits, got none; set it to the bytes that a process may allocate for training"
-            )
+        raise DloError(
+            "MicroBatchFinder: memory_limit_bytes must be set on a CPU, where the system ends a process that is out of"
+            " memory, got none; set memory_limit_bytes to the bytes that a forward pass may save for the backward pass"
+            if kind == "cpu"
+            else f"MicroBatchFinder: memory_limit_bytes must be set under {communicating} on {kind}, whose free memory"
+            " torch does not report, got none; set it to the bytes that a forward pass may save for the backward pass"
+        )
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Searches, reports, and sets the size in the callbacks that take it."""
         world_size = data_parallel_coordinates(trainer)[1]
-        if self._order is not None:
-            self._try_out(trainer, self._order, world_size)
-        if self._found is not None:
-            found, self._found = self._found, None
-            present, limit, largest = found.present, found.limit, found.largest
-            trials, details = list(found.outcomes.items()), found.details
-        else:
-            vote = Vote(trainer.world_size, self.timeout)
-            try:
-                with rehearse(trainer) as rehearsal:
-                    present, limit, largest, trials = self._search(trainer, rehearsal, vote, world_size)
-            finally:
-                vote.close()
-            details = {}
+        vote = Vote(trainer.world_size, self.timeout)
+        try:
+            with rehearse(trainer) as rehearsal:
+                present, limit, largest, trials = self._search(trainer, rehearsal, vote, world_size)
+        finally:
+            vote.close()
         self.trials = trials  # Not before: the rehearsal restores this callback too.
         if not largest:
-            ended = details.get(1, {}).get("ended", "out of memory with 1")
             raise DloError(
-                f"MicroBatchFinder: at least one sample a rank must fit in memory, got {ended}; use a smaller model,"
-                " smaller samples or a lower"
+                "MicroBatchFinder: at least one sample a rank must fit in memory, got out of memory with 1; use a"
+                " smaller model, smaller samples or a lower"
                 f" precision{'' if self.memory_limit_bytes is None else ', or raise memory_limit_bytes'}"
             )
         ran_out = any(not fits for _, fits in self.trials)
@@ -210,33 +153,9 @@ class MicroBatchFinder(BeforeTraining):
         step = present * world_size * int(trainer.accumulate_grad_batches)
         takers = [each for each in trainer.callbacks if hasattr(each, "set_max_micro_batch")]  # type: ignore[attr-defined]
         most = f"max_size {limit}" if limit == self.max_size else f"the data, {limit} samples a rank"
-        self._report(trainer, world_size, step, "memory" if ran_out else most, takers, details)
+        self._report(trainer, world_size, step, "memory" if ran_out else most, takers)
         for callback in takers:
             callback.set_max_micro_batch(self.per_rank)
-
-    def _try_out(self, trainer: Trainer, order: TrialOrder, world_size: int) -> NoReturn:
-        """Searches in this process, which ends with it."""
-        epochs = _last_epoch(trainer)
-        _fix_image_size(epochs, trainer)
-        child = TrialChild(
-            trainer,
-            order,
-            steps=self.steps_per_trial,
-            epochs=epochs,
-            memory_limit_bytes=self.memory_limit_bytes,
-        )
-
-        def search(rehearsal: Rehearsal, fits: Callable[[BatchPool, int], bool]) -> int:
-            first = rehearsal.next_batch()
-            present, limit = count_samples(first), self._largest_allowed(trainer, world_size)
-            write_event(order.events, "begin", present=present, limit=limit)
-            pool = BatchPool(rehearsal.next_batch, first)
-            # What the margin takes away need not be found: each size that does not fit costs processes.
-            return find_largest(
-                lambda size: fits(pool, size), present, limit, powers=self.power_of_two, tolerance=self.margin
-            )
-
-        child.run(search)
 
     def _largest_allowed(self, trainer: Trainer, world_size: int) -> int:
         lengths = [sized_len(getattr(loader, "dataset", None)) for loader in training_loaders(trainer)]
@@ -256,7 +175,8 @@ class MicroBatchFinder(BeforeTraining):
         _fix_image_size(epochs, trainer)
         first = rehearsal.next_batch()
         present, limit = count_samples(first), self._largest_allowed(trainer, world_size)
-        trial = Trial(rehearsal, BatchPool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
+        kind = Trial if _communicates(trainer) is None else PredictedTrial
+        trial = kind(rehearsal, BatchPool(rehearsal.next_batch, first), vote, self.memory_limit_bytes, epochs)
         trials = []
 
         def fits(size: int) -> bool:
@@ -266,15 +186,7 @@ class MicroBatchFinder(BeforeTraining):
 
         return present, limit, find_largest(fits, present, limit, powers=self.power_of_two), trials
 
-    def _report(
-        self,
-        trainer: Trainer,
-        world_size: int,
-        step: int,
-        bound: str,
-        takers: list[Any],
-        details: Mapping[int, Mapping[str, Any]],
-    ) -> None:
+    def _report(self, trainer: Trainer, world_size: int, step: int, bound: str, takers: list[Any]) -> None:
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
@@ -286,7 +198,7 @@ class MicroBatchFinder(BeforeTraining):
             "bound": bound,
             "batch_size": batch_size,
             "accumulate_grad_batches": accumulate,
-            "trials": [{"per_rank": size, "fits": outcome, **details.get(size, {})} for size, outcome in self.trials],
+            "trials": [{"per_rank": size, "fits": outcome} for size, outcome in self.trials],
         }
         write_atomic(folder / FILE, json.dumps(content, indent=2) + "\n")
         lines = [
@@ -387,6 +299,57 @@ class Trial:
             torch.cuda.empty_cache()
 
 
+class PredictedTrial(Trial):
+    """Trains on batches of a size whose predicted memory fits on all ranks, and measures it; see :class:`Trial`.
+
+    Memory is counted as a share of the limit: the bytes that the forward pass saves of ``memory_limit_bytes``, or a
+    GPU's peak of what it has free for this process.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, pool: BatchPool, vote: Vote, limit: int | None, epochs: int) -> None:
+        super().__init__(rehearsal, pool, vote, limit, epochs)
+        self.budget.raises = False
+        #: Share of the limit on the rank with most, by size; of no sample it is that of the model and its state.
+        self.shares: dict[int, float] = {}
+
+    def fits(self, size: int, steps: int) -> bool:
+        """Returns whether a size fits on all ranks; the same on all."""
+        self.rehearsal.stop_if_asked()
+        if predict_share(self.shares, size) > 1:
+            return False
+        self.trainer.accumulate_grad_batches = 2
+        device = self.trainer.strategy.root_device
+        reset_memory_peak(device)
+        self.budget.largest = 0
+        for _ in range(steps):
+            for number in (self.number, self.number + 1):  # The second has the gradients of the first in memory.
+                batch = self.rehearsal.to_device(self.pool.batch(size), number)
+                with self.budget:
+                    self.rehearsal.train_on(batch, number)
+        used, rest, limit = self.budget.largest, 0, self.budget.limit
+        if limit is None:
+            free, _ = torch.cuda.mem_get_info(device)
+            used, rest = memory_peak(device), torch.cuda.memory_allocated(device)
+            limit = free + torch.cuda.memory_reserved(device)
+        self.shares[0] = self.vote.largest(rest / limit)
+        self.shares[size] = self.vote.largest(used / limit)
+        return self.shares[size] <= 1
+
+
+def predict_share(shares: Mapping[int, float], size: int) -> float:
+    """Returns the share of a size by the line through those of the two largest measured sizes; 0 without any.
+
+    Args:
+        shares: Shares by size, in samples; that of size 0 is there if any is.
+        size: Size in samples.
+    """
+    if len(shares) < 2:
+        return 0.0
+    near, far = sorted(shares)[-2:]
+    slope = max(0.0, (shares[far] - shares[near]) / (far - near))
+    return shares[far] + slope * (size - far)
+
+
 def ran_out_of_memory(action: Callable[[], object]) -> bool:
     """Calls ``action``; returns whether memory ran out. It drops the error, which refers to tensors in memory."""
     try:
@@ -399,7 +362,7 @@ def ran_out_of_memory(action: Callable[[], object]) -> bool:
 
 
 class Vote:
-    """Logical or of a flag over all ranks, on a process group of its own.
+    """Logical or of a flag, and largest number, over all ranks, on a process group of its own.
 
     A rank that is out of memory votes while others may still compute. On training's process group, its message could be
     matched with one of theirs.
@@ -416,23 +379,27 @@ class Vote:
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
     def any(self, happened: bool) -> bool:
-        """Returns whether the flag is set on any rank.
+        """Returns whether the flag is set on any rank; raises as :meth:`largest`."""
+        return bool(self.largest(float(happened)))
+
+    def largest(self, number: float) -> float:
+        """Returns the largest of the ranks' numbers.
 
         Raises:
             DloError: If the others do not answer in time.
         """
         if self._group is None:
-            return happened
-        flag = torch.tensor(int(happened))
+            return number
+        found = torch.tensor(number, dtype=torch.float64)
         try:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise DloError(
                 f"MicroBatchFinder: all ranks must finish a part of a trial within {self.timeout:g} s, got a timeout."
                 " Either a rank has failed, or training_step communicates (for example by self.log with sync_dist) and"
                 f" a rank that is out of memory blocks the others; log without sync_dist, or set max_size ({error})"
             ) from error
-        return bool(flag)
+        return float(found)
 
     def close(self) -> None:
         """Destroys the process group."""
