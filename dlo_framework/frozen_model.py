@@ -17,7 +17,6 @@ from lightning.pytorch.cli import instantiate_module
 from torch import Tensor
 
 from dlo_framework import runs
-from dlo_framework.averaged_model import AveragedModel
 from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate, newest_valid
@@ -28,6 +27,7 @@ from dlo_framework.registry import Registry
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
 from dlo_framework.task import Task
+from dlo_framework.weight_average import AveragedModel
 from dlo_framework.yaml_text import read_yaml
 
 #: Dtypes of a second model's parameters, by their names in a config.

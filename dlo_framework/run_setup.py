@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
@@ -21,8 +21,29 @@ from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.registry import Registry
-from dlo_framework.run_checker import RunChecker
 from dlo_framework.strategy_contract import contract_of
+
+
+@runtime_checkable
+class RunChecker(Protocol):
+    """Callback or module that checks a fit before processes start.
+
+    The command line and :class:`dlo_framework.trainer.Trainer` call :meth:`check_run`. Lightning's own Trainer does
+    not: check in `setup` too.
+    """
+
+    def check_run(self, trainer: Any, module: LightningModule, datamodule: LightningDataModule | None = None) -> None:
+        """Checks the run.
+
+        Args:
+            trainer: Trainer of the run; its strategy knows the ranks, and has started none.
+            module: Module of the run, whose model may not be built.
+            datamodule: Datamodule of the run, which has read no data; None without one.
+
+        Raises:
+            DloError: The run cannot work as configured; the message has the fix.
+        """
+
 
 # --- the checkpoint and the folder ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batches import batch_size
-from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.checkpoint.model_loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
@@ -430,3 +430,22 @@ class Task(LightningModule, ABC):
                 sync_dist=not is_metric,
                 batch_size=1 if is_metric else samples,
             )
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Channels of one tensor inside a block, which no residual addition uses. Names are relative to the model.
+
+    Attributes:
+        block: Name of the block.
+        count: Number of channels.
+        writers: Layers whose output channels they are.
+        channelwise: Depthwise convolutions, and norms with statistics of each channel, in their order.
+        readers: Layers whose input channels they are.
+    """
+
+    block: str
+    count: int
+    writers: tuple[str, ...]
+    channelwise: tuple[str, ...]
+    readers: tuple[str, ...]

@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import run_lock, runs
-from dlo_framework.constructor_record import describe_object, is_plain
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -383,3 +382,33 @@ def _check_object(given: Any, name: str, base: type) -> None:
         raise DloError(f"{rule}, got the class {given.__name__}; write {given.__name__}(...)")
     if isinstance(given, str):
         raise DloError(f"{rule}, got the text '{given}'; write dlo_framework.{given}(...)")
+
+
+def describe_object(built: Any) -> dict[str, Any]:
+    """Returns an object's class, and the arguments of its constructor that it keeps as plain data.
+
+    They are read from Lightning's ``hparams``, or from attributes of the same names; others are left out.
+    """
+    cls = type(built)
+    known = {**vars(built), **dict(getattr(built, "hparams", {}))}
+    names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+    arguments = {name: _plain(known[name]) for name in names if name in known and is_plain(known[name])}
+    described: dict[str, Any] = {"class_path": f"{cls.__module__}.{cls.__qualname__}"}
+    return described | ({"init_args": arguments} if arguments else {})
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is made of texts, numbers, None, lists and mappings."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return type(value) in (str, int, float, bool, type(None)) or isinstance(value, Path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -89,7 +89,7 @@ def kind_table() -> str:
 
 def scaffold(kind: str, name: str, *which: str) -> str:
     """Returns the plug-in that ``dlo plugins new KIND NAME`` writes, or its test for ``test``."""
-    from dlo_framework.cli.scaffold import fill_templates
+    from dlo_framework.cli.commands.plugins_command import fill_templates
 
     plugin, test = fill_templates(kind, name, "".join(part.capitalize() for part in name.split("_")))
     code, title = (test, f"test_{name}.py") if which == ("test",) else (plugin, f"{name}.py")

@@ -1,7 +1,7 @@
 """Attention masks as data, and the kernels that compute attention under them.
 
 A :class:`SparsityPattern` says which blocks of keys a block of queries sees. A task binds it to a model as an
-:class:`AttentionMask`, together with the model's direction. `gathered_blocks` computes it on any device, `flex_blocks`
+:class:`AttentionMask`, together with the model's direction. `masked_attention` computes it on any device, `flex_blocks`
 by FlexAttention on an accelerator, and context parallelism by chunks of the sequence. Tasks and plug-ins share this
 package; it knows no model library.
 """

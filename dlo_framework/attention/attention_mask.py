@@ -168,7 +168,7 @@ class AttentionMask:
     # --- tables of the block kernel --------------------------------------------------------------------------
 
     def table(self, length: int, heads: LocalHeads | None, device: torch.device) -> BlockTable:
-        """Returns the block rows for :func:`~dlo_framework.attention.gathered_blocks.attend_blocks`.
+        """Returns the block rows for :func:`~dlo_framework.attention.masked_attention.attend_blocks`.
 
         Args:
             length: Number of positions.

@@ -1,7 +1,7 @@
 """Block-sparse attention by FlexAttention, compiled on an accelerator.
 
 FlexAttention: A Programming Model for Generating Optimized Attention Kernels. Dong et al., 2024, arXiv 2412.05496. Its
-C++ kernel for CPUs has no backward (torch 2.14), so that `gathered_blocks` trains there.
+C++ kernel for CPUs has no backward (torch 2.14), so that gathered blocks train there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend_flex(
     heads: LocalHeads | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Returns attention under a mask, `[B, H, L, E]`; arguments as in :func:`~.gathered_blocks.attend_blocks`."""
+    """Returns attention under a mask, `[B, H, L, E]`; arguments as in :func:`~.masked_attention.attend_blocks`."""
     blocks = flex_mask(mask, query.shape[2], heads, documents, query.device)
     return run_flex(query, key, value, blocks, query.shape[-1] ** -0.5 if scale is None else scale)
 

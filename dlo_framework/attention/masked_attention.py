@@ -1,15 +1,23 @@
-"""Attention under a mask by a kernel of choice, and under a dense mask for a cache of keys."""
+"""Attention under a mask by a kernel of choice, by gathered blocks, and under a dense mask for a cache of keys.
+
+Gathered blocks: each block of queries attends to a copy of the key blocks that it sees. The copies of a group of rows
+go through one batched ``scaled_dot_product_attention`` with a mask of positions. Time and memory are O(L w) for L
+positions that see w keys each. Nothing is compiled, so that it runs on any device.
+
+Shapes: B rows, H heads of queries, K heads of keys and values, L positions, D and E widths, N blocks of b positions, R
+block rows of a group that see C blocks each, h layouts (1 or H).
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
+from dlo_framework.attention.attention_mask import AttentionMask, BlockRows, BlockTable, LocalHeads
 from dlo_framework.attention.flex_blocks import attend_flex
-from dlo_framework.attention.gathered_blocks import attend_blocks
 from dlo_framework.attention.scored_attention import PLAIN_SCORES, Scores, scored_attention
 from dlo_framework.errors import DloError
 
@@ -114,3 +122,119 @@ def cached_attention(
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     return scored_attention(query, key, value, allowed, scores, scale=scale)
+
+
+@torch.compiler.disable
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    documents: Tensor | None = None,
+    *,
+    heads: LocalHeads | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    scores: Scores = PLAIN_SCORES,
+) -> Tensor:
+    """Returns attention under a mask, `[B, H, L, E]`, in memory `[B, L, H, E]`.
+
+    Args:
+        query: Queries, `[B, H, L, D]`.
+        key: Keys, `[B, K, L, D]`; each head serves H / K consecutive heads of queries.
+        value: Values, `[B, K, L, E]`.
+        mask: Mask.
+        documents: Number of the document of each position, int64 `[B, L]`; positions see those of their document only.
+            None for one document per row.
+        heads: Heads of queries in these tensors; None for all of the model's.
+        scale: Factor of scores; the width's inverse square root by default.
+        dropout: Dropout rate of attention weights.
+        scores: Soft cap and sinks of the scores.
+
+    torch.compile does not trace it, because the tables are made by Python: it breaks the graph around it.
+    """
+    length, size = query.shape[2], mask.pattern.block
+    table = _table_for(query, mask, length, heads)
+    layouts = table.groups[0].columns.shape[0]
+    if layouts > 1 and key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    query, key, value = (_in_blocks(tensor, size) for tensor in (query, key, value))
+    numbers = None if documents is None else _documents_in_blocks(documents, size)
+    outputs = [_attend_rows(query, key, value, rows, numbers, scale, dropout, scores) for rows in table.groups]
+    out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # [rows, B, H, b, E]
+    out = out.index_select(0, table.order).permute(1, 0, 3, 2, 4)  # [B, N, b, H, E]
+    return out.flatten(1, 2)[:, :length].transpose(1, 2)
+
+
+def _table_for(query: Tensor, mask: AttentionMask, length: int, heads: LocalHeads | None) -> BlockTable:
+    table = mask.table(length, heads, query.device)
+    if isinstance(query, FakeTensor):
+        fake = query.fake_mode.from_tensor
+        groups = tuple(BlockRows(*(fake(tensor) for tensor in group)) for group in table.groups)
+        return BlockTable(groups, fake(table.order))
+    return table
+
+
+def _in_blocks(tensor: Tensor, size: int) -> Tensor:
+    """Returns `[B, heads, N, b, D]` of `[B, heads, L, D]`, with zeros after the last position."""
+    missing = -tensor.shape[2] % size
+    if missing:
+        tensor = F.pad(tensor, (0, 0, 0, missing))
+    return tensor.unflatten(2, (-1, size))
+
+
+def _documents_in_blocks(documents: Tensor, size: int) -> Tensor:
+    return F.pad(documents, (0, -documents.shape[1] % size), value=-2).unflatten(1, (-1, size))
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: BlockRows,
+    documents: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    scores: Scores,
+) -> Tensor:
+    """Returns the output of a group of block rows, `[R, B, H, b, E]`."""
+    rows, heads = query.shape[0], query.shape[1]
+    q = query.index_select(2, group.rows).permute(2, 0, 1, 3, 4)  # [R, B, H, b, D]
+    k, v = _gather(key, group.columns), _gather(value, group.columns)  # [R, B, K, C * b, D]
+    seen = group.seen.transpose(0, 1)  # [R, h, b, C * b]
+    if documents is not None:
+        seen = _within_documents(seen, documents, group)
+    layouts = seen.shape[-3]
+    if documents is None and (rows == 1 or layouts == 1):
+        q, k, v = (tensor.flatten(1, 2) for tensor in (q, k, v))  # rows and heads in one dim: the mask broadcasts
+        scores = scores.repeated(rows)
+    else:
+        seen = seen[:, None] if documents is None else seen  # [R, 1 or B, h, b, C * b]
+        seen = seen.expand(-1, rows, -1, -1, -1).flatten(0, 1)
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    if k.shape[1] != q.shape[1]:
+        times = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    out = scored_attention(q, k, v, seen, scores, scale=scale, dropout=dropout)
+    return out.reshape(len(group.rows), rows, heads, *out.shape[-2:])
+
+
+def _gather(blocks: Tensor, columns: Tensor) -> Tensor:
+    """Returns the key blocks of each row, `[R, B, K, C * b, D]`, of `[B, K, N, b, D]`."""
+    layouts, rows, _ = columns.shape
+    if layouts == 1:
+        found = blocks.index_select(2, columns.flatten()).unflatten(2, (rows, -1))  # [B, K, R, C, b, D]
+    else:  # A layout per head
+        number = torch.arange(layouts, device=columns.device)[:, None]
+        found = blocks[:, number, columns.flatten(1)].unflatten(2, (rows, -1))
+    return found.flatten(3, 4).permute(2, 0, 1, 3, 4)
+
+
+def _within_documents(seen: Tensor, documents: Tensor, group: BlockRows) -> Tensor:
+    """Returns the mask of positions of one document, `[R, B, h, b, C * b]`, of `[R, h, b, C * b]`."""
+    ours = documents.index_select(1, group.rows).transpose(0, 1)[:, :, None, :, None]  # [R, B, 1, b, 1]
+    theirs = documents[:, group.columns]  # [B, h, R, C, b]
+    theirs = theirs.flatten(3, 4).permute(2, 0, 1, 3)[:, :, :, None]  # [R, B, h, 1, C * b]
+    same = (ours == theirs) | (ours == -2)  # Padding after the last position: any key will do.
+    return seen[:, None] & same

@@ -41,8 +41,7 @@ from dlo_framework.run_setup import (
 )
 from dlo_framework.stop import SAVE_MINUTES
 from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.prediction_table import check_table
-from dlo_framework.watch.predictions import SavePredictions
+from dlo_framework.watch.predictions import SavePredictions, check_table
 
 #: Seed of a run whose config sets none.
 DEFAULT_SEED = 42

@@ -165,8 +165,12 @@ def _load_plugins(found: ConfigScan) -> Registry:
     """Imports the plug-ins that the command names, and sets which other classes a config may name."""
     import jsonargparse
 
-    from dlo_framework.cli.callback_options import place_callback_options
-    from dlo_framework.cli.short_names import expand_arguments, get_class_paths, prefer_plugins
+    from dlo_framework.cli.plugin_arguments import (
+        expand_arguments,
+        get_class_paths,
+        place_callback_options,
+        prefer_plugins,
+    )
     from dlo_framework.registry import Registry
 
     registry = Registry()

@@ -1,16 +1,24 @@
-"""Check, before ranks start, that each trainable parameter gets a gradient: a step on fake tensors."""
+"""Check, before ranks start, that each trainable parameter gets a gradient: a step on fake tensors.
+
+A backward on fake tensors starts autograd's threads for devices, after which torch (2.14) refuses backward in forked
+processes. The ranks of a notebook are forked from its process: so there the check runs in a forked copy, which ends
+with it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback
 
-from dlo_framework.distributed.forked_check import run_check
 from dlo_framework.distributed.unused_parameters import find_unused, unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.registry.entry_points import own_packages
@@ -97,3 +105,38 @@ def still_trained(task: Task, names: Sequence[str]) -> list[str]:
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
         return [name for name in names if name in trained]
     return []
+
+
+def run_check(check: Callable[[], None]) -> None:
+    """Runs a check that returns nothing, in a forked copy of this process if that is a notebook's.
+
+    A copy that dies, for example for want of memory, has found nothing: the ranks check again in their first step.
+
+    Raises:
+        DloError: The check refuses the run.
+    """
+    if not _IS_INTERACTIVE:
+        check()
+        return
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_and_send, args=(check, sender))
+    process.start()
+    sender.close()
+    try:
+        message = receiver.recv()
+    except EOFError:
+        message = ""
+    process.join()
+    if message:
+        raise DloError(message)
+
+
+def _run_and_send(check: Callable[[], None], sender: Connection) -> None:
+    torch.set_num_threads(1)  # A forked process has none of OpenMP's threads.
+    try:
+        check()
+    except DloError as error:
+        sender.send(str(error))
+    else:
+        sender.send("")

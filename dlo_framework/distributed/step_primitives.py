@@ -1,15 +1,18 @@
-"""Primitives for callbacks that judge a step before it is taken: the gradient's norm, and leaving the step out."""
+"""Primitives for callbacks and tasks: gradient norm, a step left out, a hook after a step, a mean over the data."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.distributed.precision import without_empty_clipping
@@ -85,3 +88,43 @@ def skip_step(trainer: Trainer, optimizer: Any) -> None:
 def _unscales_itself(optimizer: Optimizer) -> bool:
     """Returns whether an optimizer divides gradients by the loss scale inside its step, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def mean_over_data(trainer: Trainer | None, value: Tensor) -> Tensor:
+    """Returns the mean of a value over the data-parallel ranks, as a new tensor, without a barrier.
+
+    It equals `trainer.strategy.reduce(value, reduce_op="mean")`. Lightning (2.6) reduces behind a barrier
+    (`_sync_ddp`), where on NCCL the host waits until the device has finished all earlier work.
+
+    Args:
+        trainer: Trainer of the run; None for a single process. A strategy with a `reduce` that is neither Lightning's
+            nor a mesh's is called itself.
+        value: Floating-point tensor of this rank, on its device.
+    """
+    if trainer is None or not (dist.is_available() and dist.is_initialized()):
+        return value.clone()
+    group = contract_of(trainer.strategy).data_group
+    if group is None:
+        found = trainer.strategy.reduce(value.clone(), reduce_op="mean")
+        assert isinstance(found, Tensor)
+        return found
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def prepend_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Registers a hook that runs right after an optimizer's step, before hooks that were registered earlier.
+
+    Strategies that shard register a hook that publishes the stepped values to the other ranks. What this hook writes is
+    published with them. torch (2.11 to 2.15) has no option for the order: this function moves the entry in
+    ``_optimizer_step_post_hooks``.
+
+    Args:
+        optimizer: Optimizer whose step calls hooks.
+        hook: Function of the optimizer and the step's arguments.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle

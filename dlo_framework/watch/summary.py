@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,9 +25,20 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
 from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
-from dlo_framework.watch.run_facts import RunFacts
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_framework.watch.step_traffic import TrafficReport
+
+
+@runtime_checkable
+class RunFacts(Protocol):
+    """Callback that adds entries to ``summary.json``."""
+
+    def summary_facts(self, trainer: Trainer) -> dict[str, Any]:
+        """Returns JSON values by name; called on rank 0 alone, also after an interruption.
+
+        Args:
+            trainer: Trainer of the run.
+        """
 
 
 class RunRecord(Callback):
@@ -36,7 +47,7 @@ class RunRecord(Callback):
     ``config.yaml`` is the config of the run with every default filled in: ``dlo fit --config`` takes it.
     ``summary.json`` holds metrics, steps, samples, seconds, samples/s, the median step time, peak memory, strategy,
     world size, versions, communication of a step and the best checkpoint's path, and what callbacks add
-    (:class:`~dlo_framework.watch.run_facts.RunFacts`). A number that is NaN or infinite is null. It is also written for
+    (:class:`RunFacts`). A number that is NaN or infinite is null. It is also written for
     an interrupted run, with that status.
 
     Args:

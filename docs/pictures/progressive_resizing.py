@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.callbacks.progressive_resizing.resizing import GrowingSize, StepSizes
+from dlo_plugins.callbacks.progressive_resizing import GrowingSize, StepSizes
 from dlo_plugins.callbacks.run_position import parse_position
 
 FILE = Path(__file__).parents[1] / "images" / "progressive-resizing.svg"

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from dlo_framework.distributed.data_parallel_mean import mean_over_data
 from dlo_framework.distributed.groups import MeshGroups
+from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.mesh import MeshStrategy

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from dlo_framework import offloaded_blocks
+from dlo_framework import placed_model
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.strategy import DataParallelStrategy, SingleProcessStrategy
 from dlo_framework.frozen_model import FrozenModel
@@ -85,8 +85,8 @@ def _fit(strategy: Any, rank: int, world: int, offload: bool) -> tuple[list[floa
     run: Trainer = make_trainer(strategy, world, [Distill(teacher, "kl", 2.0), notes], max_steps=STEPS)
     rows = [slice_rows(batch, rank, world) for batch in batches("text", steps=STEPS)]
     with (
-        mock.patch.object(offloaded_blocks, "copy_streams", late_streams),
-        mock.patch.object(offloaded_blocks, "empty_host_tensor", lambda like, _: torch.empty_like(like, device="cpu")),
+        mock.patch.object(placed_model, "copy_streams", late_streams),
+        mock.patch.object(placed_model, "empty_host_tensor", lambda like, _: torch.empty_like(like, device="cpu")),
     ):
         run.fit(student, Batches(rows))
     return notes.losses, notes.gradients, notes.bytes, len(started)

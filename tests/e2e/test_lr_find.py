@@ -42,7 +42,7 @@ def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
 
 
 SUGGESTION = """
-from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS
+from dlo_plugins.callbacks.lr_finder import SUGGESTIONS
 
 @SUGGESTIONS.register("Middle")
 def middle(rates, losses):

@@ -13,7 +13,7 @@ import torch
 from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
-from dlo_framework.watch.prediction_table import check_output, make_table, write_table
+from dlo_framework.watch.predictions import check_output, make_table, write_table
 from support.texts import CHATML
 
 CONFIG = """

@@ -29,8 +29,7 @@ from dlo_framework.attention import (
 from dlo_framework.attention.attention_mask import LocalHeads
 from dlo_framework.attention.attention_options import choose_kernel
 from dlo_framework.attention.flex_blocks import flex_mask
-from dlo_framework.attention.gathered_blocks import attend_blocks
-from dlo_framework.attention.masked_attention import masked_attention
+from dlo_framework.attention.masked_attention import attend_blocks, masked_attention
 from dlo_framework.errors import DloError
 
 #: Layouts of DeepSpeed 0.16.5's sparsity configs, with `random.seed(seed)` before each: a row is a hexadecimal number.

@@ -6,8 +6,8 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401  Lightning's callbacks are found among imported classes.
 import pytest
 
-from dlo_framework.cli.callback_options import place_callback_options
 from dlo_framework.cli.config_scan import scan
+from dlo_framework.cli.plugin_arguments import place_callback_options
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
 

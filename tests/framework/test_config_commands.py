@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dlo_framework.cli.config_schema import make_schema, schema_of_type
+from dlo_framework.cli.commands.completion_command import make_parser, make_preamble
+from dlo_framework.cli.commands.schema_command import make_schema, schema_of_type
 from dlo_framework.cli.main import main
-from dlo_framework.cli.shell_completion import make_parser, make_preamble
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import Registry
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dlo_framework.data import ResumableLoader, ignore_stop_signals
-from dlo_framework.data.workers import stop_signals_held
+from dlo_framework.data.loader import stop_signals_held
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who sent a signal")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dlo_framework.cli import doctor_checks
-from dlo_framework.cli.doctor_checks import check_packages, check_ranks_meet, check_storage, missing_extras
+from dlo_framework.cli.commands import doctor_command
+from dlo_framework.cli.commands.doctor_command import check_packages, check_ranks_meet, check_storage, missing_extras
 from dlo_framework.cli.main import main
 from dlo_framework.registry import Registry
 
@@ -31,7 +31,7 @@ def test_this_machine_can_run(tmp_path, monkeypatch, capsys):
 
 def test_a_launcher_s_environment_is_noted(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    (found,) = [each for each in doctor_checks.check_network() if each.name == "environment"]
+    (found,) = [each for each in doctor_command.check_network() if each.name == "environment"]
     assert found.status == "note"
     assert "LOCAL_RANK" in found.text
 
@@ -50,7 +50,7 @@ def test_a_file_system_without_links_fails(tmp_path, monkeypatch):
     def refuse(*paths: Path) -> None:
         raise OSError(1, "Operation not permitted")
 
-    monkeypatch.setattr(doctor_checks.os, "link", refuse)
+    monkeypatch.setattr(doctor_command.os, "link", refuse)
     (found,) = [each for each in check_storage(tmp_path) if each.name == "file system"]
     assert found.status == "fails"
     assert "Operation not permitted" in found.text
@@ -68,7 +68,7 @@ def test_ranks_that_cannot_meet_fail():
 
 
 def test_what_an_extra_lacks_is_named(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "_is_installed", lambda package: package != "transformers")
+    monkeypatch.setattr(doctor_command, "_is_installed", lambda package: package != "transformers")
     missing = missing_extras()
     assert missing["llm"] == ["transformers"]
     assert missing["gpu"] == []

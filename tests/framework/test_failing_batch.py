@@ -7,7 +7,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from dlo_framework import Trainer
 from dlo_framework.errors import DloError
 from dlo_framework.run_setup import check_run
-from dlo_framework.watch.failing_batch import describe_batch, note_batch
+from dlo_framework.watch.monitor import describe_batch, note_batch
 
 
 class Net(LightningModule):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlo_framework import offloaded_blocks
+from dlo_framework import placed_model
 from dlo_framework.copy_streams import CopyStreams
-from dlo_framework.offloaded_blocks import OffloadedBlocks
-from dlo_framework.placed_model import PlacedModel
+from dlo_framework.placed_model import OffloadedBlocks, PlacedModel
 from support import frozen_runs as runs
 from support.late import LateStream
 
@@ -42,9 +41,9 @@ class Counted(LateStream):
 def stream(monkeypatch: pytest.MonkeyPatch) -> Counted:
     up = Counted()
     streams = CopyStreams(up, LateStream())  # type: ignore[arg-type]
-    monkeypatch.setattr(offloaded_blocks, "copy_streams", lambda device: streams)
+    monkeypatch.setattr(placed_model, "copy_streams", lambda device: streams)
     monkeypatch.setattr(
-        offloaded_blocks,
+        placed_model,
         "empty_host_tensor",
         lambda like, device: torch.empty_like(like, device="cpu"),  # A CPU alone has no page-locked memory.
     )

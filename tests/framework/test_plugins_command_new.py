@@ -36,7 +36,7 @@ def test_pytest_is_installed_first_where_it_is_missing(
 ) -> None:
     assert main(["new", "callback", "np_one"]) == 0
     assert "Run the test:\n\n  pytest ./test_np_one.py" in capsys.readouterr().out
-    monkeypatch.setattr("dlo_framework.cli.scaffold.find_spec", lambda name: None)
+    monkeypatch.setattr("dlo_framework.cli.commands.plugins_command.find_spec", lambda name: None)
     assert main(["new", "callback", "np_two"]) == 0
     assert "Run the test:\n\n  pip install pytest\n  pytest ./test_np_two.py" in capsys.readouterr().out
 

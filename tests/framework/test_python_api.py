@@ -247,10 +247,10 @@ def test_a_notebook_starts_ranks_and_gets_their_weights(net, monkeypatch, strate
 IMAGES = {"model": "vit_tiny_patch16_224", "model_args": {"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2}}
 NOTEBOOK = """
 import dlo_framework as dlo
-from dlo_framework.distributed import forked_check, launcher
+from dlo_framework.distributed import gradient_check, launcher
 from lightning.pytorch import seed_everything
 
-launcher._IS_INTERACTIVE = forked_check._IS_INTERACTIVE = True
+launcher._IS_INTERACTIVE = gradient_check._IS_INTERACTIVE = True
 data = dlo.DigitsData(image_size=16, batch_size=64)
 for name, strategy in {"zero": "zero2", "mesh": dlo.MeshStrategy(tp=2)}.items():
     seed_everything(42, workers=True, verbose=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlo_framework.cli.short_names import expand_arguments, expand_short_names, prefer_plugins
+from dlo_framework.cli.plugin_arguments import expand_arguments, expand_short_names, prefer_plugins
 from dlo_framework.registry import Plugin
 
 OURS = {"FSDPStrategy": "dlo_plugins.strategies.fsdp.FSDPStrategy"}

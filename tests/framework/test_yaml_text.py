@@ -8,7 +8,7 @@ from dlo_framework.cli.config_scan import read_config, scan
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.yaml_text import MAX_DEPTH, MAX_REPEATED, parse_yaml
-from dlo_plugins.commands.accelerate_translation import to_yaml
+from dlo_plugins.commands.accelerate_config_command import to_yaml
 from dlo_plugins.commands.sweep_command import read_space
 from dlo_plugins.planner.machine import load_machine
 

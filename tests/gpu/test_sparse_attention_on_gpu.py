@@ -5,7 +5,7 @@ import torch
 
 from dlo_framework.attention import AttentionMask, BigBird, BSLongformer, FixedSparsity, Prefix, SlidingWindow
 from dlo_framework.attention.flex_blocks import attend_flex
-from dlo_framework.attention.gathered_blocks import attend_blocks
+from dlo_framework.attention.masked_attention import attend_blocks
 
 pytestmark = [
     pytest.mark.gpu,

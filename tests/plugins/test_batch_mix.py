@@ -13,8 +13,8 @@ from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.batch_mix.mixing import join_plans
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.mixing import join_plans
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
 

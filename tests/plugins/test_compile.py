@@ -18,14 +18,14 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.module_compilation import (
+from dlo_plugins.appliers.compile_blocks import (
     compile_in_place,
     compiled_call,
     modules_to_compile,
     set_compiled_call,
 )
+from dlo_plugins.callbacks import compile as compiling
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.compile import compile_callback as compiling
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
 

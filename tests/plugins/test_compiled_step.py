@@ -19,7 +19,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.module_compilation import CUDA_GRAPHS
+from dlo_plugins.appliers.compile_blocks import CUDA_GRAPHS
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.one_cycle import OneCycle

@@ -13,8 +13,8 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow
 from dlo_framework.stop import RunStopped
+from dlo_plugins.callbacks.batch_plan import LRDecay, NoiseScale
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
-from dlo_plugins.callbacks.dynamic_batch_size.batch_plan import LRDecay, NoiseScale
 from dlo_plugins.callbacks.one_cycle import OneCycle
 
 SAMPLES = 70

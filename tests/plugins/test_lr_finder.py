@@ -17,9 +17,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.stop import GracefulStop, RunStopped
 from dlo_framework.watch.bar import RunBar
-from dlo_plugins.callbacks.lr_finder import LRFinder, lr_finder_callback
-from dlo_plugins.callbacks.lr_finder.lr_finder_callback import set_learning_rate
-from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS, sweep_rates
+from dlo_plugins.callbacks.lr_finder import SUGGESTIONS, LRFinder, set_learning_rate, sweep_rates
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from support.named_sets import isolate_named_sets
 
@@ -264,7 +262,7 @@ def test_a_run_is_stopped_within_the_sweep(tmp_path, step, message):
 
 
 def test_a_log_file_is_told_how_far_the_sweep_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lr_finder_callback, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("dlo_plugins.callbacks.lr_finder.SECONDS_BETWEEN_LINES", 0.0)
     fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), RunBar(), enable_progress_bar=True)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("LRFinder")]
     assert len(lines) == 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_plugins.callbacks.lr_finder.lr_suggest import (
+from dlo_plugins.callbacks.lr_finder import (
     SUGGESTIONS,
     Sweep,
     minimum,

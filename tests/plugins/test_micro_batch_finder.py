@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
-from dlo_plugins.callbacks.micro_batch_finder.micro_batch_finder_callback import predict_share
+from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder, predict_share
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData

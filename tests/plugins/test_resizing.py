@@ -11,7 +11,7 @@ from PIL import Image
 
 from dlo_framework.data import Position
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.progressive_resizing.resizing import (
+from dlo_plugins.callbacks.progressive_resizing import (
     GrowingSize,
     StepSizes,
     check_multiples,

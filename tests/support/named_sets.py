@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlo_plugins.callbacks.lr_finder.lr_suggest import SUGGESTIONS
+from dlo_plugins.callbacks.lr_finder import SUGGESTIONS
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.block_schedule import ModelBlocks, handle_calls
 from dlo_plugins.callbacks.token_drop import TokenDrop
-from dlo_plugins.curricula.block_handlers import handle_calls
-from dlo_plugins.curricula.model_blocks import ModelBlocks
 from dlo_tasks.llm import families
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.document_isolation import document_spans, documents_of

@@ -232,7 +232,7 @@ import numpy, torch
 from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache, ByteFile
 from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
-from dlo_framework.data.mix_options import MixOptions
+from dlo_framework.data.mixture import MixOptions
 from dlo_tasks.llm.streams.token_shards import document_of
 from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins

@@ -1,4 +1,9 @@
-"""``dlo plugins``: lists the plug-ins, shows one, or writes a new one, without importing plug-ins or torch."""
+"""``dlo plugins``: lists the plug-ins, shows one, or writes a new one, without importing plug-ins or torch.
+
+``dlo plugins new`` writes a plug-in of a kind, with a test that passes, from the folder ``templates/``. They are
+examples to learn from: arguments are typed and documented (``dlo plugins show`` prints them), and the constructor
+checks their values, with the fix in the message.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,14 @@ import importlib
 import inspect
 import itertools
 import json
+import keyword
+import os
+import re
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
@@ -17,7 +27,14 @@ from dlo_framework.cli.snippet import format_yaml_snippet
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, list_extensions
 from dlo_framework.registry import KINDS, Plugin, Registry, kind_of
-from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, plain, read_class
+from dlo_framework.registry.class_source import (
+    ClassSource,
+    SourceNotFoundError,
+    find_spec,
+    plain,
+    read_class,
+    read_class_in_file,
+)
 
 COMMANDS = ("show", "new")
 
@@ -32,8 +49,6 @@ def main(argv: list[str]) -> int:
         registry = Registry()
         _show(registry, _find(registry, given.name, parse_plugin_list(given.plugins)), as_json=given.json)
     elif given.command == "new":
-        from dlo_framework.cli.scaffold import write_plugin
-
         print(write_plugin(given.kind, given.name, Path(given.dir), Registry()))
     else:
         _list(Registry(), as_json=given.json)
@@ -189,3 +204,81 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(f"  {'  '.join(cells)}".rstrip())
     print()
+
+
+def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:
+    """Writes ``NAME.py`` and ``test_NAME.py``.
+
+    Args:
+        kind: Kind of plug-in, one of :data:`dlo_framework.registry.KINDS`.
+        name: Name of the module, in snake_case; the class has the same name in CamelCase.
+        folder: Folder to write to; created if it does not exist.
+        registry: Registry of the installed plug-ins, whose names are taken.
+
+    Returns:
+        Text that tells the user the next steps.
+
+    Raises:
+        DloError: If the kind is unknown, the name is not in snake_case or is taken, or a file exists.
+    """
+    if kind not in KINDS:
+        raise DloError(f"unknown kind '{kind}'{did_you_mean(kind, KINDS) or ';'} available: {', '.join(KINDS)}")
+    class_name = _check_name(name, registry)
+    files = [folder / f"{name}.py", folder / f"test_{name}.py"]
+    for file in files:
+        if file.exists():
+            raise DloError(f"NAME must name a new file, got {file}, which exists; choose another NAME or --dir")
+    if find_spec(name) is not None:
+        raise DloError(f"NAME must differ from installed modules, got '{name}'; try '{name}_{kind}'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(files, fill_templates(kind, name, class_name), strict=True):
+            with open(file, "x", encoding="utf-8") as stream:
+                stream.write(text)
+    except OSError as error:
+        raise DloError(f"cannot write to {folder}: {error.strerror}; --dir writes elsewhere") from error
+    return _format_next_steps(kind, class_name, *files)
+
+
+def fill_templates(kind: str, name: str, class_name: str) -> list[str]:
+    """Returns the text of a plug-in, and of its test."""
+    folder = resources.files("dlo_framework.cli") / "templates"
+    texts = [(folder / f"{prefix}{kind}.py.tmpl").read_text(encoding="utf-8") for prefix in ("", "test_")]
+    return [Template(text).substitute(name=name, class_name=class_name) for text in texts]
+
+
+def _check_name(name: str, registry: Registry) -> str:
+    """Returns the class's name; raises a DloError for a name that cannot be a module and a plug-in."""
+    fixed = _snake_case(name)
+    if name != fixed or keyword.iskeyword(name):
+        fix = f"my_{fixed.strip('_')}" if keyword.iskeyword(fixed) or not fixed[:1].isalpha() else fixed
+        raise DloError(f"NAME must be in snake_case, as for Python modules, got '{name}'; try '{fix}'")
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    if class_name in registry.names():
+        taken = registry.get(class_name)
+        raise DloError(f"NAME must give a new plug-in name, got '{class_name}', taken by {taken}; try 'my_{name}'")
+    return class_name
+
+
+def _snake_case(name: str) -> str:
+    """Returns the nearest snake_case name: ``MyThing``, ``my-thing`` and ``my thing.py`` give one."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix(".py"))
+    fixed = re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
+    return fixed if fixed[:1].isalpha() else f"my_{fixed}".rstrip("_")
+
+
+def _format_next_steps(kind: str, class_name: str, file: Path, test: Path) -> str:
+    written, tested = _format_path(file), _format_path(test)
+    snippet = format_yaml_snippet(kind, class_name, read_class_in_file(file, class_name).parameters)
+    install = "pip install pytest\n  " if find_spec("pytest") is None else ""
+    return (
+        f"wrote {written} and {tested}\n\n"
+        f"Run the test:\n\n  {install}pytest {tested}\n\n"
+        f"Switch it on in a config:\n\nplugins: [{written}]\n{snippet}"
+    )
+
+
+def _format_path(file: Path) -> str:
+    """Returns a path as a user would type it: ``./file.py``, or the absolute path for a file elsewhere."""
+    relative = os.path.relpath(file)
+    return str(file.absolute()) if relative.startswith("..") else f"./{relative}"

@@ -8,7 +8,7 @@ in some experiments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import GradientNoise
 from dlo_plugins.callbacks.prune import Prune
 from dlo_plugins.compression.ddp_hooks import average_tensors
-from dlo_plugins.curricula.outer_optimizer import OuterOptimizer
 
 #: Key of the state in a checkpoint.
 KEY = "diloco"
@@ -354,3 +353,41 @@ def _average_states(states: Any, device: torch.device, group: dist.ProcessGroup 
                     means.append(local_data(value).clone())
                     values[key] = shard_maker(value)(means[-1])
     average_tensors(means, device, group)
+
+
+class OuterOptimizer:
+    """Shared weights, and their momentum.
+
+    One step, with the mean `w` of the copies' weights: `d = shared - w`, `m = momentum * m + d`, and
+    `shared -= lr * (d + momentum * m)`; this is torch's SGD with Nesterov momentum for the gradient `d`.
+
+    Args:
+        weights: Initial weights, which are copied.
+        lr: Learning rate of the outer step.
+        momentum: Momentum of the outer step.
+
+    Attributes:
+        shared: Shared weights, the same on all ranks.
+        momenta: Momenta, in the order of the weights.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], lr: float, momentum: float) -> None:
+        self.lr, self.momentum = lr, momentum
+        self.shared = [weight.detach().clone() for weight in weights]
+        self.momenta = [torch.zeros_like(weight) for weight in self.shared]
+
+    @torch.no_grad()
+    def step(self, means: list[Tensor], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Steps the shared weights; returns the norm of the mean change, a scalar.
+
+        Args:
+            means: Means of the copies' weights; they are overwritten.
+            norm_of: Function of the change that returns its norm.
+        """
+        torch._foreach_sub_(means, self.shared)  # the change, with the opposite sign of the gradient
+        norm = norm_of(means)
+        torch._foreach_mul_(self.momenta, self.momentum)
+        torch._foreach_sub_(self.momenta, means)
+        torch._foreach_add_(self.shared, means, alpha=self.lr)
+        torch._foreach_add_(self.shared, self.momenta, alpha=-self.lr * self.momentum)
+        return norm

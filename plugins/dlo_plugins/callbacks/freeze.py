@@ -1,15 +1,23 @@
 """Callback that trains a part of the model at a time: freezing from below (FreezeOut), gradual unfreezing (ULMFiT).
 
-FreezeOut: Accelerate Training by Progressively Freezing Layers. Brock, Lim, Ritchie & Weston, 2017, arXiv 1706.04983.
-Universal Language Model Fine-tuning for Text Classification. Howard & Ruder, 2018, arXiv 1801.06146.
+- FreezeOut: Accelerate Training by Progressively Freezing Layers. Brock, Lim, Ritchie & Weston, 2017, arXiv 1706.04983.
+- Universal Language Model Fine-tuning for Text Classification (gradual unfreezing, discriminative rates). Howard &
+  Ruder, 2018, arXiv 1801.06146.
+
+Units are numbered from below: the stem is 0, then the blocks, then the head. In both schedules the frozen units are
+those below a number.
 
 All parameters are in the optimizer and in the strategy's shards from the start. Frozen blocks compute no graph; their
 parameters get gradients of zero, which the strategy reduces as it always does; and their tensors have no gradient when
-the optimizer steps, so that it leaves weights and state alone.
+the optimizer steps, so that it leaves weights and state alone. Strategies that shard give the optimizer tensors of
+their own, and checkpoints name its parameter groups. So the groups stay, and are divided only while the optimizer
+steps.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -20,18 +28,23 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.block_schedule import BlockSchedule
+from dlo_plugins.callbacks.block_schedule import (
+    BlockSchedule,
+    ModelBlocks,
+    call_with_forward,
+    handle_calls,
+    hidden_of,
+    pass_gradient,
+)
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
-from dlo_plugins.curricula.block_handlers import call_with_forward, handle_calls, hidden_of, pass_gradient
-from dlo_plugins.curricula.group_factors import GroupFactors
-from dlo_plugins.curricula.model_blocks import ModelBlocks
-from dlo_plugins.curricula.unit_schedules import FreezeOutSchedule, UnfreezeSchedule, UnitSchedule
 
 METHODS = ("freeze_out", "unfreeze")
 
@@ -245,3 +258,115 @@ def _frozen_forward(block: nn.Module, name: str) -> Callable[..., Tensor]:
         return pass_gradient(output, *inputs, *block.parameters())
 
     return forward
+
+
+class GroupFactors:
+    """Divides an optimizer's parameter groups by learning rate for a step, and restores them after it.
+
+    Args:
+        optimizer: Optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._own: list[dict[str, Any]] | None = None
+        self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._handle: RemovableHandle = prepend_post_hook(optimizer, lambda *_: self.restore())
+
+    def divide(self, factor_of: Callable[[Tensor], float]) -> None:
+        """Divides the groups for the next step.
+
+        Args:
+            factor_of: Function that returns the factor of a tensor's learning rate.
+        """
+        self.restore()
+        divided: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:
+            by_factor: dict[float, list[Tensor]] = {}
+            for tensor in group["params"]:
+                by_factor.setdefault(factor_of(tensor), []).append(tensor)
+            for factor, tensors in by_factor.items():
+                part = {**group, "params": tensors, "lr": group["lr"] * factor}
+                self._parts.append((group, part))
+                divided.append(part)
+        self._own = list(self.optimizer.param_groups)
+        self.optimizer.param_groups[:] = divided
+
+    def restore(self) -> None:
+        """Restores the groups, with the values that the step has changed in them, such as a counter."""
+        if self._own is None:
+            return
+        for group, part in self._parts:
+            group.update({key: value for key, value in part.items() if key not in ("params", "lr")})
+        self.optimizer.param_groups[:] = self._own
+        self._own, self._parts = None, []
+
+    def remove(self) -> None:
+        """Restores the groups, and stops following the optimizer."""
+        self.restore()
+        self._handle.remove()
+
+
+#: Fractions that are computed in two ways must not differ in which side of a point they are on.
+_ROUNDING = 1e-9
+
+
+class UnitSchedule(ABC):
+    """Schedule of a number of units."""
+
+    @abstractmethod
+    def frozen(self, fraction: float) -> int:
+        """Returns the number of units, counted from below, that do not train after a fraction of training."""
+
+    @abstractmethod
+    def factors(self, fraction: float) -> list[float]:
+        """Returns the factor of the learning rate of each unit after a fraction of training."""
+
+
+class FreezeOutSchedule(UnitSchedule):
+    """Anneals the rate of each unit to 0 along half a cosine, the lower units' sooner; at 0 the unit is frozen.
+
+    Args:
+        units: Number of units.
+        t0: Fraction of training after which the lowest unit is frozen, before the cube; the highest trains to the end.
+        cubic: Whether the fractions are cubed, which freezes the lower units sooner.
+        scale_lr: Whether a unit's initial rate is divided by its fraction, so that all units move about as far.
+    """
+
+    def __init__(self, units: int, t0: float, cubic: bool, scale_lr: bool) -> None:
+        ends = [t0 + (1 - t0) * number / (units - 1) for number in range(units)]
+        self.ends = [end**3 if cubic else end for end in ends]
+        self.scale_lr = scale_lr
+
+    def frozen(self, fraction: float) -> int:
+        """Returns the number of units that are frozen; never the highest."""
+        return sum(fraction >= end - _ROUNDING for end in self.ends[:-1])
+
+    def factors(self, fraction: float) -> list[float]:
+        """Returns the factor of each unit's learning rate."""
+        return [
+            0.5 * (1 + math.cos(math.pi * min(1.0, fraction / end))) / (end if self.scale_lr else 1)
+            for end in self.ends
+        ]
+
+
+class UnfreezeSchedule(UnitSchedule):
+    """Trains the highest unit from the start, and one more from above after each interval.
+
+    Args:
+        units: Number of units.
+        interval: Interval, as a fraction of training.
+        lr_decay: Ratio of the learning rates of a unit and the one below it.
+    """
+
+    def __init__(self, units: int, interval: float, lr_decay: float) -> None:
+        self.units, self.interval = units, interval
+        self._factors = [lr_decay ** (number + 1 - units) for number in range(units)]
+
+    def frozen(self, fraction: float) -> int:
+        """Returns the number of units that do not train yet."""
+        return max(0, self.units - 1 - int(fraction / self.interval + _ROUNDING))
+
+    def factors(self, fraction: float) -> list[float]:
+        """Returns the factor of each unit's learning rate, which does not change."""
+        return self._factors

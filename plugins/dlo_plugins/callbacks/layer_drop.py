@@ -1,33 +1,36 @@
 """Callback that leaves blocks out of training steps: progressive layer drop.
 
 Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping. Zhang & He, 2020,
-arXiv 2010.13369.
+arXiv 2010.13369. Departure: draws are a hash of (seed, step, block) and not of a generator, so that they are the same
+on all ranks and after a resume.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
+from dlo_framework.data.hashing import uniform
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
-from dlo_plugins.callbacks.block_schedule import BlockSchedule
-from dlo_plugins.curricula.block_draws import draw_kept, keep_probabilities, progressive_theta
-from dlo_plugins.curricula.block_handlers import (
+from dlo_plugins.callbacks.block_schedule import (
+    BlockSchedule,
+    ModelBlocks,
     call_with_forward,
     check_hidden,
     handle_calls,
     hidden_of,
     pass_gradient,
 )
-from dlo_plugins.curricula.model_blocks import ModelBlocks
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
@@ -170,3 +173,34 @@ def _identity(block: nn.Module) -> Callable[..., Tensor]:
         return pass_gradient(hidden_of(args, kwargs), *block.parameters())
 
     return forward
+
+
+_STREAM = 0x4C44  # of the draws, among other hashes of the same seed
+
+
+def progressive_theta(fraction: float, final: float, rate: float) -> float:
+    """Returns theta, the keep probability of the deepest blocks: it falls from 1 to its final value.
+
+    Args:
+        fraction: Fraction of training, 0 to 1.
+        final: Limit of theta; the paper's is 0.5.
+        rate: Rate of the fall: `gamma` of the paper times the number of steps, 100 there.
+    """
+    return (1 - final) * math.exp(-rate * fraction) + final
+
+
+def keep_probabilities(theta: float, blocks: int) -> list[float]:
+    """Returns the keep probability of each block: 1 for the first, and falling linearly to almost theta at the last."""
+    return [1 - number / blocks * (1 - theta) for number in range(blocks)]
+
+
+def draw_kept(probabilities: list[float], step: int, seed: int) -> list[bool]:
+    """Returns whether each block runs in a step.
+
+    Args:
+        probabilities: Keep probability of each block.
+        step: Number of optimizer steps before this one.
+        seed: Seed of the draws.
+    """
+    draws = uniform(np.arange(len(probabilities)), seed, step, _STREAM)
+    return [bool(draw < keep) for draw, keep in zip(draws, probabilities, strict=True)]

@@ -17,7 +17,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.progress import check_end
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import is_compiled
-from dlo_plugins.curricula.step_fraction import StepFraction
+from dlo_plugins.callbacks.block_schedule import StepFraction
 
 #: Modules that drop a residual branch of a sample, and their attributes with the rate.
 _RATES: dict[type[nn.Module], str] = {DropPath: "drop_prob", TorchvisionDepth: "p"}

@@ -26,7 +26,7 @@ exit codes: 0, 2 for bad input, or the exit code of a round that failed"""
 
 #: Class paths of the callbacks that the command adds to the rounds.
 _PRUNE = "dlo_plugins.callbacks.prune.Prune"
-_START = "dlo_plugins.callbacks.prune.ticket_start.TicketStart"
+_START = "dlo_plugins.callbacks.prune.TicketStart"
 #: Offset of the seed of the runs with new random weights.
 _REINIT_SEED = 10_000
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.errors import DloError
+from dlo_framework.task import ChannelGroup
 from dlo_plugins.pruning.structured import kept_units
 
 

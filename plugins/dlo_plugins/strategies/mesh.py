@@ -18,8 +18,7 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
-from dlo_framework.distributed.forked_check import run_check
-from dlo_framework.distributed.gradient_check import check_gradients
+from dlo_framework.distributed.gradient_check import check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.norms import JointGradients

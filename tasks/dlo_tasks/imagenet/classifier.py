@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.attention import Attention
-from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.experts.mixture_options import MixtureOptions, read_options
 from dlo_framework.experts.router_training import RouterTraining
 from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.task import Task
+from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim
 from dlo_tasks.imagenet import (
     logged_images,

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_parallel_coordinates
-from dlo_framework.data.mix_options import MixOptions
-from dlo_framework.data.mixture import Ramp
+from dlo_framework.data.mixture import MixOptions, Ramp
 from dlo_framework.data.remote import BlockCache, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group

@@ -10,8 +10,8 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlo_framework.channel_groups import ChannelGroup
 from dlo_framework.errors import DloError
+from dlo_framework.task import ChannelGroup
 
 #: Largest difference of the fraction that is left from the one that is asked for.
 _NEAR = 0.03

@@ -18,7 +18,7 @@ from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.distributed.control_group import control_group
-from dlo_framework.distributed.data_parallel_mean import mean_over_data
+from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.strategy_contract import contract_of

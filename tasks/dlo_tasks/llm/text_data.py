@@ -17,8 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
-from dlo_framework.data.mix_options import MixOptions, ShuffleName
-from dlo_framework.data.mixture import Ramp
+from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
 from dlo_framework.data.remote import BlockCache
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group

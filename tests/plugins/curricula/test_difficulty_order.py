@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.difficulty_order import DifficultyOrder, read_scores, token_rarity
-from dlo_plugins.curricula.paced_order import competence, paced_order
+from dlo_plugins.callbacks.difficulty_order import DifficultyOrder, competence, paced_order, read_scores, token_rarity
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 

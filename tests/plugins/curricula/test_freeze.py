@@ -13,10 +13,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.freeze import Freeze
+from dlo_plugins.callbacks.freeze import Freeze, FreezeOutSchedule, GroupFactors, UnfreezeSchedule
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.curricula.group_factors import GroupFactors
-from dlo_plugins.curricula.unit_schedules import FreezeOutSchedule, UnfreezeSchedule
 from support.curricula_runs import fit, images, refusal, same, saved_state, seeded
 
 

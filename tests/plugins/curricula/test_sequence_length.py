@@ -11,8 +11,13 @@ import torch
 from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.sequence_length import SequenceLength
-from dlo_plugins.curricula.token_rows import check_tokens, fitting_length, split_rows, truncate_rows
+from dlo_plugins.callbacks.sequence_length import (
+    SequenceLength,
+    check_tokens,
+    fitting_length,
+    split_rows,
+    truncate_rows,
+)
 from dlo_tasks.llm import batch_counts
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 

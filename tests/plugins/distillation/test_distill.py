@@ -18,8 +18,7 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy
-from dlo_plugins.callbacks.distill.distill_callback import split_batch
+from dlo_plugins.callbacks.distill import AttentionTransfer, Distill, HiddenStates, OnPolicy, split_batch
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.strategy import _refuse_pruning, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.prune import Prune
-from dlo_plugins.callbacks.prune.ticket_start import TicketStart
+from dlo_plugins.callbacks.prune import Prune, TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
 from dlo_plugins.pruning.semi_structured import check_kernels

@@ -28,7 +28,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
 from dlo_framework.watch.memory import memory_peak, reset_memory_peak
-from dlo_plugins.callbacks.micro_batch_finder.batch_search import (
+from dlo_plugins.callbacks.batch_search import (
     ActivationBudget,
     BatchPool,
     count_samples,
@@ -254,7 +254,7 @@ class Trial:
         rehearsal: Rehearsal that restores all state afterwards.
         pool: Source of the batches.
         vote: Vote by which the ranks agree.
-        limit: Limit in bytes as in :class:`~dlo_plugins.callbacks.micro_batch_finder.batch_search.ActivationBudget`.
+        limit: Limit in bytes as in :class:`~dlo_plugins.callbacks.batch_search.ActivationBudget`.
         epochs: Number of epochs after which the batches are assumed to come.
     """
 

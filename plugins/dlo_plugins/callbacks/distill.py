@@ -31,8 +31,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.distill.layer_options import AttentionTransfer, HiddenStates, layer_pairs
-from dlo_plugins.callbacks.distill.on_policy import OnPolicy
+from dlo_plugins.callbacks.distill_options import AttentionTransfer, HiddenStates, OnPolicy, layer_pairs
 from dlo_plugins.distillation.hidden_losses import (
     as_sequence,
     attention_distances,

@@ -11,8 +11,10 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
@@ -20,17 +22,17 @@ from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
-from dlo_plugins.callbacks.dynamic_batch_size.batch_plan import (
+from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
     LRRule,
+    NoiseEstimate,
     NoiseScale,
     grown_size,
     lr_factor,
+    noise_and_signal,
     scheduled_size,
     window,
 )
-from dlo_plugins.callbacks.dynamic_batch_size.noise_meter import NoiseMeter
-from dlo_plugins.callbacks.dynamic_batch_size.scaled_rates import restore_rates, scale_rates
 from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 
 
@@ -411,3 +413,98 @@ def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class NoiseMeter:
+    """Compares the gradient of a step's first micro-batch on each rank with the gradient of the full step.
+
+    Sums stay on the device; :meth:`update_estimate` averages them over the ranks and reads them.
+
+    Args:
+        smoothing: Weight of the old means in the estimate at each update.
+
+    Attributes:
+        estimate: Running means of noise and signal.
+    """
+
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing = smoothing
+        self.estimate = NoiseEstimate()
+        self._small: Tensor | None = None  # squared norm of the current step's first micro-batch gradient
+        self._sums = torch.zeros(3, dtype=torch.float64)  # sums of noise, signal, steps
+
+    def after_first_micro_batch(self, trainer: Trainer, parameters: list[Tensor], batches: int) -> None:
+        """Measures the gradient of one micro-batch; ``batches`` is the divisor of its loss."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        self._small = squared_norm(parameters) * (batches / scale) ** 2
+
+    def before_step(self, parameters: list[Tensor], sizes: tuple[float, float]) -> None:
+        """Measures the gradient of the full step, after unscaling.
+
+        Args:
+            parameters: Parameters with gradients.
+            sizes: Samples of the micro-batch on one rank, and samples of the step.
+        """
+        if self._small is None:
+            return
+        large = squared_norm(parameters)
+        noise, signal = noise_and_signal(self._small.to(large.device), large, sizes)
+        self._sums = self._sums.to(large.device)
+        found = torch.stack([noise, signal, torch.ones_like(signal)]).double()
+        # A step whose gradients overflowed is left out; the scaler will skip it.
+        self._sums += torch.where(found.isfinite().all(), found, torch.zeros_like(found))
+        self._small = None
+
+    def average_sums(self, trainer: Trainer) -> None:
+        """Averages the sums over the ranks, so that they are equal on all of them."""
+        sums = self._sums.to(trainer.strategy.root_device)
+        self._sums = trainer.strategy.reduce(sums, reduce_op="mean")
+
+    def update_estimate(self, trainer: Trainer) -> None:
+        """Adds the measurements of all ranks since the last call to the estimate."""
+        self.average_sums(trainer)
+        noise, signal, steps = self._sums.tolist()
+        if steps:
+            self.estimate.add(noise / steps, signal / steps, self.smoothing)
+        self._sums.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the estimate and the sums, as plain numbers and tensors."""
+        estimate = self.estimate
+        return {
+            "estimate": [estimate.noise, estimate.signal, estimate.weight],
+            "sums": self._sums.cpu(),
+            "small": None if self._small is None else self._small.cpu(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state of :meth:`state_dict`."""
+        self.estimate = NoiseEstimate(*state["estimate"])
+        self._sums, self._small = state["sums"], state["small"]
+
+
+def squared_norm(parameters: list[Tensor]) -> Tensor:
+    """Returns the squared 2-norm of the parameters' gradients, a scalar on their device."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    return torch.nn.utils.get_total_norm(gradients).float().square()
+
+
+_UNSCALED = "dlo_unscaled_lr"
+
+
+def scale_rates(optimizer: Optimizer, factor: float) -> None:
+    """Multiplies the rates of an optimizer's groups, and stores the old ones in the groups."""
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group[_UNSCALED] = group["lr"]
+            group["lr"] = group["lr"] * factor
+
+
+def restore_rates(optimizer: Optimizer) -> None:
+    """Restores the rates from before :func:`scale_rates`, if it was called."""
+    for group in optimizer.param_groups:
+        if _UNSCALED in group:
+            group["lr"] = group.pop(_UNSCALED)

@@ -24,7 +24,7 @@ from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.appliers.module_compilation import (
+from dlo_plugins.appliers.compile_blocks import (
     CUDA_GRAPHS,
     compile_in_place,
     compiled_call,
@@ -32,8 +32,8 @@ from dlo_plugins.appliers.module_compilation import (
     moving_parameter,
     set_compiled_call,
 )
-from dlo_plugins.callbacks.compile.compile_log import CompileLog
-from dlo_plugins.callbacks.compile.compiled_step import CompiledLoss, CompiledOptimizer
+from dlo_plugins.callbacks.compile_log import CompileLog
+from dlo_plugins.callbacks.compiled_step import CompiledLoss, CompiledOptimizer
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

@@ -16,7 +16,7 @@ from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
-from dlo_plugins.callbacks.batch_mix.mixing import (
+from dlo_plugins.callbacks.mixing import (
     MixPlan,
     MixRecipe,
     draw_plan,

@@ -1,1 +1,0 @@
-"""Schedules of what a run trains: blocks, tokens, parameters and lengths, as functions of the run's progress."""
