@@ -284,8 +284,10 @@ class Task(LightningModule, ABC):
         """
         return {}
 
-    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
         """Returns the weight of each micro-batch's loss, if a pipeline splits the batch.
+
+        A weight that is computed on the device is a tensor of no dimension: a number of it would wait for the device.
 
         The weighted sum of the losses is the loss of the batch: the default's weights are the shares of the samples. A
         task whose loss is itself a share of the step's overrides it.

@@ -165,7 +165,7 @@ class Distill(BatchTransform):
         self._ours: LayerOutputs | None = None
         self._theirs: LayerOutputs | None = None
         self._own: PlacedModel | None = None  # the student, for its completions
-        self._weights: dict[int, float] = {}  # of a pipeline's micro-batches
+        self._weights: dict[int, float | Tensor] = {}  # of a pipeline's micro-batches
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}  # of batches, by tag
         self._computed: set[str] = set()  # tags of the current batch
@@ -396,7 +396,7 @@ class Distill(BatchTransform):
         def inputs(batch: Any) -> Any:
             return own_inputs(split_batch(batch)[0])
 
-        def micro_batch_weights(micro_batches: Sequence[Any]) -> list[float]:
+        def micro_batch_weights(micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
             found = own_weights([split_batch(part)[0] for part in micro_batches])
             self._weights = {id(part): weight for part, weight in zip(micro_batches, found, strict=True)}
             return found
@@ -525,10 +525,10 @@ class Distill(BatchTransform):
 
     # --- logging -------------------------------------------------------------------------------------------
 
-    def _note(self, found: dict[str, Tensor], weight: float) -> None:
+    def _note(self, found: dict[str, Tensor], weight: float | Tensor) -> None:
         self._computed |= found.keys()
         for name, value in found.items():
-            value = value.detach().float() * weight
+            value = (value.detach() * weight).float()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def on_train_batch_end(

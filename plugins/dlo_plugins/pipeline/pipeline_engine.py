@@ -56,7 +56,7 @@ class _Step:
     exchange: Exchange
     forward: Callable[[Any], Any]
     loss: Callable[[Any, Any], Tensor] | None = None
-    weights: Sequence[float] = ()
+    weights: Sequence[float | Tensor] = ()
     seed: Tensor | float = 1.0
     #: By stage and micro-batch: the received hidden state, and the output at which backward begins.
     saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class Pipeline:
         micro_batches: Sequence[Any],
         forward: Callable[[Any], Any],
         loss: Callable[[Any, Any], Tensor],
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | Tensor] | None = None,
         seed: Tensor | float = 1.0,
         *,
         stream: int = 0,
@@ -560,7 +560,8 @@ class Pipeline:
         last_stage = stage + 1 == self.stages.count
         gradient: Tensor | None
         if last_stage:
-            gradient = torch.as_tensor(step.seed, dtype=result.dtype, device=result.device) * step.weights[number]
+            seed = torch.as_tensor(step.seed, dtype=result.dtype, device=result.device)
+            gradient = (seed * step.weights[number]).to(result.dtype)
         else:
             gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
         if kind is ActionKind.BACKWARD:

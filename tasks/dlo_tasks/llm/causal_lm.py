@@ -539,7 +539,7 @@ class CausalLM(Task):
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
         return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device, multiple)
 
-    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
+    def micro_batch_weights(self, micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
         """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided.
 
         Without it a loss is the mean over a micro-batch's tokens on all ranks, and its weight is their share of the
@@ -548,9 +548,9 @@ class CausalLM(Task):
         if all("tokens_in_step" in part for part in micro_batches):
             return [1.0] * len(micro_batches)
         counted = [(part["labels"] != vocabulary_loss.IGNORE_INDEX).sum() for part in micro_batches]
-        counts = mean_over_data(self._trainer, torch.stack(counted).float()).tolist()
-        total = sum(counts)
-        return [count / total if total else 1.0 / len(counts) for count in counts]
+        counts = mean_over_data(self._trainer, torch.stack(counted).float()).double()
+        total = counts.sum()
+        return torch.where(total > 0, counts / total, 1.0 / len(counted)).unbind()
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns the metrics of the stage."""
