@@ -36,9 +36,9 @@ from measuring.record import Record, Table
 from measuring.rounds import ELAPSED, all_ratios, pause, take_turns
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_plugins.sweep.search_space import apply_values
+from dlo_plugins.sweep.config_keys import apply_values
 from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
-from dlo_plugins.sweep.sweep_worker import SweepWorker
+from dlo_plugins.sweep.sweep_worker import SweepWorkers
 from dlo_plugins.sweep.trial_queue import Claim, TrialQueue
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "digits"
@@ -175,7 +175,7 @@ def search(curves: Curves, seed: int, pruner: str, options: argparse.Namespace) 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
         folder = Path(name) / "sweep"
         folder.mkdir()
-        SweepWorker(TrialQueue(folder, settings, create=True), runner=run).run()
+        SweepWorkers(TrialQueue(folder, settings, create=True), runner=run).run()
     return spent
 
 
@@ -240,7 +240,7 @@ def work(folder: Path) -> int:
         note(folder, claim.number, "end")
         return 0
 
-    return SweepWorker(queue, runner=run).run()
+    return SweepWorkers(queue, runner=run).run()
 
 
 def note(folder: Path, number: int, what: str) -> None:
@@ -363,7 +363,7 @@ def overhead_table(options: argparse.Namespace) -> Table:
         (folder / "sweep").mkdir()
         settings.write(folder / "sweep")
         queue = TrialQueue(folder / "sweep", settings, create=True)
-        worker = SweepWorker(queue)
+        worker = SweepWorkers(queue)
 
         def fit() -> float:
             began = ELAPSED.now()
@@ -375,7 +375,7 @@ def overhead_table(options: argparse.Namespace) -> Table:
             began = ELAPSED.now()
             claim = queue.claim()
             assert claim is not None
-            worker._run_claim(claim)
+            worker.run_claim(claim, {})
             assert queue.describe(claim.number).startswith(": val_acc1")
             return ELAPSED.now() - began
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -94,24 +95,48 @@ def check_board(run: Path) -> None:
     assert any(tag.startswith("final/val_acc1") for tag in events.Tags()["scalars"])
 
 
+def wait_for_report(place: Path, number: int, process: DloProcess | subprocess.Popen) -> Path:
+    folder = place / "runs" / "sweeps" / "tiny" / "trials" / f"{number:04d}"
+    until = time.monotonic() + 200
+    while not (folder / "reports.jsonl").exists():
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_workers_share_trials_and_a_killed_one_is_replaced(place):
-    pool = start(place, "--trials", "4", "--jobs", "2", "--sampler", "random")
+def test_workers_share_trials_and_a_killed_one_is_continued(place):
+    process = start(place, "--trials", "4", "--jobs", "2", "--sampler", "random")
+    wait_for_report(place, 1, process)
+    threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+    children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+    os.kill(next(pid for pid in children if b"fit" in Path(f"/proc/{pid}/cmdline").read_bytes()), signal.SIGKILL)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-3000:]
+    assert "its process was ended by signal 9; it is continued" in err
     folder = place / "runs" / "sweeps" / "tiny"
-    until = time.monotonic() + 200
-    while not (folder / "trials" / "0001" / "reports.jsonl").exists():
-        assert time.monotonic() < until
-        assert pool.poll() is None, pool.communicate()
-        time.sleep(0.05)
-    children = Path(f"/proc/{pool.pid}/task/{pool.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    _, err = pool.communicate(timeout=600)
-    assert pool.returncode == 0, err[-3000:]
-    assert "was killed by signal 9; another one takes its trial" in err
     rows = list(csv.DictReader((folder / "trials.csv").open()))
     assert [row["state"] for row in rows] == ["complete"] * 4
     assert [len(list((folder / "trials" / f"{n:04d}").glob("version_*"))) for n in range(4)] == [1] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ctrl_c_reaches_a_trial_once_so_that_it_saves(place):
+    """A terminal sends the signal to the whole process group, and a run takes a second one as a wish to end at once."""
+    words = ["dlo", "sweep", *WORDS, "--trials", "1", "--sampler", "random", "--trainer.max_epochs", "500"]
+    process = subprocess.Popen(words, cwd=place, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    folder = wait_for_report(place, 0, process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 130, err[-3000:]
+    log = (folder / "trial.log").read_text()
+    assert "second Ctrl-C" not in log
+    summary = json.loads((folder / "version_0" / "summary.json").read_text())
+    assert summary["status"] == "interrupted: RunStopped"
+    assert list((folder / "version_0" / "checkpoints").glob("*.ckpt"))
 
 
 def sweep(*words: str) -> int:
@@ -154,7 +179,8 @@ def test_a_rank_of_a_launcher_and_a_folder_without_a_sweep_are_refused(place, mo
 
 
 def test_the_shipped_space_fits_the_shipped_config(place):
-    from dlo_plugins.sweep.search_space import SearchSpace, apply_values
+    from dlo_plugins.sweep.config_keys import apply_values
+    from dlo_plugins.sweep.search_space import SearchSpace
 
     base = yaml.safe_load((Path(sweep_command.__file__).parents[3] / "configs/digits/sweep.yaml").read_text())
     of = SearchSpace(sweep_command.read_space("digits/sweep_space"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,14 +11,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
-from dlo_plugins.sweep.worker_pipe import WorkerPipe
+from dlo_plugins.sweep.trial_process import ask_worker, open_connection
 
 
 class SweepTrial(Callback):
     """Reports the metric of each validation to `dlo sweep`, and stops a trial that the search prunes.
 
-    `dlo sweep` adds the callback to the config of each trial. After a validation, rank 0 sends the value through a pipe
-    to the worker that has started the trial, and broadcasts its answer, so that all ranks stop after the same step.
+    `dlo sweep` adds the callback to the config of each trial. After a validation, rank 0 sends the value to the
+    worker that has started the trial, and broadcasts its answer, so that all ranks stop after the same step.
     A run without a worker, such as a trial's config that you run again, says so, reports nothing and runs to its end.
 
     TensorBoard gets the sampled values as hyperparameters `sweep/KEY`.
@@ -50,7 +51,7 @@ class SweepTrial(Callback):
         self.checkpoint, self.restarts_optimizer = checkpoint, restarts_optimizer
         self._options: list[list[dict[str, Any]]] = []
         self._validations = 0
-        self._worker: WorkerPipe | None = None
+        self._worker: Connection | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of validations so far."""
@@ -71,7 +72,7 @@ class SweepTrial(Callback):
             )
         if not trainer.is_global_zero:
             return
-        self._worker = WorkerPipe.from_environment()
+        self._worker = open_connection()
         if self._worker is None:
             rank_zero_info("SweepTrial: no sweep has started this run, so that nothing is reported")
         for logger in trainer.loggers:
@@ -110,7 +111,7 @@ class SweepTrial(Callback):
             trainer.save_checkpoint(self.checkpoint)
         answer = {"stop": False}
         if self._worker is not None:
-            answer = self._worker.ask(self._report(trainer))
+            answer = ask_worker(self._worker, self._report(trainer))
         answer = trainer.strategy.broadcast(answer)
         if answer.get("lost"):
             raise OrderlyEnd("the sweep's worker has died; another one continues the trial")

@@ -101,7 +101,6 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
     """
     from dlo_plugins.sweep.search_methods import check_installed, check_methods
 
-    check_installed(options.sampler)
     if not options.space:
         raise DloError("sweep: --space must name a YAML file of config keys and values, got none; add --space s.yaml")
     for name, least in (("trials", 1), ("jobs", 1), ("first", 1), ("factor", 2)):
@@ -116,12 +115,8 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
     unused = [name for name in ("trial_cpus", "trial_gpus") if getattr(options, name) < 0]
     if unused:
         raise DloError(f"sweep: --{unused[0].replace('_', '-')} must be at least 0, got {getattr(options, unused[0])}")
-    if options.engine == "ray":
-        from dlo_plugins.sweep.ray_engine import check_ray_options
-
-        check_ray_options(options)
-    else:
-        check_methods(options.sampler, options.pruner)
+    check_methods(options.sampler, options.pruner, options.engine)
+    check_installed(options.sampler, options.engine)
     for word in found.argv:
         name = word.partition("=")[0]
         if name in _OWN:
@@ -148,9 +143,9 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
         DloError: The config or the space is invalid, or the folder holds another sweep.
     """
     from dlo_plugins.sweep.config_keys import merge_configs
-    from dlo_plugins.sweep.journal_file import ProcessLock
     from dlo_plugins.sweep.search_space import SearchSpace
     from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
+    from dlo_plugins.sweep.trial_queue import ProcessLock
 
     space = SearchSpace(read_space(options.space))
     words = without_configs(found.argv[1:])
@@ -254,7 +249,7 @@ def preflight(config: dict[str, Any], words: list[str], space: Any, options: arg
     Raises:
         DloError: A config is invalid, or the task has no metric and the options name none.
     """
-    from dlo_plugins.sweep.search_space import apply_values
+    from dlo_plugins.sweep.config_keys import apply_values
     from dlo_plugins.sweep.trial_process import trial_environment
 
     with tempfile.TemporaryDirectory(prefix="dlo-sweep-") as name:
@@ -283,10 +278,9 @@ def preflight(config: dict[str, Any], words: list[str], space: Any, options: arg
 
 
 def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int:
-    """Runs trials in this process, or in several; returns the exit code."""
-    from dlo_plugins.sweep.sweep_worker import SweepWorker, environment_of_job
+    """Runs the trials that are left; returns the exit code."""
+    from dlo_plugins.sweep.sweep_worker import SweepWorkers
     from dlo_plugins.sweep.trial_queue import TrialQueue
-    from dlo_plugins.sweep.worker_pool import WorkerPool
 
     queue = TrialQueue(folder, settings, create=True)
     print(
@@ -298,10 +292,7 @@ def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int
     if "SLURM_ARRAY_TASK_ID" not in os.environ and shutil.which("sbatch") is not None:
         words = shlex.join(["dlo", "sweep", *options.argv, "--no-wait"])
         print(f"more workers: sbatch --array=1-8 --wrap {shlex.quote(words)}", file=sys.stderr, flush=True)
-    if options.jobs == 1:
-        environment = environment_of_job(0, 1)
-        return SweepWorker(queue, waits=not options.no_wait, environment=environment).run()
-    return WorkerPool(queue, options.jobs, waits=not options.no_wait).run()
+    return SweepWorkers(queue, options.jobs, waits=not options.no_wait).run()
 
 
 def report(argv: list[str]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
+from dlo_plugins.commands.sweep_command import without_configs
 
 
 def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
@@ -29,17 +30,13 @@ def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
         from dlo_framework.defaults import ASSUMED_METRIC
         from dlo_plugins.commands.inspected_run import InspectedRun
 
-        first, *others = ([*together.argv[:1], "--config", path, *_without_configs(together.argv)] for path in configs)
+        more = without_configs(together.argv[1:])
+        first, *others = (["fit", "--config", path, *more] for path in configs)
         run = InspectedRun(scan(first))
         for words in others:
             run.check(words)
         metric, mode = getattr(run.model, "best_metric", ASSUMED_METRIC) or (None, None)
         return {"metric": metric, "mode": mode, "validations": count_validations(run.trainer_arguments)}
-
-
-def _without_configs(argv: list[str]) -> list[str]:
-    words = iter(argv[1:])
-    return [word for word in words if word not in ("--config", "-c") or next(words) is None]
 
 
 def count_validations(trainer: dict[str, Any]) -> int | None:

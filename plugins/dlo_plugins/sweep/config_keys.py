@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlo_framework.errors import DloError, did_you_mean
@@ -37,6 +37,18 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _is_other_class(known: dict[str, Any], value: dict[str, Any]) -> bool:
     return "class_path" in value and value["class_path"] != known.get("class_path")
+
+
+def apply_values(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config with these values of dotted keys.
+
+    Raises:
+        DloError: A key does not lead to a place in the config.
+    """
+    found = copy.deepcopy(config)
+    for key, value in values.items():
+        set_key(found, key, copy.deepcopy(value))
+    return found
 
 
 def set_key(config: dict[str, Any], key: str, value: Any) -> None:

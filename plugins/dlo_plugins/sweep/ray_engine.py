@@ -20,42 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlo_framework.errors import DloError, did_you_mean
-from dlo_plugins.sweep.search_methods import SAMPLERS
-from dlo_plugins.sweep.search_space import Dimension, SearchSpace
+import optuna
+
+from dlo_framework.errors import DloError
+from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import SweepSettings
-from dlo_plugins.sweep.sweep_worker import trial_config
-from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment, write_trial_config
+from dlo_plugins.sweep.sweep_worker import trial_config, trial_words
+from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run
 
-SCHEDULERS = ("none", "asha", "median", "pbt")
 #: Checkpoint of a member's last report, and in it the values with which it trained.
 REPORTED, VALUES = "reported.ckpt", "sweep_values.json"
 #: Number of validations that no trial reaches.
 _NEVER = 10**9
-
-
-def check_ray_options(options: argparse.Namespace) -> None:
-    """Checks the options of a sweep on Ray, and that Ray is installed.
-
-    Raises:
-        DloError: They do not go together.
-    """
-    from importlib.util import find_spec
-
-    for option, name, known in (("sampler", options.sampler, SAMPLERS), ("pruner", options.pruner, SCHEDULERS)):
-        if name not in known:
-            near = did_you_mean(name, known) or ";"
-            raise DloError(
-                f"sweep: --{option} must be one of {', '.join(known)} with --engine ray, got {name}{near} choose one of"
-                " them"
-            )
-    if options.pruner == "pbt" and options.sampler != "random":
-        raise DloError(
-            f"sweep: --sampler must be random with --pruner pbt, got {options.sampler}; add --sampler random"
-        )
-    if find_spec("ray") is None:
-        raise DloError("sweep: --engine ray needs Ray, which is not installed; pip install 'dlo_framework[ray]'")
 
 
 def run_on_ray(folder: Path, settings: SweepSettings, options: argparse.Namespace) -> int:
@@ -257,46 +234,30 @@ def make_scheduler(settings: SweepSettings, mutations: dict[str, Any]) -> Any:
 
 
 def make_mutations(space: SearchSpace) -> dict[str, Any]:
-    """Returns what PBT draws a key's new values from.
+    """Returns what PBT draws a key's new values from: a list of choices, or a function.
 
     Raises:
-        DloError: A key has a condition, or choices that are not plain values.
+        DloError: A key has a condition: PBT changes keys one by one.
     """
-    return {one.key: make_domain(one) for one in space.dimensions if one.kind != "value"}
-
-
-def make_domain(one: Dimension) -> Any:
-    """Returns a key's values as Ray Tune has them.
-
-    Raises:
-        DloError: The key has a condition: PBT changes keys one by one.
-    """
-    from ray import tune
-
-    if one.when:
-        raise DloError(f"sweep: {one.key} must have no condition with --pruner pbt, got when; remove it, or use asha")
-    if one.kind == "choice":
-        return list(one.choices)
-    if one.kind == "int":
-        step = int(one.step or 1)
-        return (
-            tune.qrandint(int(one.low), int(one.high), step)
-            if step > 1
-            else tune.randint(int(one.low), int(one.high) + 1)
-        )
-    if one.kind == "log_int":
-        return tune.lograndint(int(one.low), int(one.high) + 1)
-    if one.kind == "log":
-        return tune.loguniform(one.low, one.high)
-    return tune.quniform(one.low, one.high, one.step) if one.step else tune.uniform(one.low, one.high)
+    for one in space.dimensions:
+        if one.when:
+            raise DloError(
+                f"sweep: {one.key} must have no condition with --pruner pbt, got when; remove it, or use asha"
+            )
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler())
+    return {
+        one.key: (lambda one=one: one.suggest(study.ask())) if one.is_range else list(one.choices)
+        for one in space.dimensions
+        if one.kind != "value"
+    }
 
 
 def bounded(space: SearchSpace, values: dict[str, Any]) -> dict[str, Any]:
     """Returns values inside the space's ranges: PBT multiplies by 0.8 or 1.2, also beyond them."""
     found = dict(values)
     for one in space.dimensions:
-        if one.kind in ("uniform", "log", "int", "log_int") and one.key in found:
-            value = min(max(found[one.key], one.low), one.high)
+        if one.is_range and one.key in found:
+            value = min(max(found[one.key], one.choices[0]), one.choices[1])
             found[one.key] = round(value) if one.kind in ("int", "log_int") else float(value)
     return found
 
@@ -336,8 +297,6 @@ def run_in_actor(folder: Path, settings: SweepSettings, number: int, values: dic
         if begun is not None:
             checkpoint = begun.path
             callback["restarts_optimizer"] = (Path(begun.path) / VALUES).read_text() != json.dumps(values)
-    words = ["fit", "--config", str(write_trial_config(place, config)), *settings.words]
-    words += ["--run.dir", str(place.parent), "--run.name", place.name, "--ckpt_path", checkpoint]
 
     def answer(report: dict[str, Any]) -> dict[str, Any]:
         result = {settings.metric: report["value"], "validation": report["step"], "samples": report["samples"]}
@@ -348,7 +307,7 @@ def run_in_actor(folder: Path, settings: SweepSettings, number: int, values: dic
             tune.report(result)
         return {"stop": False}
 
-    process = TrialProcess(words, place, trial_environment({}))
+    process = TrialProcess(trial_words(settings, place, config, checkpoint), place, trial_environment({}))
     try:
         code = process.wait(answer)
     finally:

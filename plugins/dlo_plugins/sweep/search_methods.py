@@ -21,27 +21,35 @@ from dlo_framework.errors import DloError, did_you_mean
 
 SAMPLERS = ("tpe", "gp", "cmaes", "random", "grid")
 PRUNERS = ("none", "median", "asha", "hyperband", "bohb")
+#: Ray Tune's schedulers.
+RAY_PRUNERS = ("none", "asha", "median", "pbt")
 
 
-def check_methods(sampler: str, pruner: str) -> None:
+def check_methods(sampler: str, pruner: str, engine: str = "optuna") -> None:
     """Checks the names of a sampler and a pruner, and that they go together.
 
     Raises:
         DloError: They do not.
     """
-    for option, name, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
+    pruners, place = (RAY_PRUNERS, " with --engine ray") if engine == "ray" else (PRUNERS, "")
+    for option, name, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, pruners)):
         if name not in known:
             near = did_you_mean(name, known) or ";"
-            raise DloError(f"sweep: --{option} must be one of {', '.join(known)}, got {name}{near} choose one of them")
+            raise DloError(
+                f"sweep: --{option} must be one of {', '.join(known)}{place}, got {name}{near} choose one of them"
+            )
     if pruner == "bohb" and sampler != "tpe":
         raise DloError(f"sweep: --sampler must be tpe with --pruner bohb, got {sampler}; use --pruner hyperband")
+    if pruner == "pbt" and sampler != "random":
+        raise DloError(f"sweep: --sampler must be random with --pruner pbt, got {sampler}; add --sampler random")
 
 
-def check_installed(sampler: str = "tpe") -> None:
-    """Checks that Optuna is installed, and the package of the sampler.
+def check_installed(sampler: str = "tpe", engine: str = "optuna") -> None:
+    """Checks that Optuna is installed, and the packages of the sampler and of the engine.
 
     Args:
         sampler: Name, of ``SAMPLERS``.
+        engine: ``optuna`` or ``ray``.
 
     Raises:
         DloError: One is missing.
@@ -49,6 +57,8 @@ def check_installed(sampler: str = "tpe") -> None:
     for name in ("optuna", *(["cmaes"] if sampler == "cmaes" else [])):
         if importlib.util.find_spec(name) is None:
             raise DloError(f"dlo sweep needs {name}, which is not installed; pip install 'dlo_framework[hpo]'")
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise DloError("sweep: --engine ray needs Ray, which is not installed; pip install 'dlo_framework[ray]'")
 
 
 def trial_seed(seed: int, number: int) -> int:

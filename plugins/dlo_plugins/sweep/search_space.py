@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_plugins.sweep.config_keys import set_key
 
 #: Kinds of dimensions, with an example of each.
 KINDS = {
@@ -22,7 +23,6 @@ KINDS = {
     "log_int": "{log_int: [16, 1024]}",
     "value": "{value: 0.1}",
 }
-_RANGES = ("uniform", "log", "int", "log_int")
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,21 @@ class Dimension:
     Attributes:
         key: Dotted key of the config.
         kind: Kind of the values, of ``KINDS``.
-        low: Lowest value of a range.
-        high: Highest value of a range, included.
-        step: Distance between values of a range; None for a continuous one.
-        choices: Values of a choice; the single one of ``value``.
+        choices: Values of a choice; the single one of ``value``; both ends of a range.
+        distribution: Optuna's distribution; that of a choice has text in place of lists and mappings.
         when: Values of other keys with which this key is set; it is left out with others.
     """
 
     key: str
     kind: str
-    low: float = 0.0
-    high: float = 0.0
-    step: float | None = None
-    choices: tuple[Any, ...] = ()
+    choices: tuple[Any, ...]
+    distribution: Any
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
-    def labels(self) -> dict[Any, Any]:
-        """Choices by what a storage can keep: text, number, boolean or None; others as JSON."""
-        return {_label(one): one for one in self.choices}
+    def is_range(self) -> bool:
+        """Whether the values are numbers between two ends."""
+        return self.kind not in ("choice", "value")
 
     def is_set(self, values: Mapping[str, Any]) -> bool:
         """Returns whether the key is set beside these values of other keys."""
@@ -58,15 +54,14 @@ class Dimension:
 
     def suggest(self, trial: Any) -> Any:
         """Returns the value that an Optuna trial suggests."""
-        if self.kind == "value":
+        own = self.distribution
+        if not self.is_range:
+            if self.kind == "choice":
+                label = trial.suggest_categorical(self.key, own.choices)
+                return copy.deepcopy(next(one for one in self.choices if _is_in(_label(one), (label,))))
             return copy.deepcopy(self.choices[0])
-        if self.kind == "choice":
-            labels = self.labels
-            return copy.deepcopy(labels[trial.suggest_categorical(self.key, list(labels))])
-        if self.kind in ("int", "log_int"):
-            ends, step = (int(self.low), int(self.high)), int(self.step or 1)
-            return trial.suggest_int(self.key, *ends, step=step, log=self.kind == "log_int")
-        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.kind == "log")
+        suggest = trial.suggest_int if self.kind in ("int", "log_int") else trial.suggest_float
+        return suggest(self.key, own.low, own.high, step=own.step, log=own.log)
 
     def grid(self) -> list[Any]:
         """Returns all values, for a grid.
@@ -74,22 +69,22 @@ class Dimension:
         Raises:
             DloError: The range is continuous.
         """
-        if self.kind in ("choice", "value"):
+        own = self.distribution
+        if not self.is_range:
             return list(self.choices)
-        if self.kind == "log_int" or self.step is None:
+        if own.log or own.step is None:
             raise DloError(
                 f"space: {self.key} must have a finite number of values under --sampler grid, got {self.kind}"
-                f" [{self.low:g}, {self.high:g}]; list the values{', or set a step' if self.kind == 'uniform' else ''}"
+                f" [{own.low:g}, {own.high:g}]; list the values{', or set a step' if self.kind == 'uniform' else ''}"
             )
-        number = int((self.high - self.low) / self.step + 1e-9) + 1
-        values = [self.low + index * self.step for index in range(number)]
-        return [int(value) for value in values] if self.kind == "int" else values
+        return [own.low + index * own.step for index in range(round((own.high - own.low) / own.step) + 1)]
 
-    def samples(self) -> list[Any]:
-        """Returns values that show whether the config accepts the key: all choices, or both ends."""
-        if self.kind in ("choice", "value"):
-            return list(self.choices)
-        return [int(end) if self.kind in ("int", "log_int") else end for end in (self.low, self.high)]
+    def may_be(self, value: Any) -> bool:
+        """Returns whether the key can have a value."""
+        if not self.is_range:
+            return _is_in(value, self.choices)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and self.choices[0] <= value <= self.choices[1]
 
 
 class SearchSpace:
@@ -138,29 +133,23 @@ class SearchSpace:
 
     def as_params(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values as the storage keeps them: choices by their labels, single values left out."""
-        params = {}
-        for one in self.dimensions:
-            if one.key not in values or one.kind == "value":
-                continue
-            value = values[one.key]
-            params[one.key] = _label(value) if one.kind == "choice" else value
-        return params
+        set_here = [one for one in self.dimensions if one.key in values and one.kind != "value"]
+        return {one.key: values[one.key] if one.is_range else _label(values[one.key]) for one in set_here}
 
     def probes(self) -> list[dict[str, Any]]:
         """Returns few combinations in which each choice, and both ends of each range, occur."""
-        number = max(len(one.samples()) for one in self.dimensions)
+        number = max(len(one.choices) for one in self.dimensions)
         found = [self._probe(index, {}) for index in range(number)]
         for one in self.dimensions:
             if one.when:
-                found += [self._probe(index, _requirements(one, self)) for index in range(len(one.samples()))]
+                found += [self._probe(index, _requirements(one, self)) for index in range(len(one.choices))]
         return [dict(items) for items in {json.dumps(probe, default=str): probe for probe in found}.values()]
 
     def _probe(self, index: int, forced: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for one in self.dimensions:
             if one.is_set(values):
-                samples = one.samples()
-                values[one.key] = forced.get(one.key, samples[index % len(samples)])
+                values[one.key] = forced.get(one.key, one.choices[index % len(one.choices)])
         return values
 
     def conflicting(self, words: list[str]) -> Iterator[tuple[str, str]]:
@@ -175,18 +164,6 @@ class SearchSpace:
 
 
 _LEFT_OUT = object()
-
-
-def apply_values(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a config with these values of dotted keys.
-
-    Raises:
-        DloError: A key does not lead to a place in the config.
-    """
-    found = copy.deepcopy(config)
-    for key, value in values.items():
-        set_key(found, key, copy.deepcopy(value))
-    return found
 
 
 def parse_dimension(key: str, value: Any) -> Dimension:
@@ -210,17 +187,19 @@ def parse_dimension(key: str, value: Any) -> Dimension:
         raise DloError(f"space: {key} must have exactly one of {', '.join(KINDS)}, got {len(kinds)}; keep one")
     kind = kinds[0]
     when = _parse_when(key, value.get("when"))
-    if kind == "value":
-        _refuse_step(key, kind, value)
-        return Dimension(key, kind, choices=(value[kind],), when=when)
-    if kind == "choice":
-        _refuse_step(key, kind, value)
-        return Dimension(key, kind, choices=_parse_choices(key, value[kind]), when=when)
+    if "step" in value and kind not in ("uniform", "int"):
+        raise DloError(f"space: {key}: step must be left out with {kind}, got {value['step']}; use uniform or int")
+    if kind in ("value", "choice"):
+        choices = (value[kind],) if kind == "value" else _parse_choices(key, value[kind])
+        return Dimension(key, kind, choices, CategoricalDistribution([_label(one) for one in choices]), when)
     low, high = _parse_range(key, kind, value[kind])
-    if kind in ("log", "log_int"):
-        _refuse_step(key, kind, value)
     step = _parse_step(key, kind, value.get("step"), low, high)
-    return Dimension(key, kind, low, high, step, when=when)
+    is_log = kind.startswith("log")
+    if kind in ("int", "log_int"):
+        own: Any = IntDistribution(int(low), int(high), log=is_log, step=int(step or 1))
+    else:
+        own = FloatDistribution(low, high, log=is_log, step=step)
+    return Dimension(key, kind, (own.low, own.high), own, when)
 
 
 def _parse_choices(key: str, choices: Any) -> tuple[Any, ...]:
@@ -267,11 +246,6 @@ def _number(key: str, value: Any) -> float:
     return number
 
 
-def _refuse_step(key: str, kind: str, value: dict[str, Any]) -> None:
-    if "step" in value:
-        raise DloError(f"space: {key}: step must be left out with {kind}, got {value['step']}; use uniform or int")
-
-
 def _parse_when(key: str, when: Any) -> dict[str, tuple[Any, ...]]:
     if when is None:
         return {}
@@ -303,11 +277,11 @@ def _in_order(found: dict[str, Dimension]) -> list[Dimension]:
                     f"{did_you_mean(name, found) or '; add it to the space'}"
                 )
             other = found[name]
-            wrong = next((value for value in allowed if not _may_be(other, value)), None)
+            wrong = next((value for value in allowed if not other.may_be(value)), None)
             if wrong is not None:
                 raise DloError(
                     f"space: {one.key}: when must name values of {name}, got {wrong}; {name} has"
-                    f" {', '.join(str(value) for value in other.samples())}"
+                    f" {', '.join(str(value) for value in other.choices)}"
                 )
     waiting = list(found.values())
     while waiting:
@@ -317,13 +291,6 @@ def _in_order(found: dict[str, Dimension]) -> list[Dimension]:
         ordered[ready[0].key] = ready[0]
         waiting.remove(ready[0])
     return list(ordered.values())
-
-
-def _may_be(dimension: Dimension, value: Any) -> bool:
-    if dimension.kind in _RANGES:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and dimension.low <= value <= dimension.high
-    return _is_in(value, dimension.choices)
 
 
 def _requirements(dimension: Dimension, space: SearchSpace) -> dict[str, Any]:
@@ -337,11 +304,7 @@ def _requirements(dimension: Dimension, space: SearchSpace) -> dict[str, Any]:
 
 def _label(value: Any) -> Any:
     """Returns a choice as a storage can keep it."""
-    return value if _is_plain(value) else json.dumps(value, default=str)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
 
 
 def _is_in(value: Any, allowed: tuple[Any, ...]) -> bool:

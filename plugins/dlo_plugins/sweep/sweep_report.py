@@ -6,9 +6,13 @@ import csv
 import io
 import json
 import math
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
@@ -17,13 +21,20 @@ from dlo_framework.errors import DloError
 from dlo_framework.yaml_text import read_yaml
 from dlo_plugins.sweep.search_methods import best_value
 from dlo_plugins.sweep.search_space import SearchSpace
-from dlo_plugins.sweep.sweep_plots import write_plots
 from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
 from dlo_plugins.sweep.sweep_worker import CALLBACK
 from dlo_plugins.sweep.trial_process import CONFIG
 from dlo_plugins.sweep.trial_queue import ENDED_WITH, ERROR, RUN, TrialQueue
 
 BEST, TABLE = "best.yaml", "trials.csv"
+#: Name of a plot, and of Optuna's function that draws it.
+PLOTS = {
+    "history": "plot_optimization_history",
+    "importance": "plot_param_importances",
+    "parallel_coordinates": "plot_parallel_coordinate",
+    "slices": "plot_slice",
+    "curves": "plot_intermediate_values",
+}
 
 
 class SweepReport:
@@ -150,3 +161,67 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def write_plots(study: optuna.Study, folder: Path, metric: str) -> list[str]:
+    """Writes the plots of a study as PNG and HTML; returns a line for each kind, and each plot that was left out.
+
+    Args:
+        study: Study with the trials.
+        folder: Folder of the plots.
+        metric: Name of the metric, for the axes.
+    """
+    done = [trial for trial in study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
+    if not done:
+        return ["plots: none, since no trial has completed"]
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    for kind, package in (("png", "matplotlib"), ("html", "plotly")):
+        if find_spec(package) is None:
+            lines.append(
+                f"plots as {kind.upper()}: none, since {package} is not installed (pip install 'dlo_framework[hpo]')"
+            )
+            continue
+        lines.append(f"plots: {folder}/*.{kind}")
+        for name in PLOTS:
+            why = _left_out(name, done)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                if why is None:
+                    _draw(study, name, folder / f"{name}.{kind}", metric)
+            if name == "importance":  # Others say that functions are experimental, or that an axis has one value.
+                lines += [f"plot {name}: none, since {why}"] if why else []
+                kept = [one for one in said if not issubclass(one.category, optuna.exceptions.ExperimentalWarning)]
+                lines += [f"plot {name}: {one.message}" for one in kept]
+    return list(dict.fromkeys(lines))
+
+
+def _left_out(name: str, done: list[Any]) -> str | None:
+    """Returns why a plot cannot be drawn; None if it can."""
+    if name != "importance":
+        return None
+    if len(done) < 2:
+        return "it needs two completed trials"
+    if len({trial.value for trial in done}) < 2:
+        return "all trials have the same value"
+    if not set.intersection(*(set(trial.params) for trial in done)):
+        return "no key is set in all completed trials"
+    return None
+
+
+def _draw(study: optuna.Study, name: str, path: Path, metric: str) -> None:
+    """Draws a plot with Optuna's function: with matplotlib for ``.png``, else as a page that needs no network."""
+    target = {} if name == "curves" else {"target_name": metric}
+    if path.suffix == ".html":
+        draw = getattr(import_module("optuna.visualization"), PLOTS[name])
+        draw(study, **target).write_html(path, include_plotlyjs=True)
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axes = getattr(import_module("optuna.visualization.matplotlib"), PLOTS[name])(study, **target)
+    figure = (axes.flat[0] if hasattr(axes, "flat") else axes).figure
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

@@ -1,7 +1,5 @@
-"""Worker of a sweep: claims trials, runs each as ``dlo fit`` in a process of its own, and records the results.
-
-``python -m dlo_plugins.sweep.sweep_worker FOLDER`` is one worker; ``dlo sweep --jobs N`` starts several. It imports
-Optuna and not torch.
+"""Workers of a sweep: each claims trials, runs one after the other as ``dlo fit`` in a process of its own, and records
+the results. They are threads of ``dlo sweep``, which imports Optuna and not torch.
 """
 
 from __future__ import annotations
@@ -15,25 +13,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+
+from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.search_space import apply_values
-from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings, read_settings
-from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment, write_trial_config
+from dlo_plugins.sweep.config_keys import apply_values
+from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
+from dlo_plugins.sweep.trial_process import CONFIG, TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run
 
-#: Seconds between looks at the trials of other workers, when none is left to start.
+#: Seconds between looks at the trials of other workers when none is left to start, and before one is continued.
 _WAIT = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 #: Callback that the config of each trial gets.
 CALLBACK = "SweepTrial"
 #: File of a trial with a line for each validation: value, step, samples, seconds.
 REPORTS = "reports.jsonl"
+#: Function that answers a report.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 #: Function that runs a trial: it gets the claim, and a function that answers a report, and returns the exit code.
-Runner = Callable[[Claim, Callable[[dict[str, Any]], dict[str, Any]]], int]
+Runner = Callable[[Claim, Answer], int]
 
 
 def trial_config(settings: SweepSettings, number: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -52,28 +56,33 @@ def trial_config(settings: SweepSettings, number: int, values: dict[str, Any]) -
     return config
 
 
-class SweepWorker:
-    """Worker of a sweep.
+def trial_words(settings: SweepSettings, folder: Path, config: dict[str, Any], checkpoint: str = "auto") -> list[str]:
+    """Writes a trial's config into its folder, and returns the arguments of ``dlo`` that run it.
+
+    Args:
+        settings: Settings of the sweep.
+        folder: Folder of the trial.
+        config: Config of the trial.
+        checkpoint: Checkpoint to start from; that of the trial's newest run by default.
+    """
+    write_atomic(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    words = ["fit", "--config", str(folder / CONFIG), *settings.words, "--run.dir", str(folder.parent)]
+    return [*words, "--run.name", folder.name, "--ckpt_path", checkpoint]
+
+
+class SweepWorkers:
+    """Workers of a sweep on this machine; they share its cores and GPUs.
 
     Args:
         queue: Trials of the sweep.
-        waits: Whether to wait for the trials of other workers, and continue those of dead ones, before it ends.
+        jobs: Number of workers, each of which runs one trial at a time.
+        waits: Whether to wait for the trials of other processes, and continue those of dead ones, before they end.
         runner: Function that runs a trial; None for a process of ``dlo fit``.
-        environment: Further environment variables of the trials.
     """
 
-    def __init__(
-        self,
-        queue: TrialQueue,
-        *,
-        waits: bool = True,
-        runner: Runner | None = None,
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        self.queue, self._waits = queue, waits
-        self._run = runner or self._run_process
-        self._environment = environment or {}
-        self._process: TrialProcess | None = None
+    def __init__(self, queue: TrialQueue, jobs: int = 1, *, waits: bool = True, runner: Runner | None = None) -> None:
+        self.queue, self._jobs, self._waits, self._runner = queue, jobs, waits, runner
+        self._processes: set[TrialProcess] = set()
         self._signum = 0
 
     def run(self) -> int:
@@ -84,12 +93,20 @@ class SweepWorker:
         """
         previous = {signum: signal.signal(signum, self._on_signal) for signum in _SIGNALS}
         try:
-            return self._loop()
+            with ThreadPoolExecutor(self._jobs) as pool:
+                workers = [pool.submit(self._work, index) for index in range(self._jobs)]
+                while wait(workers, _WAIT).not_done:  # Python handles signals between waits of the main thread.
+                    pass
+                for worker in workers:
+                    worker.result()
         finally:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
+        return 128 + (signal.SIGINT if self._signum == signal.SIGINT else signal.SIGTERM) if self._signum else 0
 
-    def _loop(self) -> int:
+    def _work(self, index: int) -> None:
+        """Runs trials of one worker until none is left, or a signal has come."""
+        environment = environment_of_job(index, self._jobs)
         while not self._signum:
             failure = self.queue.failed_from_the_start()
             if failure is not None:
@@ -99,27 +116,28 @@ class SweepWorker:
                 )
             claim = self.queue.claim()
             if claim is not None:
-                self._run_claim(claim)
+                self.run_claim(claim, environment)
             elif not self._waits or not self.queue.unfinished():
-                return 0
+                return
             else:
                 time.sleep(_WAIT)
-        return 128 + (signal.SIGINT if self._signum == signal.SIGINT else signal.SIGTERM)
 
-    def _run_claim(self, claim: Claim) -> None:
+    def run_claim(self, claim: Claim, environment: dict[str, str]) -> None:
         """Runs a claimed trial and records its end; one that was asked to stop is left for another process."""
         queue, began = self.queue, time.monotonic()
         try:
             queue.note_start(claim.number)
-            code = self._run(claim, functools.partial(self._answer, claim))
+            answer = functools.partial(self._answer, claim)
+            code = self._runner(claim, answer) if self._runner else self._run_process(claim, answer, environment)
             if self._signum:
                 return
             if code == 0:
                 state = queue.finish(claim.number, finished_run(claim.folder))
             elif code < 0 or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-                self._say(
-                    claim, f"its process was ended by signal {-code if code < 0 else code - 128}; it is continued"
-                )
+                time.sleep(_WAIT)  # A signal to all processes of a job reaches this one too.
+                if not self._signum:
+                    signum = -code if code < 0 else code - 128
+                    self._say(claim, f"its process was ended by signal {signum}; it is continued")
                 return
             else:
                 queue.fail(claim.number, last_error(claim.folder))
@@ -135,24 +153,22 @@ class SweepWorker:
             file.write(json.dumps({**report, "stop": stop}) + "\n")
         return {"stop": stop}
 
-    def _run_process(self, claim: Claim, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    def _run_process(self, claim: Claim, answer: Answer, environment: dict[str, str]) -> int:
         """Runs a trial as ``dlo fit``, from the last checkpoint of its run if it has one."""
         settings = self.queue.settings
-        config = write_trial_config(claim.folder, trial_config(settings, claim.number, claim.values))
-        words = ["fit", "--config", str(config), *settings.words, "--run.dir", str(claim.folder.parent)]
-        words += ["--run.name", claim.folder.name, "--ckpt_path", "auto"]
-        self._process = TrialProcess(words, claim.folder, trial_environment(self._environment))
-        if self._signum:
-            self._process.stop()
+        words = trial_words(settings, claim.folder, trial_config(settings, claim.number, claim.values))
+        process = TrialProcess(words, claim.folder, trial_environment(environment))
+        self._processes.add(process)
         try:
-            return self._process.wait(answer)
+            if self._signum:
+                process.stop()
+            return process.wait(answer)
         finally:
-            self._process = None
+            self._processes.remove(process)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signum
-        process = self._process
-        if process is not None:
+        for process in list(self._processes):
             process.stop(signum)
 
     def _say(self, claim: Claim, text: str) -> None:
@@ -191,26 +207,3 @@ def visible_gpus() -> list[str]:
         ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
     return done.stdout.split() if done.returncode == 0 else []
-
-
-def main(argv: list[str]) -> int:
-    """Runs one worker of the sweep in a folder."""
-    folder = Path(argv[0])
-    settings = read_settings(folder)
-    if settings is None:
-        raise DloError(f"sweep: the folder must hold a sweep, got {folder}; start it with dlo sweep")
-    waits = "--no-wait" not in argv[1:]
-    return SweepWorker(
-        TrialQueue(folder, settings), waits=waits, environment=json.loads(os.environ.get(MORE, "{}"))
-    ).run()
-
-
-#: Variable with further environment variables of the trials, as JSON.
-MORE = "DLO_SWEEP_ENVIRONMENT"
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DloError as error:
-        print(f"dlo sweep: {error}", file=sys.stderr)
-        sys.exit(2)

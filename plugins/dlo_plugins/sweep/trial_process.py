@@ -1,30 +1,28 @@
 """Process of one trial: ``dlo fit`` in a fresh interpreter, which asks its worker after each validation.
 
-The worker and the process talk through two pipes, one JSON object a line: the process writes a report, the worker
+The worker and the process talk through a connection of :mod:`multiprocessing`: the process sends a report, the worker
 answers whether to stop. So the process imports nothing of the search, and the worker nothing of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlo_framework import runs
-from dlo_framework.atomic_file import write_atomic
 from dlo_framework.process_setup import end_with_parent
-from dlo_plugins.sweep.worker_pipe import PIPES
 
 CONFIG, LOG = "trial.yaml", "trial.log"
+#: Variable of a trial's process with the descriptor of its connection to the worker.
+CONNECTION = "DLO_SWEEP_CONNECTION"
 #: Seconds between looks at whether the process has ended.
 _POLL = 0.2
 #: Variables that make a process one of several ranks, or say where these meet: a trial starts its own.
@@ -45,15 +43,8 @@ def trial_environment(more: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in left_out} | dict(more)
 
 
-def write_trial_config(folder: Path, config: dict[str, Any]) -> Path:
-    """Writes a trial's config into its folder; returns the file."""
-    path = folder / CONFIG
-    write_atomic(path, yaml.safe_dump(config, sort_keys=False))
-    return path
-
-
 class TrialProcess:
-    """Process of one trial, started at once.
+    """Process of one trial, started at once in a session of its own: Ctrl-C reaches it through its worker alone.
 
     Args:
         words: Arguments of ``dlo``.
@@ -62,23 +53,20 @@ class TrialProcess:
     """
 
     def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        theirs, ours = os.pipe()
-        mine, they_write = os.pipe()
-        self._answers, self._reports, self._rest = ours, mine, b""
+        self._connection, theirs = multiprocessing.Pipe()
         # With SIGTERM it saves a checkpoint; elsewhere than on Linux it notices at its next validation.
         end_with_this_one = end_with_parent(os.getpid(), signal.SIGTERM)
-        with open(folder / LOG, "ab") as log:
+        with open(folder / LOG, "ab") as log, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dlo_framework", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**environment, PIPES: f"{theirs},{they_write}", "PYTHONUNBUFFERED": "1"},
-                pass_fds=(theirs, they_write),
+                env={**environment, CONNECTION: str(theirs.fileno()), "PYTHONUNBUFFERED": "1"},
+                pass_fds=(theirs.fileno(),),
                 preexec_fn=end_with_this_one,
+                start_new_session=True,
             )
-        os.close(theirs)
-        os.close(they_write)
 
     def wait(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
         """Answers the process's reports until it ends; returns its exit code, negative for a signal.
@@ -86,36 +74,39 @@ class TrialProcess:
         Args:
             answer: Function that returns the answer to a report.
         """
-        try:
-            while True:
-                ended = self.process.poll() is not None
-                ready, _, _ = select.select([self._reports], [], [], 0.0 if ended else _POLL)
-                if ready and self._read(answer):
+        with self._connection as worker:
+            while worker.poll(_POLL) or self.process.poll() is None:
+                if not worker.poll():
                     continue
-                if ended:
-                    return int(self.process.returncode)
-                if ready:  # The process has closed its end.
-                    return int(self.process.wait())
-        finally:
-            os.close(self._reports)
-            os.close(self._answers)
-
-    def _read(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-        """Reads what the process has written, and answers each line; returns False at the end."""
-        content = os.read(self._reports, 65536)
-        if not content:
-            return False
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in lines:
-            reply = json.dumps(answer(json.loads(line))).encode() + b"\n"
-            with contextlib.suppress(BrokenPipeError):  # The process has ended.
-                os.write(self._answers, reply)
-        return True
+                try:
+                    report = worker.recv()
+                except (EOFError, OSError):  # The process has closed its end.
+                    break
+                reply = answer(report)
+                with contextlib.suppress(OSError):  # It has ended.
+                    worker.send(reply)
+        return int(self.process.wait())
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Asks the process to save a checkpoint and end."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signum)
+
+
+def open_connection() -> Connection | None:
+    """Returns the connection of this process to the worker that has started it; None if none has."""
+    descriptor = os.environ.pop(CONNECTION, "")
+    return Connection(int(descriptor)) if descriptor else None
+
+
+def ask_worker(worker: Connection, report: dict[str, Any]) -> dict[str, Any]:
+    """Sends a report to the worker and returns the answer; ``lost`` if it has died."""
+    try:
+        worker.send(report)
+        answer: dict[str, Any] = worker.recv()
+    except (EOFError, OSError):
+        return {"stop": False, "lost": True}
+    return answer
 
 
 def last_error(folder: Path) -> str:

@@ -5,24 +5,31 @@ kernel releases if the worker dies, and takes the lock of the trial's folder bef
 that runs in the storage and whose folder nobody holds belongs to a dead worker: the next worker continues it, with the
 values that it has, from the last checkpoint of its run. Values of a trial depend on the sweep's seed, the trial's
 number and the results of others, not on the worker.
+
+Optuna 5.0's own means do not serve here: heartbeats exist for databases alone, and its callback for trials of dead
+processes enqueues another trial, with another number and folder; ``Study.optimize`` records Ctrl-C as a failure.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from dlo_framework import runs
 from dlo_framework.errors import DloError
 from dlo_framework.run_lock import RunLock, is_held
-from dlo_plugins.sweep.journal_file import JournalFile, ProcessLock
 from dlo_plugins.sweep.search_methods import best_value, make_pruner, make_sampler, trial_seed
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
@@ -33,6 +40,77 @@ STARTS = 3
 #: Attributes of a trial in the storage.
 PRUNED, STARTED, RUN, ERROR, ENDED_WITH = "pruned_at", "starts", "run", "error", "ended_with"
 _FOLDER = "folder"
+
+
+class ProcessLock:
+    """Lock between processes, also of several hosts, that the kernel releases when its process ends.
+
+    It is a POSIX lock (``lockf``), which NFS 4, GPFS, and Lustre mounted with ``flock`` share among hosts. Threads of
+    one process exclude each other too.
+
+    Args:
+        path: File of the lock, which is created and stays empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread_lock = threading.Lock()
+        self._file = open(path, "a+b")  # noqa: SIM115  # Kept: closing any descriptor of it would release the lock.
+
+    def acquire(self) -> None:
+        """Waits for the lock and takes it.
+
+        Raises:
+            DloError: The file system has no locks.
+        """
+        self._thread_lock.acquire()
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            self._thread_lock.release()
+            raise DloError(
+                f"sweep: the folder must be on a file system with POSIX locks, got {self.path.parent}:"
+                f" {error.strerror}; choose another --folder, or mount it with locks"
+            ) from error
+
+    def release(self) -> None:
+        """Releases the lock."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        self._thread_lock.release()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lock."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+class JournalLock(ProcessLock):
+    """Lock of Optuna's journal, which removes an incomplete last line: its writer has died before it returned.
+
+    Optuna's own locks stay when their process is killed, for 30 seconds; and after a line that was cut off, its journal
+    cannot be read any more.
+
+    Args:
+        path: File of the journal; ``path.lock`` beside it is its lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.with_name(f"{path.name}.lock"))
+        self._journal = path
+
+    def acquire(self) -> None:
+        """Waits for the lock and takes it."""
+        super().acquire()
+        with open(self._journal, "r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            if end and file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def open_storage(folder: Path, url: str) -> Any:
@@ -50,7 +128,8 @@ def open_storage(folder: Path, url: str) -> Any:
         path = Path(url.removeprefix("journal://")) if url else folder / JOURNAL
         if not path.parent.is_dir():
             raise DloError(f"sweep: --storage must be in a folder that exists, got {url}; create {path.parent}")
-        return optuna.storages.JournalStorage(JournalFile(path))
+        lock: Any = JournalLock(path)  # The base class of such locks is not public.
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path), lock))
     from sqlalchemy.exc import SQLAlchemyError
 
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else {"pool_pre_ping": True}
@@ -115,8 +194,6 @@ class TrialQueue:
         else:
             self.study = optuna.load_study(study_name=self.folder.name, storage=self.storage)
         self._study_id = self.storage.get_study_id_from_name(self.folder.name)
-        options = settings.pruner, settings.first, settings.factor, settings.validations
-        self.study.pruner = make_pruner(*options)
 
     def _create(self) -> optuna.Study:
         """Creates the study and the trials that it lacks; a start that was killed meanwhile is completed."""
@@ -151,40 +228,42 @@ class TrialQueue:
         """
         while True:
             with self.lock.held():
-                found = self._claim_orphan() or self._claim_waiting()
+                found = self._claim_one()
             if found is None:
                 return None
             trial, is_continued = found
             if is_continued and self._finish_orphan(trial):
                 self.release(trial.number)
                 continue
-            values = self.suggest(trial)
+            values = self.space.suggest(optuna.Trial(self._sampled_study(trial.number), self._id(trial.number)))
             return Claim(trial.number, values, self.trial_folder(trial.number), is_continued)
 
-    def _claim_orphan(self) -> tuple[FrozenTrial, bool] | None:
-        for trial in self._trials(TrialState.RUNNING):
-            folder = self.trial_folder(trial.number)
+    def _claim_one(self) -> tuple[FrozenTrial, bool] | None:
+        """Locks the folder of a trial that no live process runs; returns it, and whether one has run it before."""
+        trials = self._trials(TrialState.RUNNING, TrialState.WAITING)
+        for trial in sorted(trials, key=lambda one: one.state == TrialState.WAITING):
+            folder, state = self.trial_folder(trial.number), trial.state
             if trial.number in self._locks or is_held(folder):
                 continue
             if any(is_held(run) for run in runs.versions(folder)[:1]):
                 continue  # Its worker has died, and its run is being ended.
             self._lock(trial.number)
-            return trial, True
-        return None
-
-    def _claim_waiting(self) -> tuple[FrozenTrial, bool] | None:
-        for trial in self._trials(TrialState.WAITING):
-            self._lock(trial.number)
-            if self.storage.set_trial_state_values(self._id(trial.number), TrialState.RUNNING):
-                return trial, False
+            if self._trial(trial.number).state == state:  # Else it has ended since it was read.
+                if state == TrialState.WAITING:
+                    self.storage.set_trial_state_values(self._id(trial.number), TrialState.RUNNING)
+                return trial, state == TrialState.RUNNING
             self.release(trial.number)
         return None
 
-    def suggest(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Returns a trial's values; those that the storage has are kept."""
-        seed = trial_seed(self.settings.seed, trial.number)
-        self.study.sampler = make_sampler(self.settings.sampler, seed, self.settings.pruner != "none")
-        return self.space.suggest(optuna.Trial(self.study, self._id(trial.number)))
+    def _sampled_study(self, number: int) -> optuna.Study:
+        """Returns the study with the pruner, and with the sampler of a trial."""
+        own = self.settings
+        return optuna.load_study(
+            study_name=self.folder.name,
+            storage=self.storage,
+            sampler=make_sampler(own.sampler, trial_seed(own.seed, number), own.pruner != "none"),
+            pruner=make_pruner(own.pruner, own.first, own.factor, own.validations),
+        )
 
     def _finish_orphan(self, trial: FrozenTrial) -> bool:
         """Finishes a dead process's trial that needs no further run; returns whether it did."""
@@ -235,7 +314,8 @@ class TrialQueue:
         last = max(trial.intermediate_values)
         if step < last:
             return False  # Its next validations are known, and it was not pruned at them.
-        stop = self.settings.pruner != "none" and bool(self.study.pruner.prune(self.study, trial))
+        study = self._sampled_study(number) if self.settings.pruner != "none" else None
+        stop = study is not None and bool(study.pruner.prune(study, trial))
         if stop:
             self.storage.set_trial_user_attr(self._id(number), PRUNED, step)
         return stop
@@ -277,9 +357,7 @@ class TrialQueue:
         self._tell(number, TrialState.FAIL)
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        seed = trial_seed(self.settings.seed, number)
-        self.study.sampler = make_sampler(self.settings.sampler, seed, self.settings.pruner != "none")
-        self.study.tell(number, value, state=state)
+        self._sampled_study(number).tell(number, value, state=state)
 
     def release(self, number: int) -> None:
         """Releases a trial's folder, after its end, or for another process to continue it."""

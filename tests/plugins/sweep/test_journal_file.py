@@ -1,34 +1,36 @@
 """The journal: what several processes append is there once, also after the death of one in mid-line."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 import time
 
-import optuna
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from optuna.storages.journal import JournalFileBackend
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.journal_file import JournalFile, ProcessLock, complete_length
+from dlo_plugins.sweep.trial_queue import JournalLock, ProcessLock
 
 APPEND = """
 import sys
 from pathlib import Path
-from dlo_plugins.sweep.journal_file import JournalFile
-journal = JournalFile(Path(sys.argv[1]))
+from optuna.storages.journal import JournalFileBackend
+from dlo_plugins.sweep.trial_queue import JournalLock
+journal = JournalFileBackend(sys.argv[1], JournalLock(Path(sys.argv[1])))
 for number in range(50):
     journal.append_logs([{"writer": sys.argv[2], "number": number}, {"writer": sys.argv[2], "again": number}])
 """
 
 
+def open_journal(path):
+    return JournalFileBackend(str(path), JournalLock(path))
+
+
 def test_operations_of_several_processes_are_there_once_and_in_each_ones_order(tmp_path):
     path = tmp_path / "journal.log"
     writers = [subprocess.Popen([sys.executable, "-c", APPEND, str(path), str(number)]) for number in range(3)]
-    seen, reader = [], JournalFile(path)
+    seen, reader = [], open_journal(path)
     while any(writer.poll() is None for writer in writers):
         seen += list(reader.read_logs(len(seen)))
         time.sleep(0.01)
@@ -42,27 +44,20 @@ def test_operations_of_several_processes_are_there_once_and_in_each_ones_order(t
 
 def test_a_line_that_was_cut_off_is_not_read_and_the_next_writer_removes_it(tmp_path):
     path = tmp_path / "journal.log"
-    one = JournalFile(path)
+    one = open_journal(path)
     one.append_logs([{"n": 0}, {"n": 1}])
     with open(path, "ab") as file:
         file.write(b'{"n": 2')
     assert [log["n"] for log in one.read_logs(0)] == [0, 1]
-    JournalFile(path).append_logs([{"n": 3}])
+    open_journal(path).append_logs([{"n": 3}])
     assert [log["n"] for log in one.read_logs(2)] == [3]
-    assert [log["n"] for log in JournalFile(path).read_logs(1)] == [1, 3]
-    # Optuna's own backend, which such a file defeats, reads the result.
-    assert [log["n"] for log in optuna.storages.journal.JournalFileBackend(str(path)).read_logs(0)] == [0, 1, 3]
-
-
-@given(st.binary(max_size=60), st.integers(1, 7))
-def test_complete_lines_end_at_the_last_line_break(content, block):
-    assert complete_length(io.BytesIO(content), len(content), block) == content.rfind(b"\n") + 1
+    assert [log["n"] for log in open_journal(path).read_logs(1)] == [1, 3]
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
     path = tmp_path / "lock"
     code = (
-        "import sys, time; from pathlib import Path; from dlo_plugins.sweep.journal_file import ProcessLock\n"
+        "import sys, time; from pathlib import Path; from dlo_plugins.sweep.trial_queue import ProcessLock\n"
         "with ProcessLock(Path(sys.argv[1])).held():\n    print('held', flush=True); time.sleep(60)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
@@ -81,7 +76,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise OSError(38, os.strerror(38))
 
-    monkeypatch.setattr("dlo_plugins.sweep.journal_file.fcntl.lockf", refuse)
+    monkeypatch.setattr("dlo_plugins.sweep.trial_queue.fcntl.lockf", refuse)
     with (
         pytest.raises(DloError, match="sweep: the folder must be on a file system with POSIX locks"),
         ProcessLock(tmp_path / "lock").held(),

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.config_keys import merge_configs, set_key
+from dlo_plugins.sweep.config_keys import apply_values, merge_configs, set_key
 from dlo_plugins.sweep.search_methods import make_sampler
-from dlo_plugins.sweep.search_space import SearchSpace, apply_values
+from dlo_plugins.sweep.search_space import SearchSpace
 
 OPTIMIZER, MOMENTUM = "model.init_args.optimizer", "model.init_args.momentum"
 

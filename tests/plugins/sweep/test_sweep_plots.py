@@ -31,7 +31,7 @@ def study_of(momenta: list[float | None]) -> object:
 
 
 def test_a_key_with_few_trials_is_one_line_of_the_report(tmp_path: Path) -> None:
-    from dlo_plugins.sweep.sweep_plots import write_plots
+    from dlo_plugins.sweep.sweep_report import write_plots
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

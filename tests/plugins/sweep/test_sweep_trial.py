@@ -1,6 +1,7 @@
 """The callback of a trial: what it reports, where it stops, on one rank and on two, and after a resume."""
 
-import json
+import contextlib
+import multiprocessing
 import os
 import threading
 from functools import partial
@@ -16,7 +17,7 @@ from dlo_framework.testing import run_distributed
 from dlo_plugins.callbacks.sweep_trial import SweepTrial, restart_group
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_plugins.sweep.worker_pipe import PIPES
+from dlo_plugins.sweep.trial_process import CONNECTION
 
 
 class Task(LightningModule):
@@ -53,23 +54,22 @@ class Rates(Callback):
 
 
 class FakeWorker:
-    """Other end of the pipes: it answers `stop` at one validation, and dies before another."""
+    """Other end of the connection: it answers `stop` at one validation, and dies before another."""
 
     def __init__(self, stop_at: int = 0, dies_at: int = 0) -> None:
         self.reports: list[dict] = []
-        theirs, ours = os.pipe()
-        mine, they_write = os.pipe()
-        os.environ[PIPES] = f"{theirs},{they_write}"
+        self._connection, theirs = multiprocessing.Pipe()
+        os.environ[CONNECTION] = str(os.dup(theirs.fileno()))
         self._stop_at, self._dies_at = stop_at, dies_at
-        threading.Thread(target=self._answer, args=(mine, ours), daemon=True).start()
+        threading.Thread(target=self._answer, daemon=True).start()
 
-    def _answer(self, reads: int, writes: int) -> None:
-        with os.fdopen(reads) as lines, os.fdopen(writes, "w") as answers:
-            for line in lines:
-                self.reports.append(json.loads(line))
+    def _answer(self) -> None:
+        with self._connection as worker, contextlib.suppress(EOFError):
+            while True:
+                self.reports.append(worker.recv())
                 if len(self.reports) == self._dies_at:
                     return
-                print(json.dumps({"stop": len(self.reports) == self._stop_at}), file=answers, flush=True)
+                worker.send({"stop": len(self.reports) == self._stop_at})
 
 
 def fit(folder, *callbacks, task=None, strategy="auto", devices=1, epochs=5, ckpt_path=None, batch_size=4, **options):
@@ -95,7 +95,7 @@ def test_each_validation_is_reported_and_the_run_stops_where_it_is_told(tmp_path
     values = [one["value"] for one in worker.reports]
     assert values == sorted(values, reverse=True)
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
-    assert PIPES not in os.environ
+    assert CONNECTION not in os.environ
 
 
 def test_a_resumed_trial_counts_on(tmp_path):

@@ -12,10 +12,9 @@ import pytest
 from dlo_framework.process_identity import start_time
 from dlo_plugins.sweep import sweep_worker
 from dlo_plugins.sweep.sweep_settings import SweepSettings
-from dlo_plugins.sweep.sweep_worker import SweepWorker, environment_of_job, visible_gpus
-from dlo_plugins.sweep.trial_process import TrialProcess, last_error, trial_environment
+from dlo_plugins.sweep.sweep_worker import SweepWorkers, environment_of_job, visible_gpus
+from dlo_plugins.sweep.trial_process import CONNECTION, TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import TrialQueue
-from dlo_plugins.sweep.worker_pipe import PIPES
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def test_a_worker_that_is_asked_to_stop_leaves_its_trial_to_the_next(queue, sign
         os.kill(os.getpid(), signum)
         return 128 + 15
 
-    assert SweepWorker(queue, runner=stopped).run() == code
+    assert SweepWorkers(queue, runner=stopped).run() == code
     assert queue.unfinished() == 2
     again = queue.claim()
     assert (again.number, again.is_continued, again.values) == (0, True, values[0])
@@ -51,7 +50,7 @@ def test_a_process_that_is_killed_is_started_again(queue):
             answer({"step": 1, "value": 0.5})
         return code
 
-    assert SweepWorker(queue, runner=run).run() == 0
+    assert SweepWorkers(queue, runner=run).run() == 0
     trials = queue.study.get_trials(deepcopy=False)
     assert [len(trial.user_attrs["starts"]) for trial in trials] == [2, 1]
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE"]
@@ -60,7 +59,7 @@ def test_a_process_that_is_killed_is_started_again(queue):
 def test_a_worker_that_does_not_wait_ends_when_the_rest_is_others(queue):
     queue.claim()
     queue.claim()
-    assert SweepWorker(TrialQueue(queue.folder, queue.settings), waits=False).run() == 0
+    assert SweepWorkers(TrialQueue(queue.folder, queue.settings), waits=False).run() == 0
 
 
 def test_trials_of_workers_share_cores_and_gpus(monkeypatch):
@@ -90,11 +89,11 @@ def test_a_trial_is_no_rank_of_another_run(monkeypatch):
 #: A `dlo_framework` that reports three values and prints the answers; it is found before the installed one.
 FAKE = f"""
 import json, os, sys, time
-reads, writes = map(int, os.environ["{PIPES}"].split(","))
-answers = os.fdopen(reads)
+from multiprocessing.connection import Connection
+worker = Connection(int(os.environ["{CONNECTION}"]))
 for step in range(1, 4):
-    os.write(writes, json.dumps({{"step": step, "value": step / 2}}).encode() + b"\\n")
-    print(answers.readline().strip(), flush=True)
+    worker.send({{"step": step, "value": step / 2}})
+    print(json.dumps(worker.recv()), flush=True)
 if "sleep" in sys.argv:
     time.sleep(60)
 print("an error: it ends")

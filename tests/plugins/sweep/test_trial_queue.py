@@ -14,7 +14,7 @@ from dlo_plugins.sweep import trial_queue
 from dlo_plugins.sweep.search_methods import check_methods, trial_seed
 from dlo_plugins.sweep.sweep_report import values_of
 from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
-from dlo_plugins.sweep.sweep_worker import SweepWorker, trial_config
+from dlo_plugins.sweep.sweep_worker import SweepWorkers, trial_config
 from dlo_plugins.sweep.trial_queue import TrialQueue
 
 SPACE = {"x": {"uniform": [-1, 1]}, "y": {"log": [1e-3, 1e1]}}
@@ -210,7 +210,7 @@ def objective(claim, answer):
 @pytest.mark.parametrize("sampler", ["tpe", "gp", "cmaes", "random"])
 def test_samplers_run_and_the_model_based_ones_come_nearer(make, sampler):
     queue = make(sampler=sampler, trials=30)
-    assert SweepWorker(queue, runner=objective).run() == 0
+    assert SweepWorkers(queue, runner=objective).run() == 0
     values = [trial.value for trial in queue.study.get_trials(deepcopy=False)]
     assert states(queue) == ["COMPLETE"] * 30
     if sampler != "random":
@@ -222,7 +222,7 @@ def test_samplers_run_and_the_model_based_ones_come_nearer(make, sampler):
                                                  ("bohb", "tpe")])  # fmt: skip
 def test_pruners_stop_the_worse_and_keep_the_best(make, pruner, sampler):
     queue = make(pruner=pruner, sampler=sampler, trials=40, validations=9)
-    assert SweepWorker(queue, runner=objective).run() == 0
+    assert SweepWorkers(queue, runner=objective).run() == 0
     trials = queue.study.get_trials(deepcopy=False)
     pruned = [trial for trial in trials if trial.state.name == "PRUNED"]
     done = [trial for trial in trials if trial.state.name == "COMPLETE"]
@@ -247,7 +247,7 @@ def test_a_run_without_values_or_with_nan_alone_has_failed(make):
 
 def test_a_sweep_whose_first_trials_all_fail_ends(make):
     queue = make(trials=9)
-    worker = SweepWorker(queue, runner=lambda claim, answer: 1)
+    worker = SweepWorkers(queue, runner=lambda claim, answer: 1)
     with pytest.raises(DloError, match="sweep: the first three trials have failed: no log"):
         worker.run()
     assert states(queue).count("FAIL") == 3
