@@ -18,6 +18,7 @@ REMOVED = {
     "columns": "shards of images are tars in WebDataset's layout, which have no columns; leave it out",
     "embeddings": "tables of embeddings stay in float; leave it out",
     "check": "dlo plan no longer compares a run with its prediction; read the run's summary.json",
+    "precompute": "set reference to a task with the initial weights, which each step computes",
     "own_processes": "trials run in the process, by predicted memory where ranks communicate; leave it out",
     "float8_all_gather": "leave it out; weights are gathered in their own dtype",
 }

@@ -58,7 +58,7 @@ def test_strategies_are_one_process(folder: Path) -> None:
 def test_stages_that_share_sequences_are_one_process(folder: Path) -> None:
     """On four ranks, where a second model's outputs are shards of sequences, on the last stage alone."""
     found = cases(folder, ["pp, cp"], objective="dpo", source="model")
-    found += cases(folder, ["pp, cp"], objective="kto", source="model precompute")
+    found += cases(folder, ["pp, cp"], objective="kto", source="model")
     found += cases(folder, ["pp, cp"], objective="ipo", source="adapters")
     assert_parity(build, found, steps=3, rtol=1e-5, world_size=4)
 
@@ -70,10 +70,10 @@ def test_every_objective_and_reference_is_one_process_under_every_strategy(folde
     everywhere = [name for name in pairs if name != "deepspeed2"]
     found = cases(folder, pairs, objective="dpo", source="adapters")
     found += cases(folder, everywhere, objective="dpo", source="model")
-    found += cases(folder, everywhere, objective="ipo", source="precompute")
+    found += cases(folder, everywhere, objective="ipo", source="model")
     found += cases(folder, everywhere, objective="orpo", packing="none")
     found += cases(folder, ("ddp", "fsdp", "zero3", "pp", "cp"), objective="kto", source="adapters")
     found += cases(folder, ("tp", "cp", "zero3"), objective="kto", source="model")
-    found += cases(folder, ("ddp", "zero3", "pp"), {"accumulate_grad_batches": 2}, objective="dpo", source="precompute")
+    found += cases(folder, ("ddp", "zero3", "pp"), {"accumulate_grad_batches": 2}, objective="dpo", source="model")
     found += cases(folder, ("fsdp", "zero3"), {"accumulate_grad_batches": 2}, objective="kto", source="adapters")
     assert_parity(build, found, steps=4, rtol=1e-5)

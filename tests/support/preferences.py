@@ -50,7 +50,7 @@ def build(
     Args:
         folder: Folder with a tokenizer and pairs.
         objective: Loss.
-        source: Reference: `adapters`, `precompute`, `model` or `model precompute`; none for objectives without one.
+        source: Reference: `adapters` or `model`; none for objectives without one.
         packing: Layout of the pairs.
         family: Family of the model.
         rows: Rows of a batch.
@@ -60,9 +60,8 @@ def build(
     arguments: dict[str, Any] = {"lr": 3e-2, "optimizer_args": {"eps": 1e-4}, **options}
     if source == "adapters":
         arguments["lora"] = Lora(rank=4)
-    if source.startswith("model"):
+    if source == "model":
         arguments["reference"] = FrozenModel(task=CausalLM(model=f"{folder}/reference"))
-    arguments["precompute"] = "precompute" in source
     task = PreferenceLM(objective, config=config, **arguments)  # type: ignore[arg-type]
     return task, data(folder, unpaired=objective == "kto", packing=packing, batch_size=rows)
 

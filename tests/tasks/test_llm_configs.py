@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework import attention
 from dlo_framework.four_bit_linear import FourBitLinear
+from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -190,6 +191,8 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
     arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
+    if "reference" in given:
+        arguments["reference"] = FrozenModel(task=CausalLM(**given["reference"]["task"]["init_args"]))
     if "attention" in given:
         mask = given["attention"]["mask"]
         pattern = getattr(attention, mask["class_path"])(**mask["init_args"])

@@ -1,4 +1,4 @@
-"""PreferenceLM: what it refuses, resuming, checkpoints, exports, predictions, precomputed references and logs."""
+"""PreferenceLM: what it refuses, resuming, checkpoints, exports, predictions, references and logs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
 from dlo_tasks.llm import export
+from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.preference_lm import PreferenceLM
 from dlo_tasks.llm.text_data import TextData
@@ -58,10 +59,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"objective": "ppo"}, {}, r"objective must be one of dpo, ipo, hinge, kto, orpo, simpo, got ppo"),
     ({"loss_kernel": "compiled"}, {}, r"loss_kernel must be torch for PreferenceLM"),
     ({"attention": Attention(mask=Prefix(3))}, {}, r"must be causal for PreferenceLM, .* got Prefix"),
-    ({}, {}, r"reference must be set for objective dpo, got none; set precompute: true .* or lora"),
-    ({"objective": "orpo", "precompute": True}, {}, r"precompute must be unset for objective orpo, which needs no"),
-    ({"objective": "kto", "precompute": True}, {}, r"unpaired must be true for objective kto, got false; set data"),
-    ({"precompute": True}, {"unpaired": True}, r"unpaired must be false for objective dpo, got true; remove it, or"),
+    ({}, {}, r"reference must be set for objective dpo, got none; set reference: .* or lora"),
+    ({"objective": "kto", "lora": Lora()}, {}, r"unpaired must be true for objective kto, got false; set data"),
+    ({"lora": Lora()}, {"unpaired": True}, r"unpaired must be false for objective dpo, got true; remove it, or"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_other_data_are_refused() -> None:
 
 
 def test_the_check_accepts_what_matches(folder: Path) -> None:
-    for objective, source in (("dpo", "adapters"), ("kto", "precompute"), ("orpo", ""), ("ipo", "model")):
+    for objective, source in (("dpo", "adapters"), ("kto", "model"), ("orpo", ""), ("ipo", "model")):
         task, made = build(str(folder), objective, source)
         task.check(made)
 
@@ -102,7 +102,7 @@ def weights_of(task: PreferenceLM) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("objective", "source", "packing"),
-    [("dpo", "precompute", "none"), ("kto", "model", "best_fit"), ("orpo", "", "none")],
+    [("dpo", "model", "none"), ("kto", "model", "best_fit"), ("orpo", "", "none")],
 )
 def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_weights(
     folder: Path, objective: str, source: str, packing: str
@@ -128,40 +128,8 @@ def test_a_run_that_is_resumed_in_mid_epoch_ends_with_the_same_weights(
     assert not [name for name in names if "reference" in name]
 
 
-def test_a_reference_that_was_precomputed_is_needed_by_a_resumed_run(folder: Path) -> None:
-    task, rows = build(str(folder), "dpo", "precompute", rows=2)
-    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=-1)
-    fit(folder, task, rows, max_steps=2, callbacks=[saving], enable_checkpointing=True)
-    (file,) = (folder / "cache").glob("reference-*.npz")
-    file.unlink()
-    task, rows = build(str(folder), "dpo", "precompute", rows=2)
-    with pytest.raises(
-        DloError, match=r"precompute must find the log-probabilities .* got no file .*; restore the file"
-    ):
-        fit(folder, task, rows, ckpt_path=saving.best_model_path, max_steps=4)
-
-
-def test_precomputed_log_probs_are_shared_by_runs_and_equal_those_of_each_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(**options: Any) -> PreferenceLM:
-        seed_everything(1)
-        task = PreferenceLM(model=str(folder / "reference"), lr=1e-2, optimizer_args={"eps": 1e-4}, **options)
-        fit(folder, task, data(str(folder), batch_size=2))
-        return task
-
-    each_step = run(reference=FrozenModel(task=CausalLM(model=str(folder / "reference"))))
-    first = run(precompute=True)
-    assert len(list((folder / "cache").glob("reference-*.npz"))) == 1
-    monkeypatch.setattr(PreferenceLM, "reference_log_probs", None)  # It would fail if it were called.
-    second = run(precompute=True, beta=0.1)
-    for name, value in weights_of(first).items():
-        assert torch.equal(value, second.state_dict()[name])
-        torch.testing.assert_close(value, each_step.state_dict()[name], rtol=1e-4, atol=1e-6)
-
-
 def test_rewards_are_logged_in_training_and_validation(folder: Path) -> None:
-    task, _ = build(str(folder), "dpo", "precompute", rows=2)
+    task, _ = build(str(folder), "dpo", "model", rows=2)
     rows = data(str(folder), batch_size=2, val_fraction=0.3)
     logger = CSVLogger(folder / "logs")
     running = fit(folder, task, rows, logger=logger, log_every_n_steps=2, max_steps=8, val_check_interval=4)

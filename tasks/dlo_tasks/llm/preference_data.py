@@ -11,7 +11,7 @@ import numpy as np
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.preference_records import COLUMNS, read_preferences
-from dlo_tasks.llm.preference_rows import LongAnswers, PreferenceRows, lay_out_preferences
+from dlo_tasks.llm.preference_rows import LongAnswers, lay_out_preferences
 from dlo_tasks.llm.preference_tokens import tokenize_preferences
 from dlo_tasks.llm.style_preferences import style_preferences
 from dlo_tasks.llm.text_data import TextData
@@ -128,16 +128,6 @@ class PreferenceData(TextData):
             filler=find_filler_id(self.tokenizer),
             by_length=split == "val",
         )
-
-    @property
-    def preferences(self) -> dict[str, PreferenceRows]:
-        """Rows of the splits that have been set up, by name."""
-        return {split: rows for split, rows in self._datasets.items() if isinstance(rows, PreferenceRows)}
-
-    @property
-    def made_of(self) -> str:
-        """Hash of what the rows were made of."""
-        return self._made_of()
 
     def _made_of(self) -> str:
         return super()._made_of() + ("-unpaired" if self.unpaired else "")

@@ -27,7 +27,6 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
 from dlo_tasks.llm.preference_losses import DEFAULT_BETA, OBJECTIVES, WITH_REFERENCE, Objective
 from dlo_tasks.llm.preference_metrics import CombinedMeans, KTOLoss
-from dlo_tasks.llm.reference_cache import ReferenceCache, mismatched_part
 from dlo_tasks.llm.token_log_probs import token_log_probs
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
 
@@ -56,7 +55,10 @@ class PreferenceLM(CausalLM):
     ```yaml
     model:
       class_path: PreferenceLM
-      init_args: {model: my_sft_model, objective: dpo, beta: 0.1, precompute: true}
+      init_args:
+        model: my_sft_model
+        objective: dpo
+        reference: {task: {class_path: CausalLM, init_args: {model: my_sft_model}}}
     data:
       class_path: PreferenceData
       init_args: {train_files: "pairs/*.jsonl"}
@@ -71,9 +73,8 @@ class PreferenceLM(CausalLM):
     | `orpo` | pairs | no | arXiv 2403.07691 |
     | `simpo` | pairs | no | arXiv 2405.14734 |
 
-    The reference is the model before the tuning. With `lora` it is the model without its adapters. Otherwise it is the
-    second model `reference`, or, with `precompute`, the initial weights themselves, whose log-probabilities of all
-    answers are computed before the first step.
+    The reference is the model before the tuning, whose log-probabilities each step computes. With `lora` it is the
+    model without its adapters, otherwise the second model `reference`.
 
     Batches are those of `PreferenceData`. The loss is the mean over all pairs of the optimizer step, for any division
     into ranks and micro-batches; the divergence of KTO is estimated over each micro-batch of all ranks.
@@ -90,8 +91,6 @@ class PreferenceLM(CausalLM):
         desirable_weight: Weight of KTO's desirable completions.
         undesirable_weight: Weight of KTO's undesirable completions.
         reference: Second model that does not train: `{checkpoint: RUN}`, or `{task: {class_path: CausalLM, ...}}`.
-        precompute: Whether to compute the reference's log-probabilities of all answers before the first step, so that
-            steps need no forward of the reference, and no memory for it. They are cached beside the tokens.
         lr: Base learning rate, for the global batch. Adapters need about ten times more.
         weight_decay: Weight decay; norms and biases have none.
         **causal_lm: Further arguments of `CausalLM`.
@@ -111,7 +110,6 @@ class PreferenceLM(CausalLM):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         reference: FrozenModel | None = None,
-        precompute: bool = False,
         lr: float = 1e-6,
         weight_decay: float = 0.0,
         **causal_lm: Any,
@@ -138,8 +136,7 @@ class PreferenceLM(CausalLM):
         self.objective, self.gamma = objective, gamma
         self.beta = DEFAULT_BETA[objective] if beta is None else beta
         self.weights = (desirable_weight, undesirable_weight)
-        self.reference, self.precompute = reference, precompute
-        self.cache = ReferenceCache() if precompute else None
+        self.reference = reference
         self._is_prepared = False
         self._tap: list[Tensor] | None = None
         self._window: Tensor | None = None
@@ -182,22 +179,19 @@ class PreferenceLM(CausalLM):
 
     def _check_reference(self) -> None:
         if not self.compares:
-            for name, given in (("reference", self.reference), ("precompute", self.precompute)):
-                if given:
-                    raise DloError(
-                        f"{name} must be unset for objective {self.objective}, which needs no reference; remove {name}"
-                    )
+            if self.reference is not None:
+                raise DloError(f"reference must be unset for objective {self.objective}, which needs none; remove it")
             return
         if self.reference is not None and self.reference.average is not None:
             raise DloError(
                 f"reference must have checkpoint or task, got average {self.reference.average}, which follows the model"
-                " that is tuned; set checkpoint or task, or precompute: true"
+                " that is tuned; set checkpoint or task"
             )
-        if self.reference is None and self.lora is None and not self.precompute:
+        if self.reference is None and self.lora is None:
             raise DloError(
-                f"reference must be set for objective {self.objective}, got none; set precompute: true (the initial"
-                " weights are the reference), reference: {task: {class_path: CausalLM, init_args: {model: ...}}}, or"
-                " lora (the model without adapters is the reference)"
+                f"reference must be set for objective {self.objective}, got none; set reference: {{task: {{class_path:"
+                " CausalLM, init_args: {model: ...}}} with the initial weights, or lora (the model without adapters is"
+                " the reference)"
             )
 
     def _check_vocabulary(self, reference: Any) -> None:
@@ -249,22 +243,14 @@ class PreferenceLM(CausalLM):
     # --- the reference -------------------------------------------------------------------------------------
 
     def _prepare_reference(self) -> None:
-        """Places the reference, or computes its log-probabilities; once a run, on all ranks, before the first batch."""
+        """Places the second model, if the reference is one; once a run, on all ranks, before the first batch."""
         if not self.compares or self._is_prepared:
             return
         self._check_reference()
-        if self.cache is None:
-            self.place_reference()
-        else:
-            self.cache.prepare(self.trainer, self)
+        if self.reference is not None:
+            self.reference.start(self.trainer, self)
+            self._check_vocabulary(self.reference.placed.task)
         self._is_prepared = True
-
-    def place_reference(self) -> None:
-        """Places the second model, if the reference is one."""
-        if self.reference is None:
-            return
-        self.reference.start(self.trainer, self)
-        self._check_vocabulary(self.reference.placed.task)
 
     def on_fit_start(self) -> None:
         """Reads the weights of a model on the meta device."""
@@ -302,16 +288,15 @@ class PreferenceLM(CausalLM):
         Args:
             batch: Batch on the device, before it is sharded.
         """
-        if not self.compares or (self.cache is not None and self.cache.is_running):
+        if not self.compares:
             return batch
         found = {name: value for name, value in batch.items() if not name.startswith("mismatched_")}
-        if _REFERENCE not in found:
-            found[_REFERENCE] = self._or_zeros(self.reference_log_probs(found), batch)
+        found[_REFERENCE] = self._or_zeros(self.reference_log_probs(found), batch)
         if self.objective == "kto":
-            others = mismatched_part(batch)
-            theirs = others.pop(_REFERENCE, None)
-            if theirs is None:
-                theirs = self._or_zeros(self.reference_log_probs(others), batch)
+            prefix = "mismatched_"
+            others = {name.removeprefix(prefix): value for name, value in batch.items() if name.startswith(prefix)}
+            others["answers"] = batch["answers"]
+            theirs = self._or_zeros(self.reference_log_probs(others), batch)
             own = self._or_zeros(self.own_log_probs(others), batch)
             found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
         return found
@@ -566,19 +551,6 @@ class PreferenceLM(CausalLM):
         scalars = {f"train/{name}": value for name, value in found.items()}
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
-
-    # --- checkpoints ---------------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds to a checkpoint what an export needs, and the names of precomputed log-probabilities."""
-        super().on_save_checkpoint(checkpoint)
-        if self.cache is not None:
-            checkpoint["reference_cache"] = dict(self.cache.names)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the names of precomputed log-probabilities."""
-        if self.cache is not None:
-            self.cache.names = dict(checkpoint.get("reference_cache") or {})
 
 
 class ReferenceLogProbs(BatchTransform):

@@ -108,9 +108,6 @@ class PreferenceRows:
         targets: Positions of each row's chosen answers and their prompts, int64 [rows].
         pairs: Number of preferences of each row, int64 [rows].
         lengths: Positions of each row, int64 [rows]; None where all are of equal length.
-        reference_name: Name of the file of `reference`.
-        reference: Log-probabilities of a reference of each row's answers, float32 [rows, A or more]; None without them.
-        mismatched_reference: The same of the mismatched sequences.
     """
 
     def __init__(
@@ -134,27 +131,9 @@ class PreferenceRows:
         self.pairs: np.ndarray | None = np.bincount(row, minlength=rows)
         self.targets = np.bincount(row, (positions * preferred).sum(axis=1), rows).astype(np.int64)
         self.lengths = np.bincount(row, positions.sum(axis=1), rows).astype(np.int64) if width is None else None
-        self.reference: np.ndarray | None = None
-        self.mismatched_reference: np.ndarray | None = None
-        self.reference_name: str | None = None
 
     def __len__(self) -> int:
         return len(self._first) - 1
-
-    @property
-    def most_answers(self) -> int:
-        """Number of answers of the row that has most."""
-        return int(np.diff(self._first).max()) * self._members.shape[1]
-
-    def set_reference(self, name: str, log_probs: np.ndarray, mismatched: np.ndarray | None) -> None:
-        """Sets the log-probabilities of a reference, which batches then have.
-
-        Args:
-            name: Name of their file.
-            log_probs: Those of each row's answers, float32 [rows, A].
-            mismatched: Those of the mismatched sequences; None for pairs.
-        """
-        self.reference_name, self.reference, self.mismatched_reference = name, log_probs, mismatched
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn rows.
@@ -167,7 +146,6 @@ class PreferenceRows:
         * `sequence_ids`, the number of the answer in its row, -1 at unused positions;
         * `answers` `[B, A]`: 1 for preferred or desirable answers, 0 for others, -1 where a row has fewer;
         * `mismatched_` with `input_ids`, `position_ids`, `labels` and `sequence_ids`, for completions;
-        * `reference_log_probs` and `mismatched_reference_log_probs`, float32 `[B, A]`, where they are known;
         * `tokens_in_step` and `pairs_in_step`, scalars: chosen tokens with their prompts, and preferences, of the
           optimizer step.
         """
@@ -181,15 +159,10 @@ class PreferenceRows:
         for number, (first, past) in enumerate(spans):
             answers[number, : (past - first) * each] = self._preferred[first:past].ravel()
         batch["answers"] = torch.from_numpy(answers)
-        index = np.array([draw.index for draw in draws])
         if self._mismatched is not None:
             others = self._gather([self._mismatched.select(np.arange(*span)) for span in spans], None)
             del others["context_labels"]
             batch |= {f"mismatched_{name}": values for name, values in others.items()}
-            if self.mismatched_reference is not None:
-                batch["mismatched_reference_log_probs"] = torch.from_numpy(self.mismatched_reference[index, :most])
-        if self.reference is not None:
-            batch["reference_log_probs"] = torch.from_numpy(self.reference[index, :most])
         return finish(batch, draws)
 
     def _gather(self, held: Sequence[Answers], longest: int | None) -> Batch:
