@@ -21,8 +21,8 @@ from hypothesis import settings
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlo_framework.testing.dlo_process import DloProcess
 from dlo_framework.testing.spawn import PRELOADED_PACKAGES
+from support.dlo_process import DloProcess
 
 PACK = Path(__file__).resolve().parents[1] / "plugins" / "example_pack"
 DLO = str(Path(sys.executable).with_name("dlo"))

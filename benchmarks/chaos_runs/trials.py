@@ -20,7 +20,9 @@ from typing import IO, Any
 
 import yaml
 
-from dlo_framework.testing.dlo_process import DloProcess
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.dlo_process import DloProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = Path(__file__).with_name("marks.py")

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 from measuring.record import Table
 from measuring.rounds import all_ratios, take_turns
 from torch import nn
@@ -27,12 +32,12 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.testing.python_calls import count_python_calls
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from on_accelerator.subjects import SIZES, Subject, llama
+from support.python_calls import count_python_calls
 
 BASE, HALF = "loop, no strategy", torch.bfloat16
 RANKS = 8

@@ -124,7 +124,6 @@ UPWARD = {
         "dlo_plugins.strategies.deepspeed",
         "dlo_plugins.callbacks.lr_schedule",
     ): "finds the callbacks that set the learning rate",
-    ("dlo_framework.testing.dlo_process", "dlo_framework.cli.main"): "a forked process becomes `dlo`",
 }
 
 

@@ -19,10 +19,10 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.python_calls import count_python_calls
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gradient_reduction import Reduction
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from support.python_calls import count_python_calls
 
 CPU = torch.device("cpu")
 #: Calls of Python functions, the engine's and torch's, that a bucket may take in a step beside DDP's own.

@@ -9,8 +9,8 @@ import yaml
 
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import DloError
-from dlo_framework.testing.dlo_process import DloProcess
 from dlo_plugins.commands import ticket_command
+from support.dlo_process import DloProcess
 
 CONFIG = {
     "seed_everything": 1,

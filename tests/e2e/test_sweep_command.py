@@ -13,8 +13,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlo_framework.errors import DloError
-from dlo_framework.testing.dlo_process import DloProcess
 from dlo_plugins.commands import sweep_command
+from support.dlo_process import DloProcess
 from support.sweep_config import CONFIG
 
 SPACE = {"model.init_args.lr": {"log": ["1e-4", "1e-1"]}, "model.init_args.optimizer": ["adamw", "sgd"]}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlo_framework.testing.dlo_process import DloProcess
+from support.dlo_process import DloProcess
 from support.sweep_config import CONFIG
 
 pytest.importorskip("ray.tune")

@@ -19,8 +19,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-from dlo_framework.testing.forked_ranks import serve_ranks
 from dlo_framework.testing.spawn import process_context
+from support.forked_ranks import serve_ranks
 
 
 class DloProcess:

@@ -1,4 +1,4 @@
-"""Fast ranks of a `dlo` that is started by :class:`~dlo_framework.testing.dlo_process.DloProcess`.
+"""Fast ranks of a `dlo` that is started by :class:`~support.dlo_process.DloProcess`.
 
 ``dlo fit`` on two devices starts a new Python for each further rank, which imports torch and Lightning for itself. Here
 ranks are forked from a copy of the process that was made before it did anything, in which both are imported.
