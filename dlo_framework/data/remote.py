@@ -185,7 +185,7 @@ class LocalFile:
             self.size = path.stat().st_size
         except OSError as error:
             raise DloError(f"{path} cannot be read: {error.strerror}; correct the path") from error
-        self._opened: tuple[int, int] | None = None  # process and descriptor
+        self._opened: dict[int, int] = {}  # descriptors by process
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns ``size`` bytes from ``offset``, by one ``pread``."""
@@ -201,17 +201,22 @@ class LocalFile:
         return f"{self.path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
 
     def _descriptor(self) -> int:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._opened[1]
+        process = os.getpid()
+        found = self._opened.get(process)
+        if found is None:
+            opened = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            found = self._opened.setdefault(process, opened)
+            if found != opened:  # Another thread was faster.
+                os.close(opened)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": {}}
 
     def __del__(self) -> None:
-        opened = getattr(self, "_opened", None)
-        if opened is not None and opened[0] == os.getpid():
-            os.close(opened[1])
+        opened = getattr(self, "_opened", {}).get(os.getpid())
+        if opened is not None:
+            os.close(opened)
 
 
 class RemoteFile:

@@ -42,7 +42,7 @@ def scan_tar(file: ByteFile) -> Iterator[TarMember]:
             for member in tar:
                 if not member.isreg() or member.issparse():
                     continue
-                if member.offset_data + member.size > file.size:
+                if member.size < 0 or member.offset_data + member.size > file.size:
                     raise DloError(f"{file.name} must have the bytes of {member.name!r}, got a truncated file")
                 folder, _, base = member.name.rpartition("/")
                 stem, _, suffix = base.partition(".")

@@ -17,11 +17,11 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from dlo_framework.data import VOID, Draw
+from dlo_framework.data.remote import BlockCache, LocalFile
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.imagenet.folder_sources import ShardSource
-from dlo_tasks.imagenet.tar_shards import build_index, load_index
+from dlo_tasks.imagenet.image_sources import ImageStorage, ShardSource, build_index
 
 PHOTOS = load_sample_images().images
 CLASSES = ["china", "flower"]
@@ -291,29 +291,25 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict, message: str
         data(tmp_path, **arguments)
 
 
-def test_an_index_is_read_from_its_cache_until_the_tar_changes(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")])
-    first = load_index(path)
-    cache = tmp_path / "train-0.tar.dlo-index.npz"
-    assert cache.exists()
-    content = cache.read_bytes()
-    assert load_index(path).keys == first.keys == ["a.jpg"]
-    assert cache.read_bytes() == content
+def open_shard(path: Path, indices: Path) -> ShardSource:
+    return ShardSource([str(path)], ImageStorage(BlockCache(indices, 10**9), indices, {}), None)
+
+
+def test_an_index_is_read_from_its_file_until_the_tar_changes(tmp_path: Path) -> None:
+    path, indices = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")]), tmp_path / "indices"
+    assert open_shard(path, indices).name(0) == f"{path}!a.jpg"
+    (index,) = indices.glob("labels-*.npz")
+    content = index.read_bytes()
+    assert open_shard(path, indices).labels.tolist() == [1]
+    assert index.read_bytes() == content
+    index.write_bytes(b"garbage")
+    assert open_shard(path, indices).labels.tolist() == [1]
     write_tar(path, [("b.jpg", jpeg(1)), ("b.cls", b"0"), ("c.jpg", jpeg(2)), ("c.cls", b"2")])
-    changed = load_index(path)
-    assert (changed.keys, changed.labels.tolist()) == (["b.jpg", "c.jpg"], [0, 2])
-    cache.write_bytes(b"garbage")
-    assert load_index(path).keys == changed.keys
-    assert ShardSource([path]).read(1) == jpeg(2)
-    assert ShardSource([path]).name(1) == f"{path}!c.jpg"
-
-
-def test_an_index_beside_a_read_only_shard_goes_to_the_cache_folder(tmp_path: Path, monkeypatch) -> None:
-    path = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")])
-    (tmp_path / "train-0.tar.dlo-index.npz").mkdir()  # nothing can be written there, not even by root
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    load_index(path)
-    assert len(list((tmp_path / "cache" / "dlo" / "tar-index").glob("*.npz"))) == 1
+    changed = open_shard(path, indices)
+    assert changed.labels.tolist() == [0, 2]
+    assert (changed.read(1), changed.head(0)) == (jpeg(2), jpeg(1))
+    assert changed.name(1) == f"{path}!c.jpg"
+    assert list(tmp_path.glob("*.npz")) == []
 
 
 def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
@@ -336,8 +332,8 @@ def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
         label.size = 1
         tar.addfile(label, io.BytesIO(b"0"))
     before = set(tmp_path.rglob("*"))
-    index = build_index(path)
-    assert index.keys == ["../../escape.jpg"]
+    index = build_index(LocalFile(path), None)
+    assert index.names.tolist() == ["../../escape.jpg"]
     assert set(tmp_path.rglob("*")) == before
     assert not (tmp_path.parent.parent / "escape.jpg").exists()
 
@@ -354,18 +350,18 @@ def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
 )
 def test_shards_with_bad_labels_are_refused(tmp_path: Path, members: list, message: str) -> None:
     with pytest.raises(DloError, match=message):
-        build_index(write_tar(tmp_path / "train-0.tar", members))
+        build_index(LocalFile(write_tar(tmp_path / "train-0.tar", members)), None)
 
 
 def test_broken_tars_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train-0.tar"
     path.write_bytes(np.random.default_rng(0).bytes(5000))
-    with pytest.raises(DloError, match="not a readable, uncompressed tar"):
-        build_index(path)
+    with pytest.raises(DloError, match="must be a readable, uncompressed tar"):
+        build_index(LocalFile(path), None)
     write_tar(path, [("a.cls", b"0"), ("a.jpg", jpeg(0) * 4)])
     path.write_bytes(path.read_bytes()[:4096])
-    with pytest.raises(DloError, match=r"exceeds the file|not a readable"):
-        build_index(path)
+    with pytest.raises(DloError, match=r"got a truncated file|must be a readable"):
+        build_index(LocalFile(path), None)
 
 
 def test_labels_beyond_the_classes_are_refused(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
 from dlo_tasks.imagenet.device_measure import measure_decoders
 from dlo_tasks.imagenet.folder_dataset import ImageDataset
-from dlo_tasks.imagenet.folder_sources import ImageSource
-from dlo_tasks.imagenet.image_streams import ImageStorage, JoinedImages, find_streams
+from dlo_tasks.imagenet.image_sources import ImageSource, ImageStorage, JoinedImages, find_shards
 from dlo_tasks.imagenet.open_images import find_classes, open_flat_folder, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 from dlo_tasks.imagenet.views import EvalView, TrainView, View
@@ -93,7 +92,8 @@ class ImageFolderData(ImageData):
         shuffle_buffer: Images of the buffer, under ``shuffle: buffer``.
         epoch_samples: Images per epoch of the mixture. Default: those of all sources together.
         storage_options: Options of the remote file system, such as ``{anon: true}``.
-        cache_dir: Folder on a local disk for indices and blocks of remote files. Default: ``~/.cache/dlo/images``.
+        cache_dir: Folder on a local disk for indices of shards and blocks of remote files. Default:
+            ``~/.cache/dlo/images``.
         cache_bytes: Maximum size of the blocks, such as ``20GB``; the least recently used ones are removed.
         batches_ahead: Batches whose images are fetched ahead of the loader, of remote shards.
         decode: Place where training images are decoded: "cpu", in the workers; "gpu", on a CUDA device by torchvision's
@@ -307,7 +307,7 @@ class ImageFolderData(ImageData):
 
     def test_dataloader(self) -> ResumableLoader:
         """Returns the loader of centre crops of ``test/`` if it exists with labels, else of ``val/``."""
-        labelled = bool(find_streams(str(self.root), "test", self._storage.options))
+        labelled = bool(find_shards(self.root, "test", self._storage.options))
         if isinstance(self.root, Path):
             labelled |= (self.root / "test").is_dir() or any(self.root.glob("test-*.tar"))
         return self._eval_dataloader("test", "test" if labelled else "val")
@@ -362,6 +362,7 @@ class ImageFolderData(ImageData):
 
     def _dataset(self, name: str, split: str, view: View) -> ImageDataset:
         workers: Any = self._worker_options()["num_workers"]
+        roots = self.mixed_roots.values() if split == "train" and self.mixed_roots else [self.root]
         dataset = ImageDataset(
             self._source(split),
             view,
@@ -369,7 +370,7 @@ class ImageFolderData(ImageData):
             training=name == "train",
             rank=data_parallel_coordinates(self.trainer)[0],
             slots=workers + 1,
-            batches_ahead=self.batches_ahead if hasattr(self._source(split), "read_ahead") else 0,
+            batches_ahead=self.batches_ahead if any(map(is_remote, map(str, roots))) else 0,
         )
         self._datasets[name] = dataset
         return dataset

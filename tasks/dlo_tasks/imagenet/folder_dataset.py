@@ -15,7 +15,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.augment import random_numbers
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.device_decode import EncodedImage, EncodedImages, encode_view
-from dlo_tasks.imagenet.folder_sources import ImageSource
+from dlo_tasks.imagenet.image_sources import ImageSource
 from dlo_tasks.imagenet.views import TrainView, View
 
 _REPLACEMENTS = 100  # corrupt samples in a row at which a run stops: the data are wrong

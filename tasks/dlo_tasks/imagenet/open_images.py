@@ -8,9 +8,15 @@ import numpy as np
 
 from dlo_framework.data.remote import find_files
 from dlo_framework.errors import DloError, did_you_mean, nearest
-from dlo_tasks.imagenet.folder_sources import FolderSource, ImageSource, ShardSource, class_folders
-from dlo_tasks.imagenet.image_streams import ImageStorage, find_streams, open_stream
-from dlo_tasks.imagenet.tar_shards import IMAGE_SUFFIXES, find_shards
+from dlo_tasks.imagenet.image_sources import (
+    IMAGE_SUFFIXES,
+    FolderSource,
+    ImageSource,
+    ImageStorage,
+    ShardSource,
+    class_folders,
+    find_shards,
+)
 
 
 def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
@@ -21,11 +27,13 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
     Raises:
         DloError: If there is neither; the message has the expected paths.
     """
-    streams = find_streams(str(root), "train", storage.options)
-    if streams:
-        listed = _listed_classes(root, storage)
-        labels = open_stream(streams, storage, listed).labels
-        return listed or [str(number) for number in range(int(labels.max()) + 1)]
+    shards = find_shards(root, "train", storage.options)
+    if shards:
+        names = _listed_classes(root, storage)
+        if names is None:
+            largest = ShardSource(shards, storage, None).labels.max(initial=-1)
+            names = [str(number) for number in range(int(largest) + 1)]
+        return names
     if isinstance(root, str):
         _refuse_removed(root, storage)
         raise DloError(f"root must have train-*.tar or train/*.tar, got {root} without them")
@@ -34,11 +42,6 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
             f"root must be a folder with train/ and val/, got {root}: no such folder; set data.init_args.root"
         )
     names = _listed_classes(root, storage)
-    shards = find_shards(root, "train")
-    if shards:
-        if names is not None:
-            return names
-        return [str(number) for number in range(int(ShardSource(shards).labels.max(initial=-1)) + 1)]
     if not (root / "train").is_dir() and names is not None:
         return names
     _refuse_removed(root, storage)
@@ -116,20 +119,15 @@ def open_source(root: Path | str, split: str, class_names: list[str], storage: I
         DloError: If a folder is missing, a class is empty, training does not have a class, or a label exceeds the
             number of classes; the message has its name.
     """
-    streams = find_streams(str(root), split, storage.options)
-    if streams:
-        stream = open_stream(streams, storage, _listed_classes(root, storage))
-        _check_labels(stream.labels, split, class_names)
-        return stream
-    if isinstance(root, str):
-        raise DloError(f"root must have shards of {split}, such as {split}-*.tar, got {root} without them; add them")
-    shards = find_shards(root, split)
+    shards = find_shards(root, split, storage.options)
     if shards:
-        source = ShardSource(shards, _listed_classes(root, storage))
+        source = ShardSource(shards, storage, _listed_classes(root, storage))
         if not len(source):
             raise DloError(f"the shards {shards[0]} ... must contain images ({', '.join(IMAGE_SUFFIXES)}), got none")
         _check_labels(source.labels, split, class_names)
         return source
+    if isinstance(root, str):
+        raise DloError(f"root must have shards of {split}, such as {split}-*.tar, got {root} without them; add them")
     folder = root / split
     if not folder.is_dir():
         raise DloError(f"no such folder: {folder}; expected {split}/<class>/*.jpg, {split}-*.tar or {split}/*.tar")

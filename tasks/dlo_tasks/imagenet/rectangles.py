@@ -15,7 +15,7 @@ import numpy as np
 
 from dlo_framework.data import Draw, ResumableBatchSampler
 from dlo_tasks.imagenet.decode import CorruptImageError, read_size
-from dlo_tasks.imagenet.folder_sources import ImageSource
+from dlo_tasks.imagenet.image_sources import ImageSource
 
 _READERS = 16  # threads; on a network drive most of the time is spent waiting
 
