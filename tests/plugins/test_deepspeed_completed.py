@@ -79,9 +79,9 @@ def test_what_only_the_json_sets_is_taken():
         (
             {"train_batch_size": 65, "train_micro_batch_size_per_gpu": 8},
             {},
-            ["must be a multiple", "set train_batch_size 64"],
+            ["per_gpu 8 x gradient_accumulation_steps 1 x 2 ranks = 16, got 65; set train_batch_size 16"],
         ),
-        ({"train_batch_size": 15}, {}, ["must be divisible", "got 15; set train_batch_size 14 or 16"]),
+        ({"train_batch_size": 15}, {}, ["x 2 ranks = 14, got 15; set train_batch_size 14"]),
         ({"train_batch_size": 1}, {}, ["set train_batch_size 2"]),
         ({"train_batch_size": 0}, {}, ["an integer of at least 1"]),
         ({"train_batch_size": "8"}, {}, ["an integer of at least 1", "'8'"]),

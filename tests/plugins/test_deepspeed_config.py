@@ -196,6 +196,15 @@ def test_a_file_that_is_missing_names_its_neighbour(tmp_path):
     assert "neither is its folder" in refused({}, tmp_path / "nowhere" / "ds.json")
 
 
+@pytest.mark.parametrize("path", ["tensorboard.enabled", "timers.throughput.enabled", "comms_logger.verbose"])
+def test_a_value_of_any_section_is_named_with_its_path(path):
+    *parents, key = path.split(".")
+    config: dict = {key: "maybe"}
+    for parent in reversed(parents):
+        config = {parent: config}
+    assert f"strategy.config: {path}: Input should be a valid boolean" in refused({}, config)
+
+
 def test_a_config_that_json_cannot_hold_is_refused():
     assert "only numbers, strings, booleans, lists and mappings" in refused({}, {"optimizer": object()})
 
@@ -346,4 +355,6 @@ def test_an_old_spelling_and_an_option_can_contradict_each_other():
 
 
 def test_two_precisions_in_one_json_are_refused():
-    assert "one of fp16 and bf16 must be off" in refused({}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert "bfloat16 and fp16 modes cannot be simultaneously enabled" in refused(
+        {}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    )

@@ -1,7 +1,4 @@
-import os
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +12,8 @@ from dlo_plugins.deepspeed.machine_requirements import (
     ASYNC_IO,
     PIN_MEMORY,
     QUANTIZER,
-    build_folder,
     check_available,
     check_compiler,
-    check_locks,
-    is_built,
-    is_stale,
     list_ops,
 )
 from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
@@ -207,10 +200,10 @@ def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_li
     monkeypatch.setattr(machine_requirements, "rank_zero_info", told.append)
     options = {"stage": 3, "offload_optimizer": "nvme", "nvme_path": str(tmp_path)}
     available(options)
-    assert "compiles pin_memory and async_io, which takes about 1.5 minutes" in told[0]
+    assert "compiles pin_memory and async_io, which takes minutes, once per machine" in told[0]
     assert "DS_BUILD_PIN_MEMORY=1 DS_BUILD_AIO=1 pip install" in told[0]
     for op in (PIN_MEMORY, ASYNC_IO):
-        (nothing_built / op.name).mkdir(parents=True)
+        (nothing_built / op.name).mkdir(parents=True, exist_ok=True)
         (nothing_built / op.name / f"{op.name}.so").write_text("")
     available(options)
     assert len(told) == 1
@@ -234,65 +227,3 @@ def test_operators_are_named_as_deepspeed_names_them():
 
     for op, builder in ((ASYNC_IO, AsyncIOBuilder), (PIN_MEMORY, PinMemoryBuilder), (QUANTIZER, QuantizerBuilder)):
         assert (op.name, op.builder, op.variable) == (builder.NAME, builder.__name__, builder.BUILD_VAR)
-
-
-# --- builds and their locks --------------------------------------------------------------------------------
-
-
-def test_builds_go_where_torch_puts_them(monkeypatch, tmp_path):
-    """Breaks when torch moves its folder."""
-    from torch.utils import cpp_extension
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
-    assert build_folder("async_io") == tmp_path / "given" / "async_io"
-    assert str(build_folder("async_io")) == cpp_extension._get_build_directory("async_io", verbose=False)
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "cache"))
-    assert str(build_folder("async_io")) == cpp_extension._get_build_directory("async_io", verbose=False)
-
-
-def test_a_lock_is_stale_once_old_and_held_by_nobody(tmp_path):
-    lock = tmp_path / "lock"
-    later = time.time() + 3600
-    assert not is_stale(lock, later)
-    lock.write_text("")
-    assert not is_stale(lock)
-    assert is_stale(lock, later)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"f = open({str(lock)!r}); print('open', flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout.readline() == "open\n"
-        assert not is_stale(lock, later)
-    finally:
-        holder.communicate("\n")
-    assert is_stale(lock, later)
-
-
-def test_a_killed_builds_lock_is_named_where_torch_would_wait_for_it(nothing_built, monkeypatch):
-    folder = nothing_built / ASYNC_IO.name
-    folder.mkdir(parents=True)
-    (folder / f"{ASYNC_IO.name}.so").write_text("")
-    lock = folder / "lock"
-    lock.write_text("")
-    os.utime(lock, (0, 0))
-    monkeypatch.setattr(machine_requirements, "waits_for_lock_files", lambda: True)
-    assert not is_built(ASYNC_IO)
-    with pytest.raises(DloError, match=f"rm {lock}"):
-        check_locks([ASYNC_IO])
-    monkeypatch.setattr(machine_requirements, "waits_for_lock_files", lambda: False)
-    assert is_built(ASYNC_IO)
-    check_locks([ASYNC_IO])
-
-
-def test_whether_torch_waits_for_lock_files_is_what_its_builder_takes():
-    import inspect
-
-    from torch.utils import cpp_extension
-
-    source = inspect.getsource(cpp_extension._jit_compile)
-    assert machine_requirements.waits_for_lock_files() is ("FileBaton(" in source)
-    assert ("FileLock(" in source) is not machine_requirements.waits_for_lock_files()

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dlo_framework.errors import DloError
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_stage, number, put, read_json
 from dlo_plugins.deepspeed.optimizer_and_schedule import check_optimizer, check_scheduler
-from dlo_plugins.deepspeed.schema import check_keys, check_removed, check_values, check_whole
+from dlo_plugins.deepspeed.schema import check_keys, check_removed, check_whole, sections
 from dlo_plugins.deepspeed.trainer_settings import check_batch_sizes
 
 #: ZeRO stage if neither an option nor a JSON sets one; the stage that most DeepSpeed runs use.
@@ -63,17 +63,16 @@ def merge_options(options: Mapping[str, Any], config: str | Path | Mapping[str, 
         put(result, path, value)
     if config is None and get(result, "zero_optimization.stage") is None:
         put(result, "zero_optimization.stage", DEFAULT_STAGE)
-    check_values(result, source)
+    check_whole(result, source)
     check_batch_sizes(result, source)
     check_consistent(result, source)
     check_optimizer(result, source)
     check_scheduler(result, source)
-    check_whole(result, source)
     return result
 
 
 def replace_old_keys(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns a configuration with DeepSpeed's old spellings replaced by the new ones.
+    """Returns a configuration with DeepSpeed's old spellings replaced by the new ones, as its model of ZeRO does.
 
     Raises:
         DloError: If both spellings are set to different values.
@@ -88,15 +87,16 @@ def replace_old_keys(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         _rename(result, "bfloat16", "bf16", result["bfloat16"], source)
     if not isinstance(zero, dict):
         return result
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if old in zero:
-            on = zero[old]
-            if not isinstance(on, bool | None):
-                raise DloError(f"{source}: zero_optimization.{old} must be true or false, got {_shown(on)}")
-            _rename(zero, old, new, {"device": "cpu"} if on else None, f"{source}: zero_optimization")
-    old = "stage3_gather_fp16_weights_on_model_save"
-    if old in zero:
-        _rename(zero, old, "stage3_gather_16bit_weights_on_model_save", zero[old], f"{source}: zero_optimization")
+    fields = sections()["zero_optimization"].model_fields
+    for old in [key for key in zero if key in fields]:
+        extra = fields[old].json_schema_extra or {}
+        if extra.get("deprecated") and extra.get("set_new_param", True):
+            new = extra["new_param"]
+            if not isinstance(zero[old], bool | None):
+                raise DloError(f"{source}: zero_optimization.{old} must be true or false, got {_shown(zero[old])}")
+            value = extra.get("new_param_fn", lambda value: value)(zero[old])
+            value = value.model_dump(mode="json", exclude_unset=True) if hasattr(value, "model_dump") else value
+            _rename(zero, old, fields[new].alias or new, value, f"{source}: zero_optimization")
     return result
 
 
@@ -228,8 +228,6 @@ def check_consistent(config: Mapping[str, Any], source: str) -> None:
     Raises:
         DloError: For the first one, with the fix.
     """
-    if all(get(config, f"{section}.enabled") is True for section in ("fp16", "bf16")):
-        raise DloError(f"{source}: one of fp16 and bf16 must be off, got both enabled; set enabled: false in one")
     stage = get_stage(config)
     _check_offload(config, stage, source)
     _check_needs_stage_3(config, stage, source)

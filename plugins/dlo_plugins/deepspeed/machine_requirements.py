@@ -8,8 +8,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from dlo_plugins.deepspeed.config import OFFLOADED, QUANTIZED, offload_device
 from dlo_plugins.deepspeed.json_file import get, get_source, number
 from dlo_plugins.deepspeed.trainer_settings import get_precision_section, infer_ranks
 
-#: Age in seconds above which a lock file that no process has open is left from a killed build.
-_STALE_AFTER = 60.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -33,20 +29,18 @@ class Op:
         name: DeepSpeed's name of the operator.
         builder: Name of the class that builds it.
         variable: Environment variable that makes ``pip install`` build the operator if it is 1.
-        minutes: Approximate build time in minutes.
         cuda: Whether it needs CUDA's compiler too.
     """
 
     name: str
     builder: str
     variable: str
-    minutes: float
     cuda: bool = False
 
 
-PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", "DS_BUILD_PIN_MEMORY", 0.5)
-ASYNC_IO = Op("async_io", "AsyncIOBuilder", "DS_BUILD_AIO", 1.0)
-QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER", 2.0, cuda=True)
+PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", "DS_BUILD_PIN_MEMORY")
+ASYNC_IO = Op("async_io", "AsyncIOBuilder", "DS_BUILD_AIO")
+QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER", cuda=True)
 
 
 def check_available(config: Mapping[str, Any], device_type: str, world_size: int | None = None) -> None:
@@ -72,8 +66,10 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
         check_libaio(source, built=ASYNC_IO not in missing)
     if missing:
         check_compiler(missing, source)
-        check_locks(missing)
-        rank_zero_info(_notice(missing))
+        rank_zero_info(
+            f"DeepSpeed now compiles {' and '.join(op.name for op in missing)}, which takes minutes, once per machine;"
+            f" to build beforehand: {_install(missing)}"
+        )
 
 
 def list_ops(config: Mapping[str, Any]) -> list[Op]:
@@ -198,8 +194,7 @@ def check_compiler(ops: list[Op], source: str) -> None:
         names = ", ".join(op.name for op in ops)
         raise DloError(
             f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here:"
-            f" {'; '.join(missing.values())}; or install DeepSpeed with it built:"
-            f" {' '.join(f'{op.variable}=1' for op in ops)} pip install --no-build-isolation deepspeed"
+            f" {'; '.join(missing.values())}; or install DeepSpeed with it built: {_install(ops)}"
         )
 
 
@@ -208,98 +203,28 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or (shutil.which("nvcc", path=str(Path(home) / "bin")) if home else None)
 
 
-def check_locks(ops: list[Op]) -> None:
-    """Checks that no killed build has left a lock file that would block this one for ever.
-
-    torch up to about 2.13 waits for the file to vanish; later versions use a lock of the operating system.
-
-    Raises:
-        DloError: For a stale lock file, with its path.
-    """
-    if not waits_for_lock_files():
-        return
-    for op in ops:
-        lock = build_folder(op.name) / "lock"
-        if is_stale(lock):
-            raise DloError(
-                f"{lock} was left by a killed build of {op.name}, and DeepSpeed would wait for it for ever; remove it:"
-                f" rm {lock}"
-            )
-
-
-def waits_for_lock_files() -> bool:
-    """Returns whether torch's builds wait for a lock file to vanish: true where it has ``FileBaton`` (torch 2.11)."""
-    from torch.utils import cpp_extension
-
-    return hasattr(cpp_extension, "FileBaton")
-
-
-def is_stale(lock: Path, now: float | None = None) -> bool:
-    """Returns whether a lock file exists, is older than a minute, and is not open in any process.
-
-    Args:
-        lock: Path of the lock file.
-        now: Seconds since the epoch; None for the present.
-    """
-    try:
-        age = (time.time() if now is None else now) - lock.stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return age > _STALE_AFTER and not any(os.path.samefile(lock, path) for path in _open_files(lock.name))
-
-
-def _open_files(name: str) -> Iterator[str]:
-    """Yields the open files with a given name of this user's processes."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue  # It has ended, or is another user's, who cannot lock a file in this user's folder.
-        if target.endswith(f"/{name}") and os.path.exists(target):
-            yield target
-
-
-def build_folder(name: str) -> Path:
-    """Returns the folder in which torch builds an extension, without creating it.
-
-    Copies ``torch.utils.cpp_extension._get_build_directory``, private in torch 2.11 to 2.15, which creates it.
-    """
-    from torch.utils import cpp_extension
-
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is None:
-        version = torch.version.cuda or torch.version.hip
-        device = f"cu{version.replace('.', '')}" if torch.version.cuda and version else "cpu"
-        python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-        root = os.path.join(cpp_extension.get_default_build_root(), f"{python}_{device}")
-    return Path(root) / name
-
-
 def is_built(op: Op) -> bool:
-    """Returns whether an operator is built: with DeepSpeed, or by an earlier run on this machine."""
-    from deepspeed.git_version_info import installed_ops
+    """Returns whether an operator is built: with DeepSpeed, or by an earlier run on this machine.
 
-    if installed_ops.get(op.name, False):
-        return True
-    folder = build_folder(op.name)
-    building = waits_for_lock_files() and (folder / "lock").exists()
-    return (folder / f"{op.name}.so").exists() and not building
+    Calls ``torch.utils.cpp_extension._get_build_directory``, private in torch 2.11 to 2.15.
+    """
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory(op.name, verbose=False))
+    return installed_ops.get(op.name, False) or (folder / f"{op.name}.so").exists()
+
+
+def _install(ops: list[Op]) -> str:
+    """Returns the command that installs DeepSpeed with operators built."""
+    variables = " ".join(f"{op.variable}=1" for op in ops)
+    return f"{variables} pip install --force-reinstall --no-build-isolation deepspeed"
 
 
 def _builder(op: Op) -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().create_op_builder(op.builder)
-
-
-def _notice(ops: list[Op]) -> str:
-    minutes = sum(op.minutes for op in ops)
-    names = " and ".join(op.name for op in ops)
-    variables = " ".join(f"{op.variable}=1" for op in ops)
-    return (
-        f"DeepSpeed now compiles {names}, which takes about {minutes:g} minutes, once per machine; to build beforehand:"
-        f" {variables} pip install --force-reinstall --no-build-isolation deepspeed"
-    )
 
 
 def unused_checkpointing(config: Mapping[str, Any]) -> list[str]:

@@ -84,40 +84,27 @@ def fill_batch_size(config: dict[str, Any], settings: TrainerSettings, source: s
         DloError: If they contradict each other or the Trainer.
     """
     train, micro, steps = (_positive(config, key, source) for key in (TRAIN, MICRO, STEPS))
-    world = settings.world_size
-    if train is not None and micro is not None and train % (micro * world):
-        raise DloError(
-            f"{source}: {TRAIN} must be a multiple of {MICRO} {micro} x {world} ranks = {micro * world}, got {train};"
-            f" set {TRAIN} {_nearest_multiple(train, micro * world)}"
-        )
-    derived = ""
-    if steps is None and train is not None and micro is not None:
+    world, own, derived = settings.world_size, settings.accumulation, ""
+    if steps is None and train and micro and train % (micro * world) == 0:
         steps, derived = train // (micro * world), f" ({TRAIN} {train} / ({MICRO} {micro} x {world} ranks))"
-    if steps is not None and steps != settings.accumulation:
+    if steps not in (None, own):
         raise DloError(
-            f"{source}: {STEPS} must equal trainer.accumulate_grad_batches {settings.accumulation}, got {steps}"
-            f"{derived}; set --trainer.accumulate_grad_batches {steps}, or"
-            f' "{STEPS}": "auto" in the JSON'
+            f"{source}: {STEPS} must equal trainer.accumulate_grad_batches {own}, got {steps}{derived}; set"
+            f' --trainer.accumulate_grad_batches {steps}, or "{STEPS}": "auto" in the JSON'
         )
     key = MICRO if micro is not None else TRAIN
-    if micro is None and train is not None:
-        share = settings.accumulation * world
-        if train % share:
+    if train is not None:
+        micro = micro or max(1, train // (own * world))
+        product = micro * own * world
+        if train != product:
             raise DloError(
-                f"{source}: {TRAIN} must be divisible by trainer.accumulate_grad_batches {settings.accumulation} x"
-                f" {world} ranks = {share}, got {train}; set {TRAIN} {_nearest_multiple(train, share)}"
+                f"{source}: {TRAIN} must be {MICRO} {micro} x {STEPS} {own} x {world} ranks = {product}, got {train};"
+                f" set {TRAIN} {product}, or leave it out"
             )
-        micro = train // share
     if micro is not None and settings.micro_batch_size not in (None, micro):
         raise _other_batch(micro, key, config[key], settings, source)
     micro = settings.micro_batch_size or micro or 1
-    product = micro * settings.accumulation * world
-    if train is not None and train != product:
-        raise DloError(
-            f"{source}: {TRAIN} must be {MICRO} {micro} x {STEPS} {settings.accumulation} x {world} ranks = {product},"
-            f" got {train}; set {TRAIN} {product}, or leave it out"
-        )
-    config.update({TRAIN: product, MICRO: micro, STEPS: settings.accumulation})
+    config.update({TRAIN: micro * own * world, MICRO: micro, STEPS: own})
 
 
 def check_batch_sizes(config: Mapping[str, Any], source: str) -> None:
@@ -151,11 +138,6 @@ def _other_batch(micro: int, key: str, value: int, settings: TrainerSettings, so
         f" {loaded * world} (the global batch: {loaded} per rank); set --data.batch_size {micro * world}, or"
         f' "{key}": "auto" in the JSON'
     )
-
-
-def _nearest_multiple(value: int, of: int) -> str:
-    below = value // of * of
-    return f"{below} or {below + of}" if below else str(of)
 
 
 def get_precision_section(config: Mapping[str, Any]) -> str | None:

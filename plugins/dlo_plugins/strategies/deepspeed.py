@@ -34,7 +34,6 @@ from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
-from dlo_plugins.deepspeed.any_device import AnyDeviceDeepSpeed
 from dlo_plugins.deepspeed.config import merge_options
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
@@ -50,7 +49,7 @@ from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 Offload = Literal["cpu", "nvme"]
 
 
-class DeepSpeedBridge(WatchedSteps, ShardedStrategy, AnyDeviceDeepSpeed):
+class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSpeed):
     """Trains with DeepSpeed: ZeRO stages 0 to 3 and offload to CPU or NVMe, on CUDA and on CPU.
 
     The optimizer, its schedule, accumulation and checkpoints are those of every other strategy: `zero3`, `fsdp` or a
