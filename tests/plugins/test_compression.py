@@ -11,8 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.block_layout import BlockLayout
-from dlo_plugins.compression.compressed_all_reduce import all_reduce_bytes
+from dlo_plugins.compression.compressed_all_reduce import BlockLayout, all_reduce_bytes
 from dlo_plugins.compression.powersgd import PowerSGD
 from dlo_plugins.compression.sign_compression import (
     block_scales,

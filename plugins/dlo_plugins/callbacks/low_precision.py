@@ -3,7 +3,7 @@
 SwitchBack: Stable and low-precision training for large-scale vision-language models. Wortsman et al., 2023,
 arXiv 2304.13013 (int8). FP8 Formats for Deep Learning. Micikevicius et al., 2022, arXiv 2209.05433. Microscaling Data
 Formats for Deep Learning. Rouhani et al., 2023, arXiv 2310.10537. Departures: see
-:mod:`dlo_plugins.quantisation.int8_products` and :mod:`dlo_plugins.quantisation.float8_products`.
+:mod:`dlo_plugins.quantisation.rounded_products` and :mod:`dlo_plugins.quantisation.rounded_products`.
 
 It is a callback, because every strategy has finished its work on the model when training starts: layers are cut and
 sharded, and blocks are compiled at their first call. So one mechanism serves the strategies.

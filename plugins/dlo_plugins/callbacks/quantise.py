@@ -24,10 +24,9 @@ from dlo_framework.errors import DloError, did_you_mean, mark_agreed
 from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.run_position import parse_position
-from dlo_plugins.quantisation.bit_schedule import BitSchedule, fitting_period
+from dlo_plugins.quantisation.bit_schedule import MOST, BitSchedule, LayerCurvature, fitting_period
 from dlo_plugins.quantisation.export import check_name, check_target
 from dlo_plugins.quantisation.fake_linear import FakeQuantiser
-from dlo_plugins.quantisation.layer_curvature import MOST, LayerCurvature
 from dlo_plugins.quantisation.post_training import (
     EvaluationData,
     PostTraining,

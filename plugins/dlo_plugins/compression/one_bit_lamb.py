@@ -13,8 +13,8 @@ Departures:
 - The first stage is timm's LAMB, with bias correction and clipping by the global gradient norm. In the second stage
   that norm is the mean of the ranks' local norms, which is at least the norm of the mean.
 - The paper scales the momenta of all tensors to one magnitude before they share a compression scale. Here no two
-  tensors share one (:mod:`dlo_plugins.compression.block_layout`), and steps are compressed instead of momenta, as in
-  :mod:`~dlo_plugins.compression.one_bit_adam`, so that scaling is not needed.
+  tensors share one (:mod:`dlo_plugins.compression.compressed_all_reduce`), and steps are compressed instead of
+  momenta, as in :mod:`~dlo_plugins.compression.one_bit_adam`, so that scaling is not needed.
 - The ratio of second moments is taken between roots with the same floor, so that the largest ratio, which the paper
   uses, is not that of an element without gradients.
 - The average of trust ratios starts at the first one instead of zero.

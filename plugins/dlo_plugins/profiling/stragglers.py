@@ -58,20 +58,14 @@ def rank_steps(breakdown: Breakdown) -> list[RankStep]:
 
 
 @dataclass(frozen=True)
-class RankSummary:
-    """Median times of a rank's steps, in seconds; see :class:`RankStep`."""
+class RankSummary(RankStep):
+    """Median times of a rank's steps.
+
+    Attributes:
+        rank: Global rank.
+    """
 
     rank: int
-    wall: float
-    compute: float
-    wait: float
-    data: float
-    host: float
-
-    @property
-    def own(self) -> float:
-        """Time that the rank needed by itself."""
-        return self.wall - self.wait
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def _median(rank: int, steps: Sequence[RankStep]) -> RankSummary:
     def of(name: str) -> float:
         return float(statistics.median(getattr(step, name) for step in steps))
 
-    return RankSummary(rank, of("wall"), of("compute"), of("wait"), of("data"), of("host"))
+    return RankSummary(of("wall"), of("compute"), of("wait"), of("data"), of("host"), rank)
 
 
 def _ms(seconds: float) -> str:

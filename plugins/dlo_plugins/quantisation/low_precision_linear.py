@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
-from dlo_plugins.quantisation.float8_products import multiply_float8, multiply_mx
-from dlo_plugins.quantisation.int8_products import multiply_rows
+from dlo_plugins.quantisation.rounded_products import multiply_float8, multiply_mx, multiply_rows
 from dlo_plugins.quantisation.shared_scales import Role, SlicedDim, shares_maximum
 from dlo_plugins.tensor.projections import RowProduct
 

@@ -18,10 +18,9 @@ from dlo_plugins.profiling.operation_kinds import (
     kind_of_kernel,
     kind_of_operator,
 )  # fmt: skip
-from dlo_plugins.profiling.rank_profile import group_modules
+from dlo_plugins.profiling.rank_profile import group_modules, memory_timeline
 from dlo_plugins.profiling.step_breakdown import Breakdown, HostFrames, Phases, break_down
 from dlo_plugins.profiling.trace_file import MARK, MODULE, parse_trace
-from dlo_plugins.profiling.trace_memory import memory_timeline
 
 
 def op(name: str, start: float, end: float, category: str = "cpu_op", thread: int = 1, **args: Any) -> dict[str, Any]:
