@@ -16,7 +16,7 @@ from dlo_framework.checkpoint import load, newest_valid, verify
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 
@@ -51,7 +51,6 @@ class Watch(Callback):
 
 
 def train(rank: int, world_size: int, save: Path | None, resume: Path | None) -> list[float]:
-    silence_lightning()
     register_data_parallel()
     seed_everything(7, workers=True, verbose=False)
     watch = Watch(save)

@@ -28,7 +28,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.experts import MixtureOptions
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.testing.record import Record, Recorder, merge_records
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.batch_mix import BatchMix
@@ -378,13 +377,11 @@ def run_cell(folder: Path, task: str, beside: str, strategy: str, world_size: in
 
 def run_cells(rank: int, world_size: int, folder: Path, task: str, strategy: str, names: list[str]) -> list[Found]:
     """Runs a strategy's cells one after the other; on one rank those of one process."""
-    silence_lightning()
     register_data_parallel()
     found = [run_cell(folder, task, name, strategy, world_size) for name in names]
     if rank != 0:
         for cell in found:
             cell.record.weights = {}
-    leave_group()
     return found
 
 

@@ -15,7 +15,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -114,7 +114,6 @@ def _equal(found: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for name, make in (STRATEGIES | OTHERS).items():
         run = fit(rank, world, Exact(), make(bf16_weights="stochastic"), max_epochs=2)
@@ -155,7 +154,6 @@ def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
         full = WithAdafactor()
         fit(rank, world, full, make(bf16_weights="stochastic"), max_epochs=2)
         found[name, "full tensors"] = full.losses
-    leave_group()
     return found
 
 
@@ -202,7 +200,6 @@ def test_every_strategy_rounds_alike_and_resumes_to_the_bit(tmp_path: Path) -> N
 
 
 def _alone(rank: int, world: int) -> list[dict[str, Tensor]]:
-    silence_lightning()
     made = (ZeroStrategy(2, bf16_weights="stochastic"), FSDPStrategy(bf16_weights="stochastic"))
     found = [gather_full_weights(fit(0, 1, Exact(), strategy, max_epochs=2)) for strategy in made]
     true = fit(0, 1, Exact(), FSDPStrategy(bf16_weights="stochastic"), max_epochs=2, precision="bf16-true")
@@ -220,7 +217,6 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def _cut(rank: int, world: int) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for name, mesh in MESHES.items():
         for kind in ("masters", "stochastic"):
@@ -240,7 +236,6 @@ def _cut(rank: int, world: int) -> dict[str, Any]:
                 if "norm" in n or "embed" in n
             }
             found[name, kind] = losses, copies, {p.dtype for p in local.values()}
-    leave_group()
     return found
 
 
@@ -296,5 +291,4 @@ class WithMixing(Module):
 
 
 def _mixing(rank: int, world: int) -> None:
-    silence_lightning()
     fit(0, 1, WithMixing(), FSDPStrategy(bf16_weights="stochastic"))

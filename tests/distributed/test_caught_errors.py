@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 
@@ -28,7 +27,6 @@ class Fails(LightningModule):
 
 
 def _goes_on(rank: int, world_size: int) -> list[str]:
-    silence_lightning()
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=ZeroStrategy(1), max_steps=1, num_sanity_val_steps=0, **off
@@ -42,7 +40,6 @@ def _goes_on(rank: int, world_size: int) -> list[str]:
             found.append(str(error))
         found.extend(trainer.validate(module, data, verbose=False)[0])
     time.sleep(3)  # Longer than a rank waits for the end of callbacks.
-    leave_group()
     return found
 
 

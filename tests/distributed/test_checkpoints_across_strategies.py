@@ -11,7 +11,6 @@ from torch import nn
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
@@ -94,13 +93,11 @@ def train(world_size: int, strategy, save: Path | None = None, resume: Path | No
 
 
 def _runs(rank: int, world_size: int, jobs: list[tuple[str, Path | None, Path | None, str]]) -> list[list[float]]:
-    silence_lightning()
     register_data_parallel()
     found = [
         train(world_size, STRATEGIES[name]() if world_size > 1 else "auto", save, resume, optimizer)
         for name, save, resume, optimizer in jobs
     ]
-    leave_group()
     return found
 
 

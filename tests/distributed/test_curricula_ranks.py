@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.freeze import Freeze
 from dlo_plugins.callbacks.layer_drop import LayerDrop
 from dlo_plugins.callbacks.sequence_length import SequenceLength
@@ -54,7 +53,6 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str) -> dict[str, str]:
-    silence_lightning()
     found = {}
     for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
         if (name, strategy) in REFUSED:
@@ -64,7 +62,6 @@ def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str)
                     folder, made, strategy, world_size, callbacks(), check=False, **options | {"precision": "32-true"}
                 )
             )
-    leave_group()
     return found
 
 
@@ -78,7 +75,6 @@ def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
 
 
 def _runs(rank: int, world_size: int, folder: Path, strategies: list[str], kind: str) -> dict[str, Any]:
-    silence_lightning()
     found = {}
     for strategy in strategies:
         for name, (callbacks, options) in (IMAGES if kind == "images" else TEXTS).items():
@@ -90,7 +86,6 @@ def _runs(rank: int, world_size: int, folder: Path, strategies: list[str], kind:
             made = images() if kind == "images" else texts(folder)
             losses, _ = fit(home, made, strategy, world_size, callbacks(), **options)
             found[f"{name} {strategy}"] = losses
-    leave_group()
     return found
 
 

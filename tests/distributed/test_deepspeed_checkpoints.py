@@ -12,7 +12,6 @@ from dlo_framework.cli.commands.checkpoint_command import main
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same, tensors
 from support.deepspeed_nets import SAVED, STEPS, STRATEGIES, Model, ds, runs, train, trainer
@@ -74,7 +73,6 @@ class Other(Model):
 
 
 def _changed(rank: int, world_size: int, folder: Path) -> list[str]:
-    silence_lightning()
     register_data_parallel()
     train(world_size, STRATEGIES["deepspeed3_cut"](), folder)
     found = []
@@ -83,7 +81,6 @@ def _changed(rank: int, world_size: int, folder: Path) -> list[str]:
         with pytest.raises(DloError) as refusal:
             made.fit(kind(), datamodule=DigitsData(image_size=16, batch_size=48), ckpt_path=folder)
         found.append(str(refusal.value))
-    leave_group()
     return found
 
 
@@ -143,14 +140,12 @@ FOLDERS = {
 
 
 def _both(rank: int, world_size: int, folder: Path) -> None:
-    silence_lightning()
     register_data_parallel()
     for name, strategy in FOLDERS.items():
         seed_everything(7, workers=True, verbose=False)
         options: dict[str, Any] = {"precision": "bf16-mixed"} if name in ("2", "3", "aligned") else {}
         made = trainer(world_size, strategy(), [Both(folder / name)], max_steps=3, **options)
         made.fit(Model(), datamodule=DigitsData(image_size=16, batch_size=48))
-    leave_group()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, seed_everything
 
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
 from support.deepspeed_nets import Model, trainer
@@ -60,14 +59,12 @@ class Record(Callback):
 
 def train(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
     """Returns losses and rates: under the JSON on several ranks, under the task's own on one."""
-    silence_lightning()
     register_data_parallel()
     seed_everything(3, workers=True, verbose=False)
     record, strategy = Record(), "auto" if world_size == 1 else DeepSpeedBridge(config=JSON)
     options = {"limit_train_batches": BATCHES, "accumulate_grad_batches": ACCUMULATION, "gradient_clip_val": 0.5}
     made = trainer(world_size, strategy, [record], folder, limit_val_batches=0, max_epochs=1, **options)
     made.fit(Alone() if world_size == 1 else Model(), datamodule=DigitsData(image_size=16, batch_size=48))
-    leave_group()
     return record.losses, record.rates
 
 

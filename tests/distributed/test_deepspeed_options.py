@@ -14,7 +14,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_tasks.imagenet.digits import DigitsData
 from support.deepspeed_nets import CUT_ALL, Model, Watch, ds, trainer
@@ -89,7 +88,6 @@ def _recomputed(world_size: int) -> None:
 
 
 def _options(rank: int, world_size: int, folder: Path) -> None:
-    silence_lightning()
     register_data_parallel()
     seed_everything(3, workers=True, verbose=False)
     expected, _ = _losses(world_size, "ddp", Model())
@@ -121,7 +119,6 @@ def _options(rank: int, world_size: int, folder: Path) -> None:
     _evaluated_alike(world_size)
     _recomputed(world_size)
     _json(world_size, folder)
-    leave_group()
 
 
 def _evaluated_alike(world_size: int) -> None:

@@ -15,7 +15,6 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.lr_finder import LRFinder
@@ -46,7 +45,6 @@ SCENES: dict[str, Any] = {
 
 def scene(rank: int, world_size: int, folder: Path, jobs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """Returns validation losses; leaves a checkpoint a scene in the folder."""
-    silence_lightning()
     register_data_parallel()
     found = {}
     for name, which in jobs:
@@ -65,7 +63,6 @@ def scene(rank: int, world_size: int, folder: Path, jobs: list[tuple[str, str]])
         made.save_checkpoint(folder / f"{name}-{which}")
         (measured,) = made.validate(net, datamodule=data, verbose=False)
         found[name, which] = measured["val_loss"]
-    leave_group()
     return found
 
 
@@ -101,7 +98,6 @@ def test_each_stage_is(tmp_path: Path) -> None:
 
 def _twice(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:
     """Trains, validates and trains again with one trainer; then a new one evaluates what was saved."""
-    silence_lightning()
     register_data_parallel()
     found = {}
     for name in names:
@@ -119,7 +115,6 @@ def _twice(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[s
         other = trainer(world_size, STRATEGIES[name]() if world_size > 1 else "auto", limit_val_batches=4)
         (measured,) = other.validate(Model(), datamodule=data, ckpt_path=folder / name, verbose=False)
         found[name] = measured["val_loss"], report.summary()
-    leave_group()
     return found
 
 
@@ -218,7 +213,6 @@ REFUSED: list[tuple[Any, str, Any]] = [
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    silence_lightning()
     found = []
     for module, name, what in REFUSED:
         callbacks = [what[0]()] if isinstance(what, tuple) else []
@@ -232,7 +226,6 @@ def _refused(rank: int, world_size: int) -> list[str]:
     allowed = trainer(world_size, STRATEGIES["deepspeed2"](), max_steps=2)
     allowed.fit(ByHand(told=True), datamodule=DigitsData(image_size=16, batch_size=48))
     assert allowed.global_step == 2
-    leave_group()
     return found
 
 

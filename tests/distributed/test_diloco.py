@@ -16,7 +16,7 @@ from dlo_framework.checkpoint import load
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 from dlo_plugins.callbacks.diloco import DiLoCo, OuterOptimizer
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.prune import Prune
@@ -104,7 +104,6 @@ class Stop(Callback):
 
 
 def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    silence_lightning()
     strategy = "auto" if world == 1 else "ddp"
     found: dict[str, Any] = {}
     homes = [folder / name for name in ("whole", "part", "rest")]
@@ -162,21 +161,18 @@ def test_it_is_replicas_by_hand(tmp_path, world):
 
 
 def _other_ranks(rank: int, world: int, folder: Path) -> None:
-    silence_lightning()
     seeded()
     with pytest.warns(UserWarning, match="the checkpoint has the weights and optimizer states of 2 ranks"):
         fit(folder, images(), "auto", 1, [DiLoCo(PERIOD)], ckpt_path=folder / "two.ckpt", batches=4)
 
 
 def _two(rank: int, world: int, folder: Path) -> list[str]:
-    silence_lightning()
     seeded()
     fit(folder, images(), "ddp", 2, [DiLoCo(PERIOD), Stop(folder / "two.ckpt", 4)], batches=4)
     found = [
         refusal(lambda strategy=strategy: fit(folder, images(), strategy, 2, [DiLoCo()], check=False))
         for strategy in ("zero1", "fsdp", "tp")
     ]
-    leave_group()
     return found
 
 

@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from dlo_framework.checkpoint import load
 from dlo_framework.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.diloco import DiLoCo
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping
 from support.curricula_runs import apart, fit, prepare_texts, refusal, same, saved_state, seeded, texts
@@ -63,7 +62,6 @@ def logged(folder: Path, name: str, key: str = "diloco/change") -> list[float]:
 
 
 def _by_rank(rank: int, world: int, folder: Path, with_ep: bool) -> dict[str, Any]:
-    silence_lightning()
     found = {
         name: run(folder, name.split()[0], world, name) for name in ("ddp", "copies", "ddp with ep")[: 2 + with_ep]
     }
@@ -71,12 +69,10 @@ def _by_rank(rank: int, world: int, folder: Path, with_ep: bool) -> dict[str, An
     for name in ("zero1", "zero3", "fsdp", "tp", "deepspeed_1"):
         found[name] = refusal(lambda name=name: fit(folder, texts(folder), name, world, [DiLoCo()], check=False))
     found["late"] = refusal(lambda: fit(folder, texts(folder), "late copies", 4, [DiLoCo()]))
-    leave_group()
     return found
 
 
 def _by_copy(rank: int, world: int, folder: Path, strategies: list[str]) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for strategy in strategies:
         whole = run(folder, strategy, world, strategy)
@@ -86,7 +82,6 @@ def _by_copy(rank: int, world: int, folder: Path, strategies: list[str]) -> dict
     said = "weights and optimizer states of 2 ranks, and this run has 2 copies of"
     with pytest.warns(UserWarning, match=said) if rank == 0 else contextlib.nullcontext():
         run(folder, strategies[0], world, "from ranks", ckpt_path=folder / "of_ranks.ckpt")
-    leave_group()
     return found
 
 

@@ -12,7 +12,6 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
@@ -57,9 +56,7 @@ def fit(world_size: int, strategy: Any, steps: int, save: Path, resume: Path | N
 
 
 def _fit_on_slices(rank: int, world_size: int, folder: Path) -> None:
-    silence_lightning()
     fit(world_size, TP(), 4, folder / "tp.ckpt", folder / "before.ckpt")
-    leave_group()
 
 
 def test_checkpoints_have_running_statistics_in_full(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -74,9 +73,7 @@ def train(world_size: int, optimizer: str, name: str, save: Path, resume: Path |
 def runs(
     rank: int, world_size: int, jobs: list[tuple[str, Path, Path | None]], optimizer: str = "adamw"
 ) -> list[list[float]]:
-    silence_lightning()
     found = [train(world_size, optimizer, *job) for job in jobs]
-    leave_group()
     return found
 
 

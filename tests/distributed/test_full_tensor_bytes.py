@@ -7,14 +7,12 @@ from typing import Any
 import torch
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from support.fsdp_nets import Batches, trainer
 from support.optimizer_runs import STEPS, STRATEGIES, data, task
 
 
 def _exchanged(rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Returns the elements that this rank sends by all-to-all in a run, and those of the parameters."""
-    silence_lightning()
     found = {}
     for strategy in ("zero1", "zero3", "fsdp"):
         batches = Batches([tuple(part.chunk(world)[rank] for part in batch) for batch in data()])
@@ -24,7 +22,6 @@ def _exchanged(rank: int, world: int) -> dict[str, tuple[int, int]]:
         (share,) = shares if isinstance(shares, list) else shares._shares.values()
         elements = sum(torch.Size(shape).numel() for shape in share.shapes.values())
         found[strategy] = share.communicator.elements["exchange"], elements
-    leave_group()
     return found
 
 

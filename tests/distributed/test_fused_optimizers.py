@@ -15,7 +15,6 @@ from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonic
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.fsdp_nets import Module, differ, mine, trainer
@@ -151,7 +150,6 @@ def _resumed(folder: Path) -> dict[str, Any]:
 
 
 def _one_rank(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     return _clipped(folder), _resumed(folder)
 
 

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, pad_left
@@ -74,11 +73,9 @@ def write(strategy: Any, world_size: int, folder: Path, model: str, sampling: Sa
 
 
 def _write(rank: int, world_size: int, folder: Path, cases: list[tuple[str, Sampling, dict[str, Any]]]) -> list[Any]:
-    silence_lightning()
     found = []
     for model, sampling, options in cases:
         found.append(write(MeshStrategy(**{"dp_shard": 1, **options}), world_size, folder, model, sampling))
-    leave_group()
     return found
 
 

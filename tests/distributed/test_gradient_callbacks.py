@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, GradientNoise
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -67,7 +66,6 @@ class Fractions(DummyLogger):
 
 
 def _runs(rank: int, world_size: int, folder: Path, wanted: dict[str, list[str]]) -> dict[str, Any]:
-    silence_lightning()
     found = {}
     for model, strategies in wanted.items():
         make, task, options = MODELS[model]
@@ -81,7 +79,6 @@ def _runs(rank: int, world_size: int, folder: Path, wanted: dict[str, list[str]]
             given = {"batches": 4, "epochs": 1, "logger": logger, "log_every_n_steps": 1, **options}
             losses, _ = fit(home, made, strategy, world_size, callbacks, **given)
             found[f"{model} {strategy}"] = losses, logger.values
-    leave_group()
     return found
 
 

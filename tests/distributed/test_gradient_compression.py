@@ -90,7 +90,6 @@ def _halved(rank: int, world_size: int) -> dict[str, Any]:
         found[name] = gather_full_weights(trainer)
     with pytest.raises(DloError, match="reduce_dtype must be bfloat16 or unset beside a callback"):
         fit(Net("adamw"), [GradientCompression("bf16")], strategy=FSDPStrategy(reduce_dtype="float32"))
-    leave_group()
     return found
 
 
@@ -134,7 +133,6 @@ def _methods(rank: int, world_size: int, methods: list[tuple[str, str, dict[str,
         if "lamb" in optimizer:
             lamb, _ = train("lamb", None, steps=60)
             found["plain lamb"] = sum(lamb.losses[-10:]) / 10
-    leave_group()
     return found
 
 
@@ -197,7 +195,6 @@ def _stages(rank: int, world_size: int, every: bool) -> dict[str, Any]:
         loss = torch.tensor(module.losses[-5:]).nanmean()
         finite = all(bool(torch.isfinite(tensor).all()) for tensor in weights(module))
         found[name] = (same_on_all_ranks(module) and finite, module.losses[0], float(loss))
-    leave_group()
     return found
 
 
@@ -269,7 +266,6 @@ def _resumes(rank: int, world_size: int, folder: Path, cases: list[Any]) -> list
         train(optimizer, method, settings=settings, steps=stop, save=path)
         resumed, _ = train(optimizer, method, settings=settings, resume=path, seed=77)
         found.append(same(weights(whole), weights(resumed)))
-    leave_group()
     return found
 
 
@@ -300,7 +296,6 @@ def _elsewhere(rank: int, world_size: int, folder: Path) -> list[Any]:
         told = [str(warning.message) for warning in caught if "compression errors" in str(warning.message)]
         equal = not isinstance(strategy, str) or same_on_all_ranks(module)
         found.append((told, equal, module.losses[0], sum(module.losses[-5:]) / 5))
-    leave_group()
     return found
 
 
@@ -308,7 +303,6 @@ def _checkpoints(rank: int, world_size: int, folder: Path) -> None:
     train("one_bit_adam", "one_bit", steps=FREEZE + 6, save=folder / "one_bit_adam")
     train("adamw", None, steps=FREEZE + 6, save=folder / "adamw")
     train("adamw", "powersgd", settings={"start_step": 3}, steps=FREEZE + 6, save=folder / "powersgd")
-    leave_group()
 
 
 @pytest.mark.slow
@@ -347,7 +341,6 @@ def _local_checkpoint(rank: int, world_size: int, folder: Path) -> bool:
     drifted = not same_on_all_ranks(module)
     resumed, _ = train("adamw", "post_local_sgd", settings=settings, resume=folder / "local")
     right = same(callback.mean, weights(resumed))
-    leave_group()
     return drifted and right
 
 

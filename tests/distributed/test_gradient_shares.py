@@ -22,7 +22,6 @@ from dlo_framework.resume import ExactResume
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -211,7 +210,6 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
 
 
 def _ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    silence_lightning()
     return found_by((_resumed, _by_hand, _tied), rank, world, folder)
 
 

@@ -16,7 +16,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import quantise, quantise_scales
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.predictions import SavePredictions
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -109,7 +108,6 @@ class Noted(CausalLM):
 
 
 def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    silence_lightning()
     found = []
     for mesh, arguments in cases:
         seed_everything(1, workers=True, verbose=False)
@@ -125,7 +123,6 @@ def _start(rank: int, world_size: int, folder: Path, cases: list[tuple[str, dict
         (measures,) = trainer.validate(task, datamodule=Words(folder, *place), verbose=False)
         left = sum("reset_parameters" in vars(module) for module in task.model.modules())
         found.append((measures["val_loss"], gather_full_weights(trainer), left, task.built_on))
-    leave_group()
     return found
 
 
@@ -258,7 +255,6 @@ def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -
 
 
 def _write(rank: int, world_size: int, folder: Path, model: str, strategies: list[str]) -> dict[str, Any]:
-    silence_lightning()
     register_data_parallel()
     made = {"ddp": lambda: "ddp", "fsdp": FSDPStrategy, "zero3": lambda: ZeroStrategy(3), "alone": lambda: "auto"}
     found = {}
@@ -274,12 +270,10 @@ def _write(rank: int, world_size: int, folder: Path, model: str, strategies: lis
         predictor = trainer_of(made[name](), world_size, folder)
         rows = [row for batch in predictor.predict(greedy, datamodule=data) for row in batch]  # type: ignore[union-attr]
         found[name] = (task.samples, rows)
-    leave_group()
     return found
 
 
 def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshes: list[dict[str, Any]]) -> list[Any]:
-    silence_lightning()
     found = []
     for number, axes in enumerate(meshes):
         task = CausalLM(model=model, prompts=["def test", "x"], sampling=Sampling(max_new_tokens=12))
@@ -293,7 +287,6 @@ def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshe
         again = trainer_of(MeshStrategy(dp_shard=1, **axes), world_size, folder)
         assert again.validate(task, datamodule=data, verbose=False) == [measures]
         found.append((measures["val_loss"], task.samples, torch.load(file, weights_only=True)))
-    leave_group()
     return found
 
 

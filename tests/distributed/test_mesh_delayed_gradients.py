@@ -20,7 +20,6 @@ from dlo_framework.finite import FiniteLoss
 from dlo_framework.stop import GracefulStop
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
@@ -256,7 +255,6 @@ class NoWaits(Callback):
 
 
 def _trains(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    silence_lightning()
     found = {
         "whole": fit(2, folder, save=folder),
         "evaluated": fit(2, folder, val_check_interval=2, limit_val_batches=2),
@@ -279,7 +277,6 @@ def _trains(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         found[f"accumulated {stop}"] = fit(2, folder, resume=resume, accumulate_grad_batches=2)
     # GracefulStop, which `dlo fit` adds, replaces Lightning's broadcast before each batch.
     fit(2, folder, NoWaits(), GracefulStop(folder), enable_checkpointing=True)
-    leave_group()
     return found
 
 
@@ -351,7 +348,6 @@ def _copies(folder: Path, name: str, dp_shard: int, **more: Any) -> Any:
 
 
 def _with_copies(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     shards, found = world_size // 2, {}
     for name in COPIES:
         save = folder / name
@@ -362,7 +358,6 @@ def _with_copies(rank: int, world_size: int, folder: Path) -> Any:
     # Masters of one layout are the weights of another one, which has none.
     found["moved"] = fit(2, folder, resume=folder / "param_dtype" / "1.ckpt", axes={"dp_shard": shards}, **HALF)
     found["bytes"] = _bytes_of_copies(folder, shards)
-    leave_group()
     return found
 
 
@@ -413,12 +408,10 @@ def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(tmp_pa
 
 
 def _with_others(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     found = {name: fit(2, folder, save=folder / name, **options) for name, options in BESIDE.items()}
     for name in ("dp_replicate", "dp_shard"):
         found[f"{name}, resumed"] = fit(2, folder, resume=folder / name / "4.ckpt", **BESIDE[name])
     found["from 1F1B"] = fit(2, folder, resume=folder / "dp_shard" / "4.ckpt", schedule="1F1B", axes={"dp_shard": 2})
-    leave_group()
     return found
 
 

@@ -15,7 +15,6 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.appliers.fully_shard import FullyShard
@@ -105,19 +104,15 @@ def mesh(**options: Any) -> MeshStrategy:
 
 
 def _alone(rank: int, world: int) -> Any:
-    silence_lightning()
     found = fit(1, "auto", is_late=True), fit(1, "auto")
-    leave_group()
     return found
 
 
 def _by_mesh(rank: int, world: int, folder: Path, meshes: list[str]) -> dict[str, Any]:
-    silence_lightning()
     found = {name: fit(world, mesh(**(MESHES | SLOW)[name]())) for name in meshes}
     if "ring" in meshes:
         fit(world, mesh(), save=folder / "half.ckpt", max_steps=STOP)
         found["resumed"] = fit(world, mesh(), resume=folder / "half.ckpt")
-    leave_group()
     return found
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.digits import DigitsData
@@ -94,7 +93,6 @@ def _last_loss(strategy: Any, world_size: int, seed: int, rate: float) -> float:
 
 
 def _runs(rank: int, world_size: int, meshes: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    silence_lightning()
     register_data_parallel()
     make = {name: partial(MeshStrategy, **axes) for name, axes in meshes.items()} or {"alone": lambda: "auto"}
     found = {
@@ -103,7 +101,6 @@ def _runs(rank: int, world_size: int, meshes: dict[str, dict[str, Any]]) -> dict
     }
     if not meshes:
         found["none"] = [_last_loss("auto", world_size, seed, 0.0) for seed in range(SEEDS)]
-    leave_group()
     return found
 
 

@@ -23,7 +23,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from support import fsdp_nets
 
@@ -171,7 +170,6 @@ def losses_of(world_size: int, strategy: Any, loader: DataLoader[Any]) -> dict[s
 
 
 def on_ranks(rank: int, world_size: int, folder: str) -> Any:
-    silence_lightning()
     found: dict[str, Any] = {}
     for kind in KINDS:
         found[kind] = statistics_of(world_size, pipeline(micro_batches=1), kind, Path(folder))
@@ -195,7 +193,6 @@ def on_ranks(rank: int, world_size: int, folder: str) -> Any:
     other.validate(task, batches(8), verbose=False)  # Forward alone has no schedule.
     with pytest.raises(DloError, match=r"cut by an earlier run with schedule=1F1B, got schedule=GPipe"):
         other.fit(task, batches(8))
-    leave_group()
     return found
 
 
@@ -312,7 +309,6 @@ def denoised(strategy: Any, rate: float, save: Path | None = None, resume: Path 
 
 
 def noise_on_ranks(rank: int, world_size: int, folder: str) -> Any:
-    silence_lightning()
     found: dict[str, Any] = {}
     names = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna")
     for name, split in (*((name, None) for name in names), ("1F1B", [1, 3])):
@@ -322,7 +318,6 @@ def noise_on_ranks(rank: int, world_size: int, folder: str) -> Any:
         whole = denoised(pipeline(micro_batches=2, schedule=name), 0.3, save=path)
         resumed = denoised(pipeline(micro_batches=2, schedule=name), 0.3, resume=path)
         found[f"{name}, resumed"] = whole, resumed
-    leave_group()
     return found
 
 

@@ -14,7 +14,7 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -97,13 +97,11 @@ def _fit(folder: Path, name: str, save: Path | None, resume: Path | None) -> lis
 
 
 def _resumes(rank: int, world_size: int, folder: Path, names: list[str], stops: tuple[int, ...]) -> dict[str, Any]:
-    silence_lightning()
     found = {}
     for name in names:
         home = folder / name
         whole = _fit(folder, name, home, None)
         found[name] = whole, {stop: _fit(folder, name, None, home / f"{stop}.ckpt") for stop in stops}
-    leave_group()
     return found
 
 
@@ -131,7 +129,6 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
 
 def _nan(rank: int, world_size: int, folder: Path) -> tuple[int, int, bool, float, int]:
     """Returns steps that were skipped and taken, whether weights are finite, a loss, and losses that were looked at."""
-    silence_lightning()
     seed_everything(4, workers=True, verbose=False)
     finite, looked = FiniteLoss(on_nan="skip"), []
     look = finite._flag.look

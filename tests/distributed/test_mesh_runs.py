@@ -19,7 +19,6 @@ from dlo_framework.registry import Registry
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import checksums, gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.pipeline_timeline import PipelineTimeline
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -115,13 +114,11 @@ def fit(
 
 
 def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...], optimizer: str) -> list[list[float]]:
-    silence_lightning()
     found, before = [], None
     for number, name in enumerate(chain):
         after = folder / f"{number}.ckpt"
         found.append(fit(world_size, name, folder, STEPS * (number + 1), after, before, optimizer))
         before = after
-    leave_group()
     return found
 
 
@@ -159,7 +156,6 @@ def one_by_one(placement, rank, micro_batches):
 
 
 def _own_schedule(rank: int, world_size: int, folder: Path) -> dict[str, tuple[list[float], dict[str, int]]]:
-    silence_lightning()
     Registry().load_user_module(str(folder / "own_schedule.py"))
     found = {}
     for schedule in ("GPipe", "OneByOne"):
@@ -168,7 +164,6 @@ def _own_schedule(rank: int, world_size: int, folder: Path) -> dict[str, tuple[l
         run = trainer(world_size, "", strategy, max_steps=3, callbacks=[losses])
         run.fit(language_model(), datamodule=text(folder))
         found[schedule] = losses.found, checksums(gather_full_weights(run))
-    leave_group()
     return found
 
 
@@ -211,11 +206,9 @@ def _averaged(world_size: int, name: str, folder: Path) -> dict[str, Tensor]:
 
 
 def _two(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     names = ("pp", "tp", "cp", "dp")
     found = {name: _measures(world_size, name, folder) for name in names}
     averages = {name: _averaged(world_size, name, folder) for name in CUTS_LAYERS}
-    leave_group()
     return found, averages
 
 
@@ -253,7 +246,6 @@ def test_averaged_weights_of_accumulated_and_clipped_steps_are_those_of_one_proc
 
 
 def _bytes(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     found = {}
     for axes in BYTES:
         seed_everything(7, workers=True, verbose=False)
@@ -263,7 +255,6 @@ def _bytes(rank: int, world_size: int, folder: Path) -> Any:
         run = trainer(world_size, "one", max_steps=1, made=MeshStrategy(**{"dp_shard": 1, **dict(axes)}))
         run.fit(task, datamodule=text(folder))
         found[axes] = run.strategy.state_bytes()
-    leave_group()
     return found
 
 
@@ -297,7 +288,6 @@ def test_each_rank_holds_its_share_of_the_state(folder) -> None:
 
 
 def _drawn(rank: int, world_size: int, folder: Path) -> Any:
-    silence_lightning()
     seed_everything(7, workers=True, verbose=False)
     run = trainer(
         world_size,
@@ -310,7 +300,6 @@ def _drawn(rank: int, world_size: int, folder: Path) -> Any:
     )
     run.fit(language_model(), datamodule=text(folder))
     recording = run.strategy.pipelined.pipeline.record
-    leave_group()
     return recording
 
 

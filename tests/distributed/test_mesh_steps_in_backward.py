@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from dlo_framework.experts import MixtureOptions
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.optimizer_in_backward import OptimizerInBackward
 from support.curricula_runs import apart, fit, prepare_texts, refusal, saved_state, seeded, texts
 
@@ -39,7 +38,6 @@ class Peak(Callback):
 
 
 def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for strategy, options in cells:
         peaks, homes = [], []
@@ -62,7 +60,6 @@ def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[st
         found["pp"] = refusal(
             lambda: fit(folder, texts(folder), "pp", world, [OptimizerInBackward()], batches=1, check=False)
         )
-    leave_group()
     return found
 
 

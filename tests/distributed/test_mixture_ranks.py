@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from dlo_framework.testing import Case, assert_parity, run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -105,7 +105,6 @@ def _train(
 
 def _links(rank: int, world_size: int, folder: Path, own: Path) -> list[Any]:
     """Trains on one process, goes on with two ranks, and ends on one process; beside it the run of one process."""
-    silence_lightning()
     first, second, third = STOPS
     found: list[Any] = [None, None]
     if rank == 0:

@@ -19,7 +19,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
@@ -143,7 +142,6 @@ RUNS: list[tuple[type[Module], float | None]] = [
 
 
 def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module], float | None]]) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for name, make in (STRATEGIES | MORE).items():
         for module, clip in runs[: 1 if name in MORE else None]:
@@ -176,7 +174,6 @@ def _compare(rank: int, world: int, folder: Path, runs: list[tuple[type[Module],
         train(ZeroStrategy(2, bucket_mb=1e-4), world, rank, OptimizerInBackward(), module=ReadsDetached)
     except RuntimeError as error:
         found["a late reader"] = str(error)
-    leave_group()
     return found
 
 

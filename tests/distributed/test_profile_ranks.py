@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.clock import StepClock
 from dlo_plugins.profiling.operation_kinds import EXPOSED
 from dlo_plugins.profiling.profile_callback import Profile
@@ -73,7 +72,6 @@ def classifier() -> ImageClassifier:
 
 def trained(rank: int, world_size: int, folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     """Returns each strategy's losses without and with Profile, and the profiles' figures."""
-    silence_lightning()
     found: dict[str, Any] = {}
     for name in names:
         make, runs = STRATEGIES[name], []
@@ -87,13 +85,11 @@ def trained(rank: int, world_size: int, folder: Path, names: tuple[str, ...]) ->
         if report is not None:
             figures = [(each.explained, each.breakdown.kind(EXPOSED), each.waits is not None) for each in report.ranks]
         found[name] = (*runs, figures, sorted(path.name for path in (folder / f"{name}1" / "profile").iterdir()))
-    leave_group()
     return found
 
 
 def overlapped(rank: int, world_size: int, folder: Path) -> list[int]:
     """Profiles under strategies whose gathers go on after a step: only dlo's callbacks are there."""
-    silence_lightning()
     found = []
     for number, stage in enumerate((1, 2)):
         profile = Profile(wait=1, warmup=1, active=2, machine="cpu", formats=["chrome"], waits=False)
@@ -163,7 +159,6 @@ class Rows(TensorDataset):
 
 def planted(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Returns, for each fault, the rank and the cause that the report names, on rank 0."""
-    silence_lightning()
     found = {}
     for fault in ("compute", "host", "data"):
         data = DataLoader(Rows(fault == "data" and rank == 1), batch_size=4)
@@ -175,7 +170,6 @@ def planted(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     train(folder / "one", "ddp", Net(""), DataLoader(Rows(False), batch_size=4), [one])
     if rank == 0:
         found["one"] = [each.rank for each in one.report.ranks], [p.name for p in (folder / "one").rglob("*.trace.*")]
-    leave_group()
     return found
 
 

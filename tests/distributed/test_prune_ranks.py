@@ -10,7 +10,6 @@ import torch
 
 from dlo_framework.ema import WeightEMA
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
 from support.pruned_nets import differing, masks_of, train, weights_of
 
@@ -26,7 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _alone(rank: int, world_size: int, folder: Path, optimizer: str, names: list[str]) -> None:
-    silence_lightning()
     for name in names:
         home = folder / name.replace(":", "_")
         home.mkdir()
@@ -36,14 +34,12 @@ def _alone(rank: int, world_size: int, folder: Path, optimizer: str, names: list
 def _together(
     rank: int, world_size: int, folder: Path, strategy: str, names: list[str], optimizer: str
 ) -> dict[str, int]:
-    silence_lightning()
     wrong = {}
     for name in names:
         home = folder / name.replace(":", "_")
         home.mkdir(exist_ok=True)
         _, watch, _ = train(home, strategy, world_size, SETTINGS[name], optimizer=optimizer)
         wrong[name] = watch.wrong
-    leave_group()
     return wrong
 
 
@@ -138,9 +134,7 @@ def test_an_optimizer_of_full_tensors_keeps_pruned_weights_at_zero(tmp_path, str
 
 
 def _averaged(rank: int, world_size: int, folder: Path, strategy: str) -> None:
-    silence_lightning()
     train(folder, strategy, world_size, SETTINGS["magnitude"], callbacks=(WeightEMA(0.8),))
-    leave_group()
 
 
 @pytest.mark.timeout(600)
@@ -160,16 +154,12 @@ def test_an_average_on_ranks_is_zero_where_weights_are_pruned(tmp_path, alone, s
 
 
 def _stopped(rank: int, world_size: int, folder: Path, strategy: str, name: str) -> None:
-    silence_lightning()
     # The run's end is that of its epochs: what is stopped at a step has another schedule.
     train(folder, strategy, world_size, SETTINGS[name], epochs=2, limit=4)
-    leave_group()
 
 
 def _resumed(rank: int, world_size: int, folder: Path, strategy: str, name: str, path: Path) -> int:
-    silence_lightning()
     _, watch, _ = train(folder, strategy, world_size, SETTINGS[name], epochs=4, limit=4, ckpt_path=str(path))
-    leave_group()
     return watch.wrong
 
 
@@ -194,9 +184,7 @@ def test_one_strategy_resumes_the_masks_of_another(tmp_path, first, second, name
 
 
 def _start_masked(rank: int, world_size: int, folder: Path, strategy: str, masks: str) -> int:
-    silence_lightning()
     _, watch, _ = train(folder, strategy, world_size, {"masks": masks}, epochs=1, limit=2)
-    leave_group()
     return watch.wrong
 
 

@@ -16,7 +16,6 @@ import pytest
 from composition import matrix
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.record import merge_records
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -33,7 +32,6 @@ def run(
     rank: int, world_size: int, folder: Path, task: str, strategy: str, scheme: str, bits: int, mixed: bool = False
 ) -> matrix.Found:
     """Trains six steps, of which the last four round."""
-    silence_lightning()
     matrix.register_data_parallel()
     # No group of 32 divides the 48 features of this layer.
     skip = ["**.down_proj"] if task == "CausalLM" else []
@@ -47,7 +45,6 @@ def run(
     matrix.BESIDE["tested"] = matrix.With(rounding, trainer=(("precision", "32-true" if bits else "64-true"),))
     matrix.STRATEGIES.update({name: (MeshStrategy, options) for name, options in MESHES.items()})
     found = matrix.run_cell(folder, task, "tested", strategy, world_size)
-    leave_group()
     return found
 
 

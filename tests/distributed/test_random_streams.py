@@ -17,7 +17,6 @@ from dlo_framework import ParallelPlan, Task
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -127,14 +126,12 @@ def fit(world_size: int, name: str, save: Path | None = None, resume: Path | Non
 
 def _fits(rank: int, world_size: int, names: list[str]) -> dict[str, list[Any]]:
     """Returns the first weights, the draws and, of ddp, the last weights of each fit; seeds once for each strategy."""
-    silence_lightning()
     register_data_parallel()
     found: dict[str, list[Any]] = {}
     for name in names:
         seed_everything(5, workers=True, verbose=False)
         nets = [fit(world_size, name)[0] for _ in range(FITS)]
         found[name] = [(net.weights, net.draws, net.state_dict() if name == "ddp" else None) for net in nets]
-    leave_group()
     return found
 
 
@@ -169,16 +166,13 @@ def test_all_strategies_draw_the_weights_of_one_process_and_then_numbers_of_thei
 
 
 def _unseeded(rank: int, world_size: int) -> tuple[dict[str, Tensor], Any]:
-    silence_lightning()
     register_data_parallel()
     torch.seed()
     net, _ = fit(world_size, "zero3")
-    leave_group()
     return net.weights, net.draws
 
 
 def _resumed(rank: int, world_size: int, folder: Path, jobs: list[tuple[str, str | None, str | None]]) -> list[Any]:
-    silence_lightning()
     register_data_parallel()
     found = []
     for name, save, resume in jobs:
@@ -189,7 +183,6 @@ def _resumed(rank: int, world_size: int, folder: Path, jobs: list[tuple[str, str
             continue
         net, trainer = fit(world_size, name, save and folder / save, resume and folder / resume)
         found.append((net.draws, trainer.callbacks[0].losses))
-    leave_group()
     return found
 
 

@@ -24,7 +24,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.spawn import process_context
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -120,7 +119,6 @@ def train(kind: str, name: str, strategy: Any, devices: int) -> list[float]:
 def check(job: tuple[str, str, list[str]]) -> tuple[dict[str, str], list[float]]:
     """Returns what the check says of a model on each mesh, `refused: why` or "", and its losses on one process."""
     kind, name, meshes = job
-    silence_lightning()
     try:
         alone = train(kind, name, "auto", 1)
     except Exception as error:  # It does not train on one process either: nobody's plan is at fault.
@@ -142,7 +140,6 @@ def _said(error: BaseException) -> str:
 
 def _train_all(rank: int, world_size: int, kind: str, jobs: list[tuple[str, str]], folder: str) -> None:
     """Trains on ranks until one fails, and writes what each has found to a file: one that fails ends the others."""
-    silence_lightning()
     for name, mesh in jobs:
         losses, error = [], ""
         try:
@@ -153,7 +150,6 @@ def _train_all(rank: int, world_size: int, kind: str, jobs: list[tuple[str, str]
             file.write(json.dumps([losses, error]) + "\n")
         if error:
             raise RuntimeError(error)
-    leave_group()
 
 
 def trained(kind: str, jobs: list[tuple[str, str]]) -> Iterator[tuple[list[float], str]]:

@@ -15,12 +15,11 @@ from dlo_framework.distributed.launcher import RankLauncher, _listen, join_group
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
+from dlo_framework.testing.training import leave_group
 
 
 def _listeners(rank: int, world_size: int) -> list[str]:
     """Returns the local addresses, in hexadecimal, that listen on the store's port."""
-    silence_lightning()
     strategy = DataParallelStrategy()
     Trainer(accelerator="cpu", devices=world_size, strategy=strategy, logger=False, enable_checkpointing=False)
     strategy.setup_environment()

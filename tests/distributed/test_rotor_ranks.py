@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.strategy import DataParallelStrategy, register_data_parallel
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -48,7 +47,6 @@ def compare(
     rank: int, world_size: int, kind: str, strategy: str, budgets: list[str], link: str | None = None
 ) -> list[str]:
     """Trains without Rotor and with each budget; returns what was planned on this rank."""
-    silence_lightning()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     register_data_parallel()
     parts = PARTS if strategy in ("pp", "zero bubble", "interleaved") else 1
@@ -68,7 +66,6 @@ def compare(
             again = sum(plan.schedule.forwards) - len(plan.schedule.forwards)
             offloaded = f", {len(plan.schedule.transfers)} offloaded" if link else ""
             found.append(f"{again} again, {plan.measured.refusal or 'regions'}{offloaded}")
-    leave_group()
     return found
 
 
@@ -124,7 +121,6 @@ for _name in {*vars(DynamicBatchSize)} & {*vars(Callback)} - {"__doc__", "__modu
 
 def _larger_on_rank_0(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
     """Trains with a batch that is larger on rank 0, and then with larger ones on both ranks."""
-    silence_lightning()
     sizes = [8] * 5 + [16 if rank == 0 else 8] + [8] * 2 + [32] * 6
     batches = [(torch.randn(size, 16), torch.randint(4, (size,))) for size in sizes]
     rotor = Rotor("80%")

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from dlo_framework.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -52,12 +51,10 @@ def fitted(folder: Path, strategy: Any, devices: int, data: type[Tokens], **opti
 
 
 def on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    silence_lightning()
     pipeline: dict[str, Any] = {"pp": 2, "dp_shard": 1, "micro_batches": MICRO_BATCHES}
     strategies = [MeshStrategy(**pipeline, schedule=name) for name in ("GPipe", "1F1B", "Varuna", "ZBV")]
     strategies.append(MeshStrategy(**pipeline, appliers=[ActivationCheckpoint()]))
     found = [fitted(folder, strategy, world_size, Joined) for strategy in strategies]
-    leave_group()
     return found
 
 

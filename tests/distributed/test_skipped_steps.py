@@ -16,7 +16,6 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -47,7 +46,6 @@ class Returning(ImageClassifier):
 
 
 def _differences(rank: int, world: int, kind: type[ImageClassifier]) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for name in ("lamb8bit", "adamw"):  # Of full tensors, and elementwise.
         for strategy in ("zero1", "zero3", "fsdp", *(["tp"] if world == 2 else [])):
@@ -61,7 +59,6 @@ def _differences(rank: int, world: int, kind: type[ImageClassifier]) -> dict[str
                     found[f"{name} {strategy}"] = differ(weights, plain_loop(name, share[1], SKIPPED))
             except Exception:
                 found[f"{name} {strategy}"] = traceback.format_exc()
-    leave_group()
     return found
 
 
@@ -120,7 +117,6 @@ LEFT_OUT = {
 
 
 def _left_out(rank: int, world: int) -> dict[str, Any]:
-    silence_lightning()
     found: dict[str, Any] = {}
     for strategy, (name, make, clip) in LEFT_OUT.items():
         share = (0, 1) if strategy in ("tp", "pp") else (rank, world)
@@ -145,7 +141,6 @@ def _left_out(rank: int, world: int) -> dict[str, Any]:
                 found[f"{strategy} {case}"] = weights, judge.norms, share[1], name
             except Exception:
                 found[f"{strategy} {case}"] = traceback.format_exc()
-    leave_group()
     return found
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from dlo_framework.copy_streams import copy_streams
 from dlo_framework.finite import _message
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -166,7 +165,6 @@ def _masters(rank: int, world_size: int) -> dict[str, list[float]]:
 
 
 def _both_ways(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    silence_lightning()
     found = {}
     for name in names:
         make = STRATEGIES[name]
@@ -209,7 +207,6 @@ class Language(CausalLM):
 
 def _along_axes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     """Returns sums of each step's weights in order and late, and what was started."""
-    silence_lightning()
     found = {}
     for name in names:
         options, _ = AXES[name]

@@ -10,7 +10,6 @@ import torch
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.fsdp_nets import Batches, differ, trainer
@@ -19,7 +18,6 @@ from support.token_batches import SIZES, Tokens
 
 
 def _run(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
-    silence_lightning()
     run = trainer(world, STRATEGIES["tp"](), max_steps=STEPS, max_epochs=-1, gradient_clip_val=1e6)
     use_canonical_checkpoints(run)
     run.fit(task(name), Batches(data()))
@@ -40,7 +38,6 @@ def _run(rank: int, world: int, folder: Path, name: str) -> dict[str, Any]:
         if rank == 0
         else 0.0,
     }
-    leave_group()
     return found
 
 
@@ -82,7 +79,6 @@ def _soap(world: int, strategy: Any) -> dict[str, torch.Tensor]:
 
 
 def _soap_of_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
-    silence_lightning()
     return _soap(world, MeshStrategy(tp=world))
 
 

@@ -18,7 +18,6 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import silence_lightning
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
@@ -135,7 +134,6 @@ def _fit(rank: int, world: int, module: Module, strategy: Any, **options: Any) -
 
 def _train(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Returns, of each case, losses, weights, their dtypes and how a run that is resumed differs."""
-    silence_lightning()
     found = {}
     for name, (kind, stage, offload) in CASES.items():
         seen: set[torch.dtype] = set()

@@ -16,7 +16,6 @@ from dlo_framework.distributed.strategy import register_data_parallel, use_canon
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -121,7 +120,6 @@ SCENES += [("net", "compile"), ("recompute", "compile")]
 
 
 def _runs(rank: int, world_size: int, folder: Path, stages: tuple[int, ...], scenes: list[tuple[str, str]]) -> Any:
-    silence_lightning()
     register_data_parallel()
     losses = {}
     for stage in stages:
@@ -131,7 +129,6 @@ def _runs(rank: int, world_size: int, folder: Path, stages: tuple[int, ...], sce
             path = folder / f"{stage}-{module}-{callbacks}"
             options = {"callbacks": CALLBACKS[callbacks]()}
             losses[stage, module, callbacks] = train(world_size, strategy, MODULES[module](), path, **options)
-    leave_group()
     return losses
 
 
@@ -182,7 +179,6 @@ class Finetuning(BaseFinetuning):
 
 
 def _refused(rank: int, world_size: int, folder: Path) -> list[str]:
-    silence_lightning()
     found = []
     cases: list[Any] = [(ZeroStrategy(1), Finetuning())]
     cases += [(FSDPStrategy(), Finetuning()), *((ZeroStrategy(stage), Unfreeze()) for stage in STAGES)]

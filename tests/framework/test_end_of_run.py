@@ -54,7 +54,7 @@ class Net(LightningModule):
 
 class Data(ResumableDataModule):
     def __init__(self) -> None:
-        super().__init__(batch_size=2)
+        super().__init__(batch_size=2, num_workers=0)
         self.samples = TensorDataset(torch.arange(80.0).view(20, 4) / 80)
 
     def train_dataloader(self):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.bar import RunBar
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
@@ -58,7 +57,6 @@ class Net(LightningModule):
 
 
 def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) -> list[list[str]]:
-    silence_lightning()
     found = []
     for name, manual, returns, every in jobs:
         seed_everything(1, workers=True, verbose=False)
@@ -78,7 +76,6 @@ def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) 
         )
         trainer.fit(Net(manual, returns), datamodule=DigitsData(image_size=16, batch_size=32))
         found.append(lines.text.getvalue().splitlines())
-    leave_group()
     return found
 
 

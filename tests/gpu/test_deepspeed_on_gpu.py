@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import silence_lightning
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same
 from support.deepspeed_nets import CUT_ALL, Model, Watch, ds
@@ -51,7 +50,6 @@ def _train(strategy: Any, save: Path, resume: Path | None, **options: Any) -> tu
 
 
 def _all(rank: int, world_size: int, folder: Path) -> None:
-    silence_lightning()
     torch.backends.cuda.matmul.allow_tf32 = False
     for precision in ("32-true", "bf16-mixed", "16-mixed"):
         options: dict[str, Any] = {"precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}

@@ -17,7 +17,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.compile_blocks import CUDA_GRAPHS
 from dlo_plugins.callbacks.compile import Compile
@@ -165,7 +164,6 @@ STRATEGIES: dict[str, Any] = {
 
 
 def _compare(rank: int, world: int) -> dict[str, float]:
-    silence_lightning()
     found = {}
     for name, make in STRATEGIES.items():
         weights = []
@@ -179,7 +177,6 @@ def _compare(rank: int, world: int) -> dict[str, float]:
             weights.append(gather_full_weights(run))
         if rank == 0:
             found[name] = differ(*weights)
-    leave_group()
     return found
 
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from dlo_framework.errors import DloError
 from dlo_framework.experts import MixtureOptions
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.expert_balance import ExpertBalance, balance_scalars
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -85,9 +84,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 def on_ranks(rank: int, world_size: int, folder: Path) -> list[Any]:
-    silence_lightning()
     found = [fit(folder, make(), world_size).history for make in STRATEGIES.values()]
-    leave_group()
     return found
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.low_precision import LowPrecision
@@ -228,7 +227,6 @@ TWO: dict[str, Run] = {
 def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[str, Any]:
     from lightning.pytorch import Callback, Trainer, seed_everything
 
-    silence_lightning()
     found: dict[str, Any] = {}
 
     class Note(Callback):
@@ -259,7 +257,6 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
         if others:
             (compile_callback,) = (one for one in trainer.callbacks if isinstance(one, Compile))  # type: ignore[attr-defined]
             found[f"{name}, breaks"] = compile_callback.tally.breaks
-    leave_group()
     return found
 
 

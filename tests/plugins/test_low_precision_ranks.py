@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.low_precision import LowPrecision
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 from dlo_plugins.quantisation.shared_scales import shares_maximum
@@ -93,15 +92,12 @@ def _slices(rank: int, world_size: int) -> None:
 
 
 def _alone(rank: int, world_size: int) -> list[float]:
-    silence_lightning()
     return fit(1, "auto", low("int8"))[0]
 
 
 def _on_two(rank: int, world_size: int) -> list[float]:
     _slices(rank, world_size)
-    silence_lightning()
     losses = fit(2, MeshStrategy(tp=2, dp_shard=1), low("int8"))[0]
-    leave_group()
     return losses
 
 

@@ -353,7 +353,7 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 
 class Other(ResumableDataModule):
     def __init__(self) -> None:
-        super().__init__(batch_size=2)
+        super().__init__(batch_size=2, num_workers=0)
 
 
 def test_what_has_no_rectangles_is_refused_before_training(gallery):

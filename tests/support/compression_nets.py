@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
-from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
@@ -78,7 +77,6 @@ def fit(
     **options: Any,
 ) -> Trainer:
     register_data_parallel()
-    silence_lightning()
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size() if dist.is_initialized() else "auto",

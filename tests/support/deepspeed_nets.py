@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -133,11 +132,9 @@ def train(
 
 def runs(rank: int, world_size: int, jobs: list[tuple[Any, ...]]) -> list[list[float]]:
     """Trains one job after the other: a strategy's name, where to save, what to resume, and perhaps options."""
-    silence_lightning()
     register_data_parallel()
     found = []
     for name, save, resume, *rest in jobs:
         options = rest[0] if rest else {}
         found.append(train(world_size, STRATEGIES[name]() if world_size > 1 else "auto", save, resume, **options))
-    leave_group()
     return found

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -126,7 +125,6 @@ def compare(rank: int, world: int, folder: Path, cases: dict[str, tuple[str, ...
         folder: Folder for checkpoints.
         cases: Strategies by optimizer.
     """
-    silence_lightning()
     found: dict[str, Any] = {}
     for name, strategies in cases.items():
         references = {parts: plain_loop(name, parts) for parts in (1, 2)}
@@ -139,5 +137,4 @@ def compare(rank: int, world: int, folder: Path, cases: dict[str, tuple[str, ...
                 found[f"{name} {strategy}"] = (differ(full, reference), differ(full, again)) if full else (0.0, 0.0)
             except Exception:
                 found[f"{name} {strategy}"] = traceback.format_exc()
-    leave_group()
     return found

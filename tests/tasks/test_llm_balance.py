@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -126,10 +125,8 @@ def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **
 
 
 def _on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    silence_lightning()
     strategies = [FSDPStrategy(), ZeroStrategy(3), MeshStrategy(tp=2, dp_shard=1)]
     found = [_fitted(folder, strategy, world_size) for strategy in strategies]
-    leave_group()
     return found
 
 

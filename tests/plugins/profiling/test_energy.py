@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
-from dlo_framework.testing.training import leave_group, silence_lightning
 from dlo_plugins.profiling import energy_callback
 from dlo_plugins.profiling.energy_callback import Energy
 from dlo_plugins.profiling.energy_counters import CodecarbonCounter, NvmlCounter, RaplCounter, find_counters
@@ -159,7 +158,6 @@ class CountedSteps(Energy):
 
 def _resumes(rank: int, world_size: int, folder: Path) -> list[float]:
     """Returns the joules of a run, and of another that goes on from its checkpoint."""
-    silence_lightning()
     found, checkpoint = [], folder / "some.ckpt"
     for steps in (3, 5):
         energy, module = CountedSteps(), Net()
@@ -172,7 +170,6 @@ def _resumes(rank: int, world_size: int, folder: Path) -> list[float]:
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None)
         found.append(energy.summary_facts(trainer)["energy"]["joules"])
         trainer.save_checkpoint(checkpoint)
-    leave_group()
     return found
 
 
