@@ -76,12 +76,6 @@ def test_the_boxes_of_a_flat_shard_are_its_own_memory(case):
         assert not shard.data.any()
 
 
-@given(shape_and_boxes(3))
-def test_tiles_is_every_element_once(case):
-    shape, boxes = case
-    assert is_tiling(shape, boxes) == bool((counted(shape, boxes) == 1).all())
-
-
 @given(flat_parts(), st.data())
 def test_a_tiling_with_a_box_moved_taken_or_doubled_is_none(case, data):
     shape, edges = case
@@ -89,18 +83,6 @@ def test_a_tiling_with_a_box_moved_taken_or_doubled_is_none(case, data):
     index = data.draw(st.integers(0, len(boxes) - 1))
     assert not is_tiling(shape, boxes[:index] + boxes[index + 1 :])
     assert not is_tiling(shape, [*boxes, boxes[index]])
-
-
-def test_a_gap_and_an_overlap_of_equal_size_do_not_cancel():
-    boxes = [Box((0, 0), (1, 4)), Box((0, 0), (1, 4))]
-    assert sum(box.numel for box in boxes) == 8
-    assert not is_tiling((2, 4), boxes)
-
-
-def test_an_empty_tensor_is_tiled_by_nothing():
-    assert is_tiling((0, 3), [])
-    assert not is_tiling((), [])
-    assert is_tiling((), [Box((), ())])
 
 
 @given(shape_and_boxes(1), st.integers(1, 100))

@@ -110,19 +110,6 @@ def test_a_bomb_in_lightnings_form_is_not_executed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bomb.ckpt"]
 
 
-def test_numbers_that_could_be_several_weights_stay_numbers(tmp_path):
-    state = {"a": torch.ones(3), "b": torch.ones(3)}
-    moments = {0: {"exp_avg": torch.ones(3)}}
-    checkpoint = {"state_dict": state, "pytorch-lightning_version": "2.6.6", "global_step": 1}
-    checkpoint["optimizer_states"] = [{"state": moments, "param_groups": [{"params": [0]}]}]
-    torch.save(checkpoint, tmp_path / "l.ckpt")
-    (note,) = import_lightning(tmp_path / "l.ckpt", tmp_path / "ours.ckpt")
-    assert note == "optimizer 0: more than one assignment to the parameters fits; its state stays numbered"
-    optimizer = load(tmp_path / "ours.ckpt")["optimizer_states"][0]
-    assert optimizer["param_groups"] == [{"params": [0]}]
-    assert optimizer["state"][0]["exp_avg"].tolist() == [1, 1, 1]
-
-
 SHAPES = st.lists(st.sampled_from([(1,), (2,), (2, 2)]), min_size=1, max_size=7)
 
 

@@ -29,7 +29,6 @@ from dlo_framework.checkpoint import (
 from dlo_framework.checkpoint.state_tree import read_state
 from dlo_framework.checkpoint.verify import find_damage
 from dlo_framework.errors import DloError
-from dlo_framework.run_setup import find_start_checkpoint
 from dlo_framework.shards import Box
 
 
@@ -119,16 +118,6 @@ def test_a_look_at_the_sizes_finds_what_is_cut_off_and_not_what_is_changed(folde
         check(path)
     with pytest.raises(DloError, match=r"no checkpoint .*other\.ckpt; choose an existing path, or 'last' or 'best'"):
         check(folder / "other.ckpt")
-
-
-def test_nothing_valid_is_said_so(tmp_path):
-    save(a_run(1), tmp_path / "only.ckpt")
-    (tmp_path / "only.ckpt" / "state.pt").unlink()
-    with pytest.raises(DloError, match="no other one there is valid"):
-        load(tmp_path / "only.ckpt")
-    with pytest.warns(UserWarning, match=r"skipping .*only\.ckpt"):
-        assert newest_valid(tmp_path) is None
-    assert newest_valid(tmp_path / "nowhere") is None
 
 
 def test_the_newest_is_by_step_and_then_by_time(folder):
@@ -440,12 +429,3 @@ def test_files_of_a_user_beside_checkpoints_stay(folder):
     recover(folder)
     assert all((folder / name / "notes.txt").read_text() == "mine" for name in own)
     assert newest_valid(folder) == folder / "last.ckpt"
-
-
-def test_a_text_file_is_no_checkpoint(tmp_path):
-    for content in ("a note\n", "", "{}", "global_step: 5\n" * 1000):
-        (tmp_path / "note.ckpt").write_text(content)
-        with pytest.raises(DloError, match="damaged, truncated, or not a checkpoint"):
-            check(tmp_path / "note.ckpt")
-        with pytest.raises(DloError, match="damaged, truncated, or not a checkpoint"):
-            find_start_checkpoint(str(tmp_path / "note.ckpt"), lambda: tmp_path, trains=True)

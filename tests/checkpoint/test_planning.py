@@ -86,22 +86,6 @@ def test_boxes_of_a_mesh_are_runs_along_the_axis_that_most_ranks_shard():
         ]
 
 
-def test_a_run_ends_where_the_files_numbers_go_on_in_other_steps():
-    boxes = {rank: Box((place,), (1,)) for place, rank in enumerate((0, 1, 3, 5))}
-    holdings = [[held("w", "float32", (4,), *([boxes[rank]] if rank in boxes else []))] for rank in range(6)]
-    (tensor,) = manifest_of(holdings).tensors["model"].values()
-    assert [(chunk.box, int(chunk.file[6:11])) for chunk in tensor.chunks] == [(box, n) for n, box in boxes.items()]
-
-
-def test_what_a_rank_tells_does_not_grow_with_the_ranks_and_few_bytes_tell_it():
-    told = {ranks: sum(map(len, pack_inventory(sharded(1, ranks)))) for ranks in (8, 512)}
-    assert told[512] < 1.1 * told[8]
-    assert told[512] < len(pickle.dumps(sharded(1, 512))) / 3
-    # The answer is one bit for each box that the rank holds.
-    plan = make_global_plan([pack_inventory(sharded(rank, 8)) for rank in range(8)])
-    assert {len(mask) for mask in plan.masks} == {-(-len(sharded(1, 8)) // 8)}
-
-
 @st.composite
 def layouts(draw) -> list[list[InventoryEntry]]:
     """Tensors in grids of boxes, even or not, some of them on several ranks, of up to six."""
@@ -287,12 +271,6 @@ def test_a_second_save_tells_nothing_of_the_tensors_and_plans_nothing(found):
         assert max(size for _, size in of_rank["first"]["sent"]) > 1000
         plans = [of_rank[name]["plans"] for name in ("first", "second", "one more", "again")]
         assert plans == ([1, 0, 1, 0] if rank == 0 else [0, 0, 0, 0])
-
-
-def test_a_rank_gets_its_own_part_and_no_more(found):
-    for rank, of_rank in enumerate(found):
-        assert max(of_rank["first"]["got"]) < 500  # A bit for each of its tensors, not the plan.
-        assert (of_rank["plans kept whole"] > 0) is (rank == 0)
 
 
 def test_what_is_saved_under_a_plan_that_is_kept_is_of_its_own_moment(found, folder):

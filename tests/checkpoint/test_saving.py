@@ -285,18 +285,6 @@ def test_in_the_background_the_state_of_the_call_is_saved_and_nothing_is_removed
     assert newest_valid(folder / "background", weights_only=True) == folder / "background" / "step-5.ckpt"
 
 
-def test_a_single_process_saves_in_the_background_too(tmp_path):
-    saver, weights = AsyncSaver(), {"w": torch.ones(5)}
-    for step in range(3):
-        saver.save({"global_step": step, "state_dict": weights, "optimizer_states": []}, tmp_path / f"{step}.ckpt")
-        weights["w"] += 1
-        if step:
-            saver.remove(tmp_path / f"{step - 1}.ckpt")
-    saver.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
-    assert load(tmp_path / "2.ckpt")["state_dict"]["w"].tolist() == [3.0] * 5
-
-
 @pytest.mark.parametrize(("code", "works"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
 def test_a_file_system_that_cannot_sync_folders_still_takes_checkpoints(tmp_path, monkeypatch, code, works):
     sync = os.fsync

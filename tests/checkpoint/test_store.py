@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dlo_framework.checkpoint import (
-    AsyncSaver,
     check,
     load,
     loading,
@@ -152,13 +151,6 @@ def test_a_kill_between_the_renames_is_recovered_in_another_store(memory):
     assert load(RUN / "last.ckpt")["global_step"] == 9
 
 
-def test_a_background_save_goes_to_another_store_too(memory):
-    saver = AsyncSaver()
-    saver.save(a_run(5), "mem://bucket/run/last.ckpt")
-    saver.close()
-    assert load(RUN / "last.ckpt")["global_step"] == 5
-
-
 def test_an_existing_checkpoint_in_another_store_is_not_overwritten_by_a_conversion(memory):
     save(a_run(5), RUN / "last.ckpt")
     with pytest.raises(DloError, match=r"mem:/bucket/run/last\.ckpt exists; remove it, or choose another path"):
@@ -230,17 +222,6 @@ def test_a_single_file_in_another_store_is_refused_before_a_run_and_skipped_in_t
         assert newest_valid(RUN) == RUN / "step-5.ckpt"
 
 
-def test_a_write_that_another_store_refuses_leaves_nothing(memory, monkeypatch):
-    save(a_run(5), RUN / "last.ckpt")
-    monkeypatch.setattr(MemoryStore, "sync", lambda self, folder: (_ for _ in ()).throw(OSError(5, "lost connection")))
-    with pytest.raises(DloError, match=r"cannot write the checkpoint mem:/bucket/run/last\.ckpt: lost connection"):
-        save(a_run(9), RUN / "last.ckpt")
-    assert memory().list(RUN) == ["last.ckpt"]
-    monkeypatch.setattr(MemoryStore, "free_bytes", lambda self, folder: 1000)
-    with pytest.raises(DloError, match=r"no space for .*, 1\.0 kB free in mem:/bucket/run; previous last\.ckpt intact"):
-        save(a_run(9), RUN / "last.ckpt")
-
-
 def test_slices_with_gaps_are_read_by_ranges_of_a_bucket_at_most(memory, monkeypatch):
     lengths = []
     read = loading._read_range
@@ -293,16 +274,6 @@ def test_the_manifest_is_parsed_and_hashed_once_a_load_and_hashed_once_a_save(tm
     found = load(tmp_path / "last.ckpt")
     assert torch.equal(found["state_dict"]["w"], a_run(5)["state_dict"]["w"])
     assert (calls.parse, calls.hash) == (1, 2)
-
-
-def test_a_local_checkpoint_is_copied_to_a_store_and_back(tmp_path, monkeypatch) -> None:
-    register(tmp_path, monkeypatch, "mem = support.memory_store:MemoryStore")
-    monkeypatch.setattr(MemoryStore, "files", {})
-    save({"state_dict": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3}, tmp_path / "last.ckpt")
-    save(load(tmp_path / "last.ckpt"), "mem://bucket/last.ckpt")
-    found = load("mem://bucket/last.ckpt")
-    assert found["epoch"] == 3
-    assert torch.equal(found["state_dict"]["w"], torch.arange(6.0).view(2, 3))
 
 
 @pytest.mark.parametrize("option", ["run.dir", "dirpath of ModelCheckpoint"])

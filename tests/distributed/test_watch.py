@@ -16,18 +16,13 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.call import _call_callback_hooks
 
 from dlo_framework.distributed import open_files
-from dlo_framework.distributed.failure import Failure, is_lost_connection
+from dlo_framework.distributed.failure import Failure
 from dlo_framework.distributed.grace import GracePeriod
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
-from dlo_framework.distributed.signals import SignalListener, means_stop
+from dlo_framework.distributed.signals import SignalListener
 from dlo_framework.distributed.stacks import Position, StackSampler, position_of, print_stack
-from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.stop import GracefulStop
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
 
 LIMIT = 1.0
 
@@ -73,14 +68,6 @@ def test_the_first_failure_reaches_all_and_counts_for_all():
         assert told == [[own], [own], []]
 
 
-def test_rank_0_tells_the_others_of_its_own_failure():
-    with ranks(2) as (watches, told, _):
-        own = Failure(0, 2, "ValueError: boom")
-        assert watches[0].fail(own) == own
-        wait_until(lambda: told[1] == [own])
-        assert told[0] == []
-
-
 @pytest.mark.parametrize("dying", [1, 0])
 def test_a_process_that_dies_is_named(dying):
     with ranks(2) as (watches, told, _):
@@ -102,16 +89,6 @@ def test_a_silent_rank_is_named_and_one_that_beats_is_not():
         assert [failures[0].rank for failures in told] == [2, 2]
         assert "sent no heartbeat" in told[0][0].summary
         frozen.close()
-
-
-def test_farewell_is_no_failure():
-    with ranks(3) as (watches, told, _):
-        watches[1].end(orderly=True)
-        wait_until(lambda: watches[0].has_left(1))
-        time.sleep(0.5)
-        assert told == [[], [], []]
-        assert watches[0].first is None
-        assert not watches[0].has_left(2)
 
 
 def test_strangers_are_sent_away():
@@ -141,34 +118,6 @@ def test_of_ranks_that_wait_in_vain_the_one_waited_for_is_to_blame(places, waiti
         assert first is not None
         assert first.rank == to_blame
         assert "still in batch 4" in first.summary
-
-
-def test_if_all_wait_for_all_the_first_error_stands():
-    with ranks(2) as (watches, _, _):
-        error = Failure(0, 2, "RuntimeError: Timed out")
-        watches[0]._waited = {0: error, 1: Failure(1, 2, "RuntimeError: Timed out")}
-        assert watches[0].wait_for_first(20) == error
-
-
-def test_errors_of_a_connection_are_told_from_others():
-    lost = (
-        "[/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer",
-        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete",
-        "Application timeout caused pair closure",
-        "NCCL communicator was aborted on rank 1",
-    )
-    assert all(is_lost_connection(RuntimeError(text)) for text in lost)
-    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_lost_connection(RuntimeError("DataLoader timed out after 5 seconds"))
-    assert not is_lost_connection(ValueError("Connection reset by peer"))
-
-
-def test_a_failure_travels_as_one_line():
-    failure = Failure.from_error(KeyError("a\nb"), 3, 4)
-    assert "\n" not in failure.to_text()
-    assert Failure.from_text(failure.to_text()) == failure
-    with pytest.raises(ValueError, match="not a failure"):
-        Failure.from_text('{"rank": 1}')
 
 
 @contextmanager
@@ -385,21 +334,6 @@ def test_a_run_that_was_asked_to_stop_is_ended_once_it_does_not_move():
     assert [stuck.is_over(5.0, 0, waiting=20.0) for _ in range(3)] == [False, True, True]
 
 
-def test_a_rank_without_a_move_is_ended_by_the_signal_that_another_got():
-    with ranks(2) as (watches, told, _):
-        watches[0].set_grace(1.0)
-        watches[1].ask(signal.SIGTERM)
-        wait_until(lambda: all(told))
-        assert told[0][0].exit_code == 143
-        assert str(told[0][0]).startswith("rank 1 of 2: SIGTERM asked the run to stop")
-
-
-def test_handlers_of_users_keep_their_signals():
-    stop = GracefulStop("checkpoints")
-    assert all(means_stop(handler) for handler in (signal.default_int_handler, stop._request))
-    assert not any(means_stop(handler) for handler in (lambda *_: None, signal.SIG_DFL, signal.SIG_IGN, None, meet))
-
-
 def test_whoever_was_told_of_signals_before_goes_on_to_be_told():
     heard: list[int] = []
     reader, writer = socket.socketpair()
@@ -430,12 +364,6 @@ def test_whoever_was_told_of_signals_before_goes_on_to_be_told():
         assert signal.set_wakeup_fd(first) == writer.fileno()
     reader.close()
     writer.close()
-
-
-@pytest.mark.parametrize("kind", [DataParallelStrategy, ZeroStrategy, FSDPStrategy, MeshStrategy, DeepSpeedBridge])
-def test_a_collective_may_take_ten_minutes_by_default(kind):
-    assert kind().timeout_seconds() == 600
-    assert kind(timeout_minutes=3).timeout_seconds() == 180
 
 
 def test_a_thread_that_computes_or_sleeps_does_not_wait_for_ranks():

@@ -20,7 +20,6 @@ from dlo_framework.accelerator import AcceleratorSettings, Collector, CopyStream
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.cli import run
 from dlo_framework.data import module as data_module
-from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 
 
@@ -237,25 +236,11 @@ def test_validation_collects_garbage_too_and_forked_processes_do_it_themselves(o
         settings.on_train_end(on_cuda, BoringModel())
 
 
-def test_the_trainers_benchmark_holds_for_a_callback_that_is_named(tmp_path) -> None:
-    settings = AcceleratorSettings()
-    add_default_callbacks([settings], run_folder=tmp_path, model=BoringModel(), cudnn_benchmark=False)
-    assert not settings.cudnn_benchmark
-
-
 def test_values_that_do_not_exist_are_refused() -> None:
     with pytest.raises(DloError, match="must be highest, high or medium, got 'fast'"):
         AcceleratorSettings(matmul_precision="fast")  # type: ignore[arg-type]
     with pytest.raises(DloError, match="gc_steps must be at least 0, got -1"):
         AcceleratorSettings(gc_steps=-1)
-
-
-def test_a_config_may_bring_its_own(tmp_path) -> None:
-    own = AcceleratorSettings(gc_steps=7)
-    for given, expected in (([own], [own]), ([], None)):
-        callbacks = add_default_callbacks(given, run_folder=tmp_path, model=BoringModel(), cudnn_benchmark=False)
-        found = [callback for callback in callbacks if isinstance(callback, AcceleratorSettings)]
-        assert found == expected or (expected is None and [one.cudnn_benchmark for one in found] == [False])
 
 
 def test_the_allocator_grows_its_segments_unless_the_user_has_set_it_up(tmp_path, monkeypatch) -> None:

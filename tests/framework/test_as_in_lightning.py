@@ -269,10 +269,6 @@ def test_a_logger_that_would_upload_nothing_is_refused(tmp_path, strategy):
         run.fit(Net(), loader())
 
 
-def test_the_logger_of_a_fast_dev_run_has_any_attribute(tmp_path):
-    trainer(tmp_path, [], strategy="auto", logger=CSVLogger(tmp_path), fast_dev_run=True).fit(Net(), loader())
-
-
 # --- load_from_checkpoint ------------------------------------------------------------------------------------------
 
 

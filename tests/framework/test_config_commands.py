@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from dlo_framework.cli.commands.completion_command import make_parser, make_preamble
-from dlo_framework.cli.commands.schema_command import make_schema, schema_of_type
+from dlo_framework.cli.commands.schema_command import make_schema
 from dlo_framework.cli.main import main
 from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import Registry
@@ -81,11 +80,6 @@ def test_a_config_is_equal_to_what_a_run_writes_of_it(files: Path, capsys: pytes
     assert diff(full.replace("patience: 3", "patience: 5"), capsys) == [
         "+ trainer.callbacks[EarlyStopping].patience: 5"
     ]
-
-
-def test_a_config_that_is_not_there(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "diff", "one.yaml", "quikstart"]) == 2
-    assert "did you mean 'quickstart'?" in capsys.readouterr().err
 
 
 # --- the schema ----------------------------------------------------------------------------------------------
@@ -172,23 +166,6 @@ def test_a_plugin_s_arguments_have_types_defaults_and_texts(schema: dict[str, An
     assert {"OneCycle", "EarlyStopping", "dlo_plugins.callbacks.one_cycle.OneCycle"} <= names
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "other"),
-    [
-        ("int", 1, "a"),
-        ("float | None", None, [1]),
-        ("float", "1e-3", [1]),
-        ("Literal['a', 'b']", "a", "c"),
-        ("list[int]", [1], ["a"]),
-        ("Optional[dict[str, bool]]", {"a": True}, {"a": 1}),
-        ("Union[bool, str]", "a", 1),
-    ],
-)
-def test_types_become_schemas(text: str, value: Any, other: Any) -> None:
-    assert faults(value, schema_of_type(text), {}) == []
-    assert faults(other, schema_of_type(text), {})
-
-
 def test_the_schema_is_written_to_a_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", "--out", "dlo.schema.json"]) == 0
     assert "# yaml-language-server: $schema=dlo.schema.json" in capsys.readouterr().out
@@ -246,12 +223,3 @@ def test_zsh_describes_installed_commands() -> None:
     assert "from-accelerate:'print a config of Hugging Face Accelerate" in script
     assert '"--ckpt_path[checkpoint to resume from\\: a path, last, best, or auto' in script
     assert "_dlo_start() {\n  compadd -- last best auto\n  _files\n}" in script
-
-
-def test_the_script_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "zsh"]) == 0
-    assert "#compdef dlo" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err.strip().endswith("pip install 'dlo_framework[completion]'")

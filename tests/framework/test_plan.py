@@ -1,5 +1,4 @@
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -130,18 +129,6 @@ def test_tied_weights_are_checked_both_ways():
     )
     with pytest.raises(DloError, match="at least two"):
         changed(tied=[("head.weight",)])
-
-
-def test_unknown_rule():
-    with pytest.raises(DloError, match=r"unknown tensor rule 'colum'; did you mean 'column'\?"):
-        ParallelPlan(tensor={"a": "colum"})
-
-
-def test_a_plan_is_frozen_plain_data():
-    assert pickle.loads(pickle.dumps(PLAN)) == PLAN
-    assert hash(PLAN) == hash(dataclasses.replace(PLAN))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PLAN.blocks = ()
 
 
 def test_infer_finds_the_blocks_and_both_ends():

@@ -15,7 +15,7 @@ from dlo_framework.experts.grouped_linear import grouped_linear
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
-from dlo_plugins.remat.selective_policy import _KEPT_NAMES, _policy, selective_contexts
+from dlo_plugins.remat.selective_policy import _policy, selective_contexts
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.late import LateStream
@@ -131,13 +131,6 @@ def test_offload_fetches_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> Non
         assert seen == expected
 
 
-def test_offload_leaves_on_a_cpu_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = move_on_a_cpu(monkeypatch)
-    monkeypatch.setattr(activation_checkpoint, "_STAYS", ("cpu", "meta"))
-    gradients(applied(Net(), offload=True))
-    assert not started
-
-
 def calls(net: nn.Module) -> Counter[str]:
     with Count() as count:
         gradients(net)
@@ -183,39 +176,6 @@ def test_attention_that_drops_weights_is_computed_again_since_later_random_numbe
         assert _policy(None, op, q, q, q, *before, dropout_p=0.1) is again
 
 
-def test_names_of_operators_that_are_kept_are_torchs() -> None:
-    import torch.nn.attention.varlen
-
-    import dlo_plugins.context.operators  # noqa: F401  It defines two of them.
-
-    for name in _KEPT_NAMES:
-        namespace, op = name.split(".")
-        assert hasattr(getattr(torch.ops, namespace), op), name
-
-
-def held_bytes(net: nn.Module) -> int:
-    """Bytes that a forward leaves behind in the graph."""
-    held: dict[int, int] = {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        net(torch.randn(3, 10, 7))
-    return sum(held.values())
-
-
-def test_the_inside_of_blocks_is_not_held() -> None:
-    plain, full = held_bytes(Net()), held_bytes(applied(Net()))
-    one = 4 * 3 * 10 * WIDTH
-    assert full < (DEPTH + 4) * one
-    assert plain > 10 * DEPTH * one
-
-
 def test_selective_recomputation_may_run_operators_that_the_forward_did_not() -> None:
     """A sharded unit inside a block is gathered for it, and may have been gathered before the forward."""
     runs: list[int] = []
@@ -244,13 +204,6 @@ def test_blocks_may_be_compiled(mode: Any) -> None:
     for block in net.blocks:  # type: ignore[union-attr]
         block.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(net), gradients(Net(dropout=0.0)))
-
-
-def test_evaluation_keeps_nothing() -> None:
-    net = applied(Net()).eval()
-    with torch.no_grad():
-        found, expected = net(torch.ones(3, 10, 7)), Net().eval()(torch.ones(3, 10, 7))
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

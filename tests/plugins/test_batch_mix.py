@@ -13,7 +13,6 @@ from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.mixing import join_plans
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
@@ -151,29 +150,12 @@ def test_the_last_epochs_are_not_mixed_but_their_targets_are_still_smooth():
     assert mixed.seen[-1][1].unique().tolist() == pytest.approx([0.1 / 3, 0.9 + 0.1 / 3])
 
 
-def test_the_end_may_be_given_in_steps():
-    plain, mixed = (fit(c, max_epochs=-1, max_steps=25) for c in (None, BatchMix(off_epochs=1)))
-    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
-    assert same == [False] * 20 + [True] * 5
-    with pytest.warns(UserWarning, match="off_epochs must be below the run's 2 epochs, got 3"):
-        assert torch.equal(fit(BatchMix(off_epochs=3), max_epochs=2).seen[0][0], plain.seen[0][0])
-
-
 def test_a_short_last_window_does_not_end_the_mixing_early():
     """Ten batches by four are three steps an epoch: twelve are four epochs, of which three are mixed."""
     options = {"max_epochs": -1, "max_steps": 12, "accumulate_grad_batches": 4}
     plain, mixed = (fit(c, **options) for c in ([], [BatchMix(off_epochs=1)]))
     same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
     assert same == [False] * 30 + [True] * 10
-
-
-def test_epochs_that_get_shorter_in_steps_are_counted_as_they_are():
-    """Ten steps, then five an epoch: twenty are three epochs."""
-    grow = {"schedule": {0: 5, 1: 10}, "max_micro_batch": 5}
-    options = {"max_epochs": -1, "max_steps": 20}
-    plain, mixed = (fit([DynamicBatchSize(**grow), *c], **options) for c in ([], [BatchMix(off_epochs=1)]))
-    same = [torch.equal(a[0], b[0]) for a, b in zip(mixed.seen, plain.seen, strict=True)]
-    assert same == [False] * 20 + [True] * 10
 
 
 # --- whose memory ------------------------------------------------------------------------------------------------
@@ -326,15 +308,6 @@ def test_smooth_targets_that_a_threshold_does_not_tell_apart_are_refused(thresho
         fit(BatchMix(label_smoothing=0.1), module=module)
     assert module.losses == []
     fit(BatchMix(), module=module)
-
-
-def test_a_run_of_no_epochs_has_an_end():
-    assert fit(BatchMix(off_epochs=1), max_epochs=0).losses == []
-
-
-def test_off_epochs_need_an_end():
-    with pytest.raises(DloError, match="got neither; set one of them"):
-        fit(BatchMix(off_epochs=1), max_epochs=-1)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
     NoiseEstimate,
-    NoiseScale,
     grown_size,
-    lr_factor,
     noise_and_signal,
     scheduled_size,
     window,
@@ -95,13 +93,6 @@ def test_a_window_obeys_the_limit_and_the_ranks_and_wastes_little(size, limit, w
         assert size - found.batches * world < total <= size
 
 
-def test_windows_are_exact_where_the_numbers_allow():
-    assert window(256, None, 2) == Window(256, 1)
-    assert window(256, 64, 2) == Window(128, 2)
-    assert window(96, 40, 1) == Window(32, 3)
-    assert window(64, None, 1, least=2) == Window(32, 2)
-
-
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 5))
 def test_an_epochs_plan_visits_each_sample_once_but_for_less_than_a_batch(size, batch, batches):
     spans = plan_epoch(lambda at: Window(batch, batches), 0, size)
@@ -130,20 +121,3 @@ def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():
         estimate.add(*noise_and_signal(float(small), float(large), (8, 64)), 0.9)
     assert estimate.scale == pytest.approx(float(variance.sum() / mean.square().sum()), rel=0.1)
     assert estimate.weight == pytest.approx(1, abs=0.01)
-
-
-def test_pure_noise_has_no_scale():
-    estimate = NoiseEstimate()
-    estimate.add(*noise_and_signal(1.0, 0.1, (1, 10)), 0.9)
-    assert estimate.scale is None
-
-
-def test_noise_scale_arguments_out_of_range_are_refused():
-    with pytest.raises(DloError, match="at least the batch size of 64"):
-        NoiseScale(max_batch_size=32).check(64)
-    with pytest.raises(DloError, match="every at least 1"):
-        NoiseScale(max_batch_size=64, every=0).check(64)
-
-
-def test_rules_of_the_learning_rate():
-    assert [lr_factor(rule, 64, 16) for rule in ("none", "sqrt", "linear")] == [1, 2, 4]

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.compressed_all_reduce import BlockLayout, all_reduce_bytes
+from dlo_plugins.compression.compressed_all_reduce import BlockLayout
 from dlo_plugins.compression.powersgd import PowerSGD
 from dlo_plugins.compression.sign_compression import (
     block_scales,
@@ -129,19 +129,6 @@ def test_errors_stay_bounded_and_the_mean_over_steps_becomes_exact():
     assert max(norms[100:]) < 1.5 * max(norms[:100])
 
 
-def test_zeros_are_sent_as_zeros():
-    layout = BlockLayout((64, 64), 64, 1)
-    inputs = [torch.cat([torch.randn(64), torch.zeros(64)])]
-    mean, *_ = average_in_one_process(inputs, [torch.zeros(128)], [torch.zeros(128)], layout)
-    assert not mean[64:].any()
-    assert mean[:64].all()
-
-
-def test_a_plain_all_reduce_sends_each_element_nearly_twice():
-    assert all_reduce_bytes(400, 2) == 400
-    assert all_reduce_bytes(400, 4) == 600
-
-
 # --- PowerSGD's memory -------------------------------------------------------------------------------------
 
 
@@ -183,12 +170,6 @@ def test_what_powersgd_keeps_goes_with_the_parameters_when_buckets_change(monkey
     assert powersgd.state.q_memory_dict[0].tolist() == [3.0] * 8
     assert powersgd.state.q_memory_dict[1].tolist() == [2.0] * 8 + [0.0] * 8
     assert [powersgd.state.p_memory_dict[number].numel() for number in (0, 1)] == [8, 17]
-
-
-def test_torchs_batched_powersgd_cannot_run():
-    """Where this fails, torch has mended it, and the method can be offered."""
-    with pytest.raises(AssertionError):
-        torch_powersgd._orthogonalize(torch.randn(4, 2))
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
-from dlo_framework.progress import AccumulationWindow
 from dlo_framework.stop import RunStopped
 from dlo_plugins.callbacks.batch_plan import LRDecay, NoiseScale
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
@@ -379,16 +378,3 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
     with pytest.raises(DloError, match=message):
         fit(DynamicBatchSize({"50%": 16}), **options)
-
-
-def test_a_plain_loader_cannot_make_any_size():
-    with pytest.raises(DloError, match="got 25; set 30"):
-        fit(DynamicBatchSize({0: 25}), loader=DataLoader(samples(), batch_size=10))
-
-
-def test_a_window_answers_for_batches_counted_from_its_start():
-    """Lightning asks ``ready % accumulate_grad_batches``: this breaks if it asks otherwise."""
-    window = AccumulationWindow(3, 5)
-    assert [ready % window for ready in range(5, 12)] == [0, 1, 2, 0, 1, 2, 0]
-    assert window == 3
-    assert 6 / window == 2

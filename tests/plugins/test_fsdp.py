@@ -28,7 +28,7 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.precision_policy import mixed_precision
 from dlo_plugins.fsdp.row_shards import row_range
-from dlo_plugins.fsdp.sharding import find_roots, match_units, separable_units
+from dlo_plugins.fsdp.sharding import match_units, separable_units
 from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.parallelize import ParallelState
@@ -97,11 +97,6 @@ def test_resharding_to_a_number_wants_a_divisor() -> None:
 def test_the_trainer_refuses_before_any_process_starts(options: dict, message: str) -> None:
     with pytest.raises(DloError, match=message):
         Trainer(accelerator="cpu", devices=4, strategy=FSDPStrategy(**options), logger=False)
-
-
-def test_a_negative_prefetch_is_refused() -> None:
-    with pytest.raises(DloError, match="forward_prefetch must be a number of units"):
-        FSDPStrategy(forward_prefetch=-1)
 
 
 # --- names ----------------------------------------------------------------------------------------------------
@@ -173,26 +168,12 @@ def test_a_unit_that_shares_a_parameter_with_others_is_none() -> None:
     assert separable_units(within, names) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_inner_units_come_before_those_around_them() -> None:
-    assert separable_units(Tied(), ["blocks.1", "blocks.1.0", "blocks.0"]) == ["blocks.1.0", "blocks.0", "blocks.1"]
-
-
 def test_units_by_hand_are_names_or_patterns() -> None:
     assert match_units(Tied(), ["blocks.*", "head"]) == ["blocks.0", "blocks.1", "blocks.2", "head"]
     with pytest.raises(DloError, match=r"got 'blcks\.0', which matches none; did you mean 'blocks\.0'"):
         match_units(Tied(), ["blcks.0"])
     with pytest.raises(DloError, match=r"got ModuleList 'blocks'; .*'blocks\.\*'"):
         match_units(Tied(), ["blocks"])
-
-
-def test_roots_are_the_outermost_modules_that_are_called() -> None:
-    outer = nn.Module()
-    outer.parts = nn.ModuleDict({"one": nn.Linear(2, 2), "none": nn.ReLU()})
-    outer.net = nn.Sequential(nn.Linear(2, 2))
-    assert find_roots(outer) == [outer.parts["one"], outer.net]
-    outer.weight = nn.Parameter(torch.zeros(2))
-    with pytest.raises(DloError, match="got weight in Module itself"):
-        find_roots(outer)
 
 
 @given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 5))
@@ -385,8 +366,3 @@ def test_where_nothing_is_sharded_parameters_are_watched_though_the_whole_is_nev
     model(torch.ones(1, 2)).sum().backward()
     assert usage.used == set(found.parameters)
     assert earlier.used == set()  # It watches no longer.
-
-
-def test_a_decision_of_a_process_before_the_ranks_are_connected() -> None:
-    strategy = FSDPStrategy()
-    assert [strategy.reduce_boolean_decision(given) for given in (True, False)] == [True, False]

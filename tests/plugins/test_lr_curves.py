@@ -64,11 +64,6 @@ def test_warm_restarts_are_torchs(cycles, ratio, first):
     assert module.rates == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_restart_may_begin_lower():
-    rates = [WarmRestarts(cycles=2, peak_decay=0.5).lr_factor(at) for at in (0.0, 0.25, 0.5, 0.75)]
-    assert rates == pytest.approx([1, 0.5, 0.5, 0.25])
-
-
 @pytest.mark.parametrize("mode", ["triangular", "triangular2"])
 def test_cycles_are_torchs(mode):
     module, _ = train(Cyclic(cycles=3, low=0.2, mode=mode, momentum=(0.95, 0.85)))

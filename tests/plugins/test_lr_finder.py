@@ -1,9 +1,7 @@
 import json
 import math
 import random
-import runpy
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +9,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.stop import GracefulStop, RunStopped
-from dlo_framework.watch.bar import RunBar
 from dlo_plugins.callbacks.lr_finder import SUGGESTIONS, LRFinder, set_learning_rate, sweep_rates
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from support.named_sets import isolate_named_sets
@@ -261,14 +258,6 @@ def test_a_run_is_stopped_within_the_sweep(tmp_path, step, message):
     assert (tmp_path / "lr_find.json").exists() == (step == 20)
 
 
-def test_a_log_file_is_told_how_far_the_sweep_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dlo_plugins.callbacks.lr_finder.SECONDS_BETWEEN_LINES", 0.0)
-    fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), RunBar(), enable_progress_bar=True)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("LRFinder")]
-    assert len(lines) == 20
-    assert lines[0].startswith("LRFinder step 1/20: lr 1.00e-07, loss 1.")
-
-
 def test_a_resumed_run_does_not_sweep_again(tmp_path):
     finder = LRFinder(num_steps=30)
     whole, _, _ = fit(tmp_path, finder, OneCycle(), max_epochs=4)
@@ -281,11 +270,6 @@ def test_a_resumed_run_does_not_sweep_again(tmp_path):
     assert module.rates.steps == 14
     assert max(module.rates.seen)[0] < finder.lr
     assert len(whole) == 28
-
-
-def test_a_second_epoch_does_not_sweep_again(tmp_path):
-    _, module, _ = fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), max_epochs=3)
-    assert module.rates.steps == 20 + 21
 
 
 def test_it_refuses_manual_optimization(tmp_path):
@@ -350,20 +334,3 @@ def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):
 def test_bad_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(DloError, match=message):
         LRFinder(**arguments)
-
-
-def test_a_dataset_of_one_batch_is_gone_round(tmp_path):
-    data = DataLoader(TensorDataset(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])), batch_size=4)
-
-    class One(ResumableDataModule):
-        def train_dataloader(self):
-            return data
-
-    _, module, trainer = fit(tmp_path, LRFinder(num_steps=20, max_lr=1e-3), data=One(batch_size=4), max_epochs=1)
-    assert (module.rates.steps, trainer.global_step) == (21, 1)
-
-
-def test_the_picture_is_what_the_finder_draws():
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    drawn = runpy.run_path(str(docs / "pictures" / "lr_finder.py"))["draw"]()
-    assert (docs / "images/lr-finder.svg").read_text() == drawn

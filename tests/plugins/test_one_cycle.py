@@ -2,14 +2,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_schedule import find_schedulers, group_peaks
-from dlo_plugins.callbacks.one_cycle import OneCycle, phase_ends, piecewise
+from dlo_plugins.callbacks.one_cycle import OneCycle
 
 
 class Regression(LightningModule):
@@ -106,11 +104,6 @@ def test_accumulation_does_not_shift_the_schedule():
     assert [lr for lr, _, _ in module.seen] == pytest.approx([fastais(step / 6, 0.1)[0] for step in range(6)])
 
 
-def test_max_steps_ends_the_schedule_where_it_ends_training():
-    module, _ = train(OneCycle(0.1, preset="torch"), max_epochs=-1, max_steps=10)
-    assert module.seen[-1][0] == pytest.approx(0.1 / 25 / 1e4, abs=1e-12)
-
-
 def test_a_single_maximum_keeps_the_groups_ratio_and_a_list_sets_each():
     module, _ = train(OneCycle(1.0))
     highest = max(module.seen)
@@ -204,18 +197,6 @@ def test_it_refuses_a_training_without_an_end():
 def test_bad_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(DloError, match=message):
         OneCycle(**arguments)
-
-
-def test_a_list_of_the_wrong_length_is_refused():
-    with pytest.raises(DloError, match="each of the 2 parameter groups, got 3"):
-        train(OneCycle([0.1, 0.2, 0.3]))
-
-
-@given(st.floats(0.05, 0.5), st.booleans(), st.floats(0, 1))
-def test_the_curve_stays_between_its_values(pct_start, three_phase, fraction):
-    values = (0.04, 1.0, 0.04, 1e-5) if three_phase else (0.04, 1.0, 1e-5)
-    value = piecewise(fraction, phase_ends(pct_start, three_phase, 0.0), values, "cos")
-    assert 1e-5 - 1e-12 <= value <= 1 + 1e-12
 
 
 class Stream(IterableDataset):

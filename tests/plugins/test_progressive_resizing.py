@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -240,29 +239,6 @@ def test_a_module_of_ones_own_holds_a_vit():
     recorder, _ = fit(ProgressiveResizing(start_size=8, end_size=16, begin=0, end=2), plain_loader(), module)
     assert recorder.sizes == expected((8, BATCHES), (12, BATCHES), (16, 2 * BATCHES))
     assert module.network[0].pos_embed.shape == (1, 17, 32)
-
-
-class Rows(Logger):
-    """Keeps what is logged of the size."""
-
-    name, version = "rows", "0"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, float]] = []
-
-    def log_hyperparams(self, *arguments, **named):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        if "data/image_size" in metrics:
-            self.rows.append((step, metrics["data/image_size"]))
-
-
-def test_the_size_is_logged_once_on_the_steps_that_are_logged():
-    logger, sizes = Rows(), {0: 8, "1 epochs": 16}
-    fit(ProgressiveResizing(sizes), logger=logger, log_every_n_steps=2, max_epochs=2, accumulate_grad_batches=2)
-    assert logger.rows == [(2, 8.0), (4, 16.0), (6, 16.0)]
 
 
 # --- refusals ----------------------------------------------------------------------------------------------

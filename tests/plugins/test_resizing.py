@@ -14,12 +14,9 @@ from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.progressive_resizing import (
     GrowingSize,
     StepSizes,
-    check_multiples,
     images_of,
     replace_images,
     resize_images,
-    resized_sides,
-    round_down,
 )
 from dlo_plugins.callbacks.run_position import parse_position
 
@@ -58,21 +55,6 @@ def test_growth_is_ffcvs_between_its_points():
     assert [coarse.size_at(at(epoch), 88) for epoch in (0, 70, 76, 76.1, 87)] == [160, 160, 160, 192, 192]
 
 
-def test_a_step_of_growth_is_not_held_back_by_rounding():
-    """Half of the way from 35% to 55% of 100 epochs is the 45th, where floats give 11.999999999999998 pixels."""
-    schedule = growth(8, 16, "35%", "55%", 4)
-    assert [schedule.size_at(at(epochs), 100) for epochs in (44, 45, 54, 55)] == [8, 12, 12, 16]
-
-
-def test_stages_are_equally_long_and_have_both_ends():
-    """EfficientNetV2-S: 128 to 300 in four stages."""
-    schedule = growth(128, 300, 0, "100%", 4, stages=4)
-    sizes = [schedule.size_at(at(epoch), 350) for epoch in range(350)]
-    assert sorted(set(sizes)) == schedule.all_sizes() == [128, 184, 240, 300]
-    assert [sizes.count(size) for size in schedule.all_sizes()] == [88, 87, 88, 87]
-    assert sizes == sorted(sizes)
-
-
 @given(
     st.integers(1, 8),
     st.integers(1, 8),
@@ -88,15 +70,6 @@ def test_every_size_is_announced_and_between_the_ends(start, end, begin, length,
     assert min(start, end) * 16 <= size <= max(start, end) * 16
     if epochs >= begin + length + 0.01:
         assert size == end * 16
-
-
-def test_rounding_down_ends_at_the_multiple():
-    assert [round_down(size, 32) for size in (1, 32, 63.9, 64, 100)] == [32, 32, 32, 64, 96]
-    check_multiples([32, 64], 32, "x")
-    with pytest.raises(DloError, match="x: sizes must be multiples of 16 pixels, got 170; set 160 or 176"):
-        check_multiples([160, 170], 16, "x")
-    with pytest.raises(DloError, match=r"got 10; set 16$"):
-        check_multiples([10], 16, "x")
 
 
 # --- batches -----------------------------------------------------------------------------------------------
@@ -124,12 +97,6 @@ def test_dtype_and_memory_format_stay(dtype):
     assert small.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(images, before)
     assert resize_images(images, 24, 24) is images
-
-
-def test_a_shape_that_is_not_square_is_kept():
-    assert resized_sides(96, 96, 32, 8) == (32, 32)
-    assert resized_sides(96, 128, 32, 8) == (32, 40)
-    assert resized_sides(128, 96, 48, 1) == (64, 48)
 
 
 class Pair(NamedTuple):

@@ -11,16 +11,10 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.time_to_target import (
     LOG,
     RESULT,
     TimeToTarget,
-    best_of,
-    first_reaching,
-    metric_direction,
-    mllog_line,
-    reaches,
 )
 
 SAMPLES, BATCH = 20, 4
@@ -132,20 +126,6 @@ def test_the_log_is_mlperfs(tmp_path, monkeypatch):
     assert values["eval_accuracy"] == pytest.approx(0.12)  # three steps an epoch
     assert lines[-1]["metadata"] == {"status": "success", "epoch_num": 4.0, "samples_count": 80}
     assert [line["metadata"]["epoch_num"] for line in lines if line["key"] == "epoch_start"] == [1, 2, 3, 4]
-
-
-def test_a_target_reached_in_mid_epoch_ends_the_run_there(tmp_path):
-    trainer = run(tmp_path / "run", TimeToTarget("val_loss", 0.93, mode="min"), val_check_interval=2)
-    assert trainer.global_step == 7
-    assert result(tmp_path / "run")["epochs"] == pytest.approx(1.4)
-    assert result(tmp_path / "run")["samples"] == 28
-
-
-def test_compiling_is_told_apart(tmp_path, capsys):
-    run(tmp_path / "run", TimeToTarget("val_score", 0.1), Compile(backend="aot_eager"))
-    found = result(tmp_path / "run")
-    assert 0 < found["compile_seconds"] < found["seconds"]
-    assert " s of it compiling), 40 samples, 2.00 epochs" in capsys.readouterr().out
 
 
 # --- a run that does not -----------------------------------------------------------------------------------
@@ -274,32 +254,6 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 
 
 # --- the pure functions ------------------------------------------------------------------------------------
-
-
-def test_the_first_evaluation_at_the_target_counts():
-    course = [{"value": value} for value in (0.1, float("nan"), 0.7, 0.9, 0.7)]
-    assert first_reaching(course, 0.7, "max") is course[2]
-    assert first_reaching(course, 0.95, "max") is None
-    assert first_reaching(course, 0.1, "min") is course[0]
-    assert best_of(course, "max") is course[3]
-    assert best_of(course, "min") is course[0]
-    assert best_of(course[1:2], "max") is None
-    assert reaches(float(torch.tensor([7.0, 10.0]).aminmax().min / 10), 0.7, "max")
-    assert not reaches(float("nan"), 0.0, "max")
-    assert not reaches(float("nan"), 0.0, "min")
-
-
-def test_a_name_tells_which_way_is_better_or_nothing():
-    named = {"val_acc1": "max", "val/top-1/accuracy": "max", "val_loss": "min", "wer": "min", "val_flossy": None}
-    assert {name: metric_direction(name) for name in named} == named
-
-
-def test_a_line_of_the_log():
-    line = mllog_line("eval_accuracy", 0.5, 12, metadata={"epoch_num": 2})
-    assert line == (
-        ':::MLLOG {"namespace": "", "time_ms": 12, "event_type": "POINT_IN_TIME", "key": "eval_accuracy",'
-        ' "value": 0.5, "metadata": {"epoch_num": 2}}'
-    )
 
 
 # --- the command -------------------------------------------------------------------------------------------

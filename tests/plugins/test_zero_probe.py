@@ -70,19 +70,6 @@ def test_a_class_can_say_that_it_needs_full_tensors() -> None:
     assert probe_optimizer(Later(parameters(), lr=0.1)) == "tensor"
 
 
-class AskingForAClosure(torch.optim.AdamW):
-    """As some of others' libraries are written."""
-
-    @torch.no_grad()
-    def step(self, closure):
-        closure()
-        return super().step()
-
-
-def test_an_optimizer_that_asks_for_a_closure_gets_one() -> None:
-    assert probe_optimizer(AskingForAClosure(parameters())) == "elementwise"
-
-
 class Own(torch.optim.SGD):
     """A user's, with what it needs in attributes: they are read, and written to."""
 
@@ -113,12 +100,6 @@ def test_an_optimizers_own_attributes_and_one_that_it_wraps(whole: bool, kind: s
 def test_a_flag_that_takes_a_mean_over_the_tensor_changes_the_kind() -> None:
     assert probe_optimizer(timm.optim.create_optimizer_v2(parameters(), "lion")) == "elementwise"
     assert probe_optimizer(timm.optim.create_optimizer_v2(parameters(), "clion")) == "tensor"
-
-
-def test_one_group_of_several_decides() -> None:
-    first, second = parameters()
-    optimizer = timm.optim.Lion([{"params": [first]}, {"params": [second], "caution": True}])
-    assert probe_optimizer(optimizer) == "tensor"
 
 
 def test_nothing_of_the_optimizer_changes() -> None:

@@ -110,13 +110,6 @@ def test_the_schedule_is_followed_step_by_step_and_not_shifted_by_accumulation(t
     assert seen == pytest.approx([0.2 + 0.8 * t if t < 1 else c for t, c in zip(at, cosine, strict=True)], abs=1e-6)
 
 
-def test_a_constant_schedule_has_no_scheduler(tmp_path):
-    run = trainer(tmp_path, max_epochs=1)
-    run.fit(tiny(schedule="constant", lr=2e-3), Images())
-    assert not run.lr_scheduler_configs
-    assert {group["lr"] for group in run.optimizers[0].param_groups} == {2e-3}
-
-
 def test_a_checkpoint_loads_safely_and_rebuilds_the_model_without_data(tmp_path):
     saver = ModelCheckpoint(tmp_path, filename="last")
     task, data = tiny(ema_decay=0.5, layer_decay=0.7), Images()
@@ -245,15 +238,6 @@ def test_a_model_is_evaluated_at_another_size_if_it_can_be():
     data.eval_image_size = 250
     with pytest.raises(DloError, match="multiples of 16 pixels, got 250; use 240 or 256"):
         ImageClassifier().check(data)
-
-
-def test_coatnet_trains_in_channels_last():
-    task = ImageClassifier("coatnet_nano_rw_224", num_classes=3, image_size=64, channels_last=True)
-    task.configure_model()
-    batch = torch.randn(2, 3, 64, 64), torch.tensor([0, 2])
-    loss = task.training_step(batch, 0)["loss"]
-    loss.backward()
-    assert torch.isfinite(loss)
 
 
 def test_without_data_the_classes_must_be_given(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import zlib
 
@@ -84,15 +83,6 @@ def test_large_crops_are_reduced_by_the_decoder(size: int, scale: int) -> None:
     assert difference.mean() <= 4  # two reductions are a slightly different filter than one
     full, _ = decode_crop(data, lambda h, w: box, size, exact=True)
     assert full.shape[1] == 640
-
-
-def test_rows_below_the_crop_are_not_decoded_and_those_above_are_equal() -> None:
-    data = encode(PHOTOS[1], subsampling=2)
-    whole, _ = decode_crop(data, WHOLE, 224, exact=True)
-    part, _ = decode_crop(data, lambda h, w: Box(50, 0, 100, 640), 224, exact=True)
-    assert whole.shape == (427, 640, 3)
-    assert part.shape[0] == 176  # 150 rows, rounded up to units of 16, and one more
-    assert (part[:150] == whole[:150]).all()
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 4}, {"optimize": True}])
@@ -179,8 +169,3 @@ def test_any_cut_of_a_file_is_either_refused_or_as_large_as_it_says() -> None:
         except CorruptImageError:
             continue
         assert pixels.shape == (48, 64, 3)
-
-
-def test_the_error_travels_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(CorruptImageError("corrupt image x.jpg")))
-    assert (type(error), str(error)) == (CorruptImageError, "corrupt image x.jpg")

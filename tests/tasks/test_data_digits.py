@@ -46,19 +46,6 @@ def test_batches_are_normalised_rgb_and_the_same_with_any_number_of_workers() ->
     assert targets.dtype == torch.int64
 
 
-def test_every_shift_happens_and_nothing_else() -> None:
-    image = torch.arange(1, 17, dtype=torch.uint8).view(1, 4, 4)
-    dataset = ShiftedImages(image, torch.tensor([3]), shift=1)
-    padded = torch.nn.functional.pad(image[0], (1, 1, 1, 1))
-    possible = {padded[r : r + 4, c : c + 4].numpy().tobytes() for r in range(3) for c in range(3)}
-    draws = [Draw(0, seed, True) for seed in range(200)]
-    images, targets = dataset.fetch(draws)
-    assert images.shape == (200, 3, 4, 4)
-    assert {shifted[1].numpy().tobytes() for shifted in images} == possible
-    assert torch.equal(dataset.fetch(draws[7:9])[0], images[7:9])
-    assert targets.unique().tolist() == [3]
-
-
 def test_warping_turns_anticlockwise_and_enlarges_about_the_centre() -> None:
     image = torch.zeros(1, 8, 8, dtype=torch.uint8)
     image[0, 1, 2] = 200
@@ -83,23 +70,6 @@ def test_distortions_are_functions_of_the_seed_alone_and_stay_within_their_bound
     areas = images[:, 0].float().sum((1, 2)) / image.float().sum()
     assert 0.9**2 - 0.02 < areas.min() < 0.9
     assert 1.1 < areas.max() < 1.1**2 + 0.02
-
-
-@pytest.mark.parametrize("shift", [0, 1, 2])
-def test_at_another_size_it_is_the_same_shift_in_proportion(shift: int) -> None:
-    images = torch.randint(0, 256, (5, 8, 8), dtype=torch.uint8)
-
-    def doubled(size: int) -> torch.Tensor:
-        assert size == 16
-        return images.repeat_interleave(2, 1).repeat_interleave(2, 2)
-
-    dataset = ShiftedImages(images, torch.arange(5), shift=shift, at_size=doubled)
-    draws = [Draw(seed % 5, seed, True) for seed in range(100)]
-    own, targets = dataset.fetch(draws)
-    larger, same = dataset.fetch([draw._replace(size=(16, 16)) for draw in draws])
-    assert torch.equal(larger, own.repeat_interleave(2, 2).repeat_interleave(2, 3))
-    assert torch.equal(same, targets)
-    assert torch.equal(dataset.fetch([draw._replace(size=(8, 8)) for draw in draws])[0], own)
 
 
 def test_every_choice_is_the_same_at_another_size() -> None:

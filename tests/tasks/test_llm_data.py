@@ -14,7 +14,6 @@ from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.tokenizer import find_filler_id
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
 
 # --- what a batch holds --------------------------------------------------------------------------------------
@@ -118,15 +117,6 @@ def test_only_answers_are_labels_of_chats_and_pairs(make, tmp_path):
     assert data.statistics["train"].long_samples == "truncate"
 
 
-def test_validation_visits_each_window_once(make):
-    data = make(val_fraction=0.5, eval_batch_size=7)
-    data.setup("fit")
-    loader = data.val_dataloader()
-    batches = list(loader)
-    assert sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches) == data.statistics["val"].targets
-    assert "tokens_in_step" not in batches[0]
-
-
 # --- documents are alone -------------------------------------------------------------------------------------
 
 
@@ -174,19 +164,6 @@ def test_a_document_that_changes_leaves_the_others_logits_as_they_were(make, lla
         assert torch.equal(after[:first], before[:first])
         assert torch.equal(after[past:], before[past:])
         assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
-
-
-def test_no_document_of_a_window_is_padding_alone(make):
-    data = make(sentences(60, longest=12), seq_len=128)
-    data.setup("fit")
-    padded = 0
-    for batch in data.train_dataloader():
-        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
-            starts = [*torch.where(positions == 0)[0].tolist(), len(ids)]
-            filler = find_filler_id(data.tokenizer)
-            padded += bool(ids[-1] == filler)
-            assert all((ids[first:past] != filler).any() for first, past in pairwise(starts))
-    assert padded
 
 
 # --- which come when -----------------------------------------------------------------------------------------
@@ -295,10 +272,6 @@ def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
         trainer.validate(Recorder(), datamodule=validated, ckpt_path=str(tmp_path / "cut.ckpt"), verbose=False)
     with pytest.raises(DloError, match="batch_size must be 4, as in the interrupted epoch, got 2"):
         fit(tmp_path, Recorder(), other, ckpt=str(tmp_path / "cut.ckpt"))
-
-
-def test_without_validation_files_and_fraction_there_is_no_validation(make, tmp_path):
-    fit(tmp_path, Recorder(), make(), max_epochs=1)
 
 
 def test_the_models_tokenizer_is_used_where_it_brings_one(make, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -13,10 +12,7 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.corpus import END
-from dlo_tasks.llm.records import content_hash
 from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.token_build import cached_tokens
-from dlo_tasks.llm.tokenizer import fingerprint
 from support.texts import documents_in, lines, sentences, word_tokenizer
 
 # --- the split, the cache ------------------------------------------------------------------------------------
@@ -113,16 +109,6 @@ def test_ids_with_gaps_between_them_stay_as_they_are(tmp_path):
     batch = next(iter(data.train_dataloader()))
     assert batch["input_ids"].tolist() == [[1, 40_000, 1]]
     assert batch["labels"].tolist() == [[40_000, 1, 0]]
-
-
-@pytest.mark.parametrize(("ids", "is_as_before"), [([0, 1, 2], True), ([0, 1, 40_000], False)])
-def test_a_cache_keeps_its_name_where_ids_have_no_gaps(tmp_path, ids, is_as_before):
-    """Caches that were made before gaps counted are found again, but for those in which ids became others."""
-    words = word_tokenizer(dict(zip(("<end>", "hello", "world"), ids, strict=True)))
-    file = lines(tmp_path / "a.jsonl", {"text": "hello world"})
-    made_of = [1, content_hash([file]), fingerprint(words), []]
-    name = f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.bin"
-    assert (cached_tokens([file], words, tmp_path) == name) is is_as_before
 
 
 def test_a_truncated_cache_is_made_anew_with_a_warning(make, monkeypatch, cache):

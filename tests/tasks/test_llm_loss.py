@@ -1,7 +1,6 @@
 """The loss over the vocabulary in chunks is the loss over all logits, and so are its gradients."""
 
 import itertools
-import math
 from unittest import mock
 
 import pytest
@@ -184,19 +183,6 @@ def test_the_loss_adds_up_in_single_precision_whatever_the_default_dtype(kernel:
     assert found.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_half_precision_weights_add_up_in_single_precision() -> None:
-    projection, hidden, targets = make(dtype=torch.bfloat16)
-    many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
-    summed_loss(VocabularyHead(projection), many, goals, 4).backward()
-    exact = nn.Linear(WIDTH, VOCABULARY, bias=False)
-    exact.weight.data = projection.weight.data.float()
-    full_logits_loss(VocabularyHead(exact), many.float(), goals).backward()
-    assert projection.weight.grad is not None
-    assert exact.weight.grad is not None
-    error = (projection.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
-    assert error < 0.01
-
-
 def test_logits_of_all_tokens_are_never_there() -> None:
     torch.manual_seed(0)
     projection, hidden = nn.Linear(8, 300, bias=False), torch.randn(4000, 8, requires_grad=True)
@@ -237,13 +223,6 @@ def test_a_second_backward_says_why_there_is_none() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward of the loss over the vocabulary must run once"):
         loss.backward()
-
-
-def test_a_uniform_head_costs_the_logarithm_of_the_vocabulary() -> None:
-    projection = nn.Linear(4, 7, bias=False)
-    projection.weight.data.zero_()
-    loss = summed_loss(VocabularyHead(projection), torch.randn(5, 4), torch.arange(5))
-    assert loss.item() == pytest.approx(5 * math.log(7))
 
 
 KERNELS: list[Kernel] = ["rows", "compiled"]
@@ -391,17 +370,6 @@ def test_an_accelerator_has_rows_by_default_and_adds_to_the_weights_gradient_in_
     half = torch.bfloat16
     assert widths == [(half, half, torch.float32, torch.float32)] * 3  # of 23 tokens
     torch.testing.assert_close(projection.weight.grad, expected, rtol=2e-2, atol=1e-2)
-
-
-def test_measures_of_an_accelerator_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    projection, hidden, targets = make(dtype=torch.float32)
-    expected = token_losses_and_hits(VocabularyHead(projection), hidden, targets)
-    monkeypatch.setattr(vocabulary_loss, "_on_host", lambda device: False)
-    with Counts() as found:
-        losses, hits = token_losses_and_hits(VocabularyHead(projection), hidden, targets)
-    assert not WAITS & set(found.names)
-    torch.testing.assert_close(losses, expected[0])
-    assert torch.equal(hits, expected[1])
 
 
 def test_a_kernel_that_does_not_serve_a_head_is_refused() -> None:

@@ -219,20 +219,6 @@ def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    task = CausalLM(config={**LLAMA, "vocab_size": 300})
-    task.configure_model()
-    ids = torch.randint(300, (1, 12))
-    labels = torch.randint(300, (1, 12))
-    place = torch.tensor([[*range(5), *range(7)]])
-    packed = task.training_step({"input_ids": ids, "labels": labels, "position_ids": place}, 0)["loss"]
-    parts = [
-        task.training_step({"input_ids": ids[:, cut], "labels": labels[:, cut]}, 0)["loss"] * width
-        for cut, width in ((slice(0, 5), 5), (slice(5, 12), 7))
-    ]
-    assert packed.item() == pytest.approx(sum(part.item() for part in parts) / 12, rel=1e-5)
-
-
 def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, capsys: Any) -> None:
     task = CausalLM(config=LLAMA, sampling=Sampling(max_new_tokens=6))
     data = Text()
@@ -317,15 +303,6 @@ def test_a_vocabulary_reaches_to_the_largest_id_where_ids_have_gaps() -> None:
         language_models.check_vocabulary(40, words, trained=True)
 
 
-def test_a_config_may_be_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, "vocab_size": 77}))
-    task = CausalLM(config=str(path))
-    task.check(None)
-    task.configure_model()
-    assert task.model.get_input_embeddings().weight.shape == (77, 32)
-
-
 def test_soft_capped_attention_is_computed_where_it_is_not_left_out() -> None:
     small = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "vocab_size": 50}
     task = CausalLM(config=small)
@@ -384,13 +361,6 @@ def test_code_that_comes_with_a_model_is_not_run(saved: Path) -> None:
     with pytest.raises(DloError, match="cannot read the config"):
         CausalLM(model=str(saved))
     assert not ran.exists()
-
-
-def test_prompts_without_a_tokenizer_are_refused() -> None:
-    task = CausalLM(config={**LLAMA, "vocab_size": 50}, prompts=["def "])
-    task.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(DloError, match="prompts must be unset where the datamodule has no attribute 'tokenizer'"):
-        task.configure_model()
 
 
 @pytest.mark.parametrize(

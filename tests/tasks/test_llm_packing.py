@@ -50,19 +50,6 @@ def test_no_two_pieces_overlap_and_each_window_is_filled_from_its_start(case):
     assert taken.sum() == sum(lengths)
 
 
-def test_equal_lengths_keep_their_order():
-    packed = pack_best_fit(np.array([2, 3, 2, 3, 2]), 5)
-    assert packed.windows == 3
-    assert packed.window.tolist() == [0, 0, 1, 1, 2]
-    assert packed.offset.tolist() == [3, 0, 3, 0, 0]
-
-
-def test_a_real_distribution_leaves_little_room():
-    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, 20_000), 1, 2048).astype(int)
-    packed = pack_best_fit(lengths, 2048)
-    assert lengths.sum() / (packed.windows * 2048) > 0.995
-
-
 @pytest.mark.parametrize("lengths", [[0, 3], [3, 6]])
 def test_lengths_out_of_range_are_refused(lengths):
     with pytest.raises(DloError, match=r"lengths must be in 1\.\.5"):
@@ -93,10 +80,6 @@ def test_a_document_too_long_is_an_error_that_names_it_and_what_it_needs():
     ):
         cut_to("error")
     assert cut_to("error", seq_len=10)[1].too_long == 0
-
-
-def test_only_the_asked_documents_are_cut():
-    assert cut_to("split", documents=np.array([4]))[0] == [(4, 16, 3)]
 
 
 @given(

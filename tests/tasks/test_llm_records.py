@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.chat import SpansNotFound, assistant_spans, encode_conversation, encode_request
+from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_request
 from dlo_tasks.llm.corpus import END, embedded_tokenizer
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
-from dlo_tasks.llm.tokenization import encode_pairs, encode_texts, tokenize_records
+from dlo_tasks.llm.tokenization import encode_pairs, encode_texts
 from dlo_tasks.llm.tokenizer import PLAIN_CHAT_TEMPLATE, fingerprint, load_tokenizer
 
 CHATML = (
@@ -115,11 +115,6 @@ def test_what_names_no_file_with_content_is_refused(tmp_path, pattern, message):
         expand_patterns(str(tmp_path / pattern), "train_files")
 
 
-def test_an_empty_list_is_refused():
-    with pytest.raises(DloError, match="val_files must name at least one file, got an empty list"):
-        expand_patterns([], "val_files")
-
-
 def test_records_of_every_kind_are_read_in_order_with_their_places(tmp_path):
     mixed = write(tmp_path / "a.jsonl", {"text": "one"}, "", {"prompt": "p", "completion": "c"}, {"messages": CHAT})
     whole = tmp_path / "b.py"
@@ -144,12 +139,6 @@ def test_parquet_gives_the_records_that_json_lines_give(tmp_path):
     one, other = (list(read_records([file])) for file in (lines, tmp_path / "a.parquet"))
     assert one == other
     assert [record.digest for record in one] == [record.digest for record in other]
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path):
-    (tmp_path / "a.parquet").write_text("no")
-    with pytest.raises(DloError, match=r"a\.parquet cannot be read as Parquet"):
-        list(read_records([tmp_path / "a.parquet"]))
 
 
 @pytest.mark.parametrize(
@@ -259,14 +248,6 @@ def test_an_end_that_the_tokenizer_adds_itself_comes_once_and_not_after_the_prom
     assert learned_text(tokenizer, ids, learned) == f" Four.{END}"
 
 
-def test_documents_keep_the_order_of_mixed_records(tmp_path, tokenizer):
-    file = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"text": "b"}, {"prompt": "p", "completion": "c"})
-    found = list(tokenize_records(read_records([file]), tokenizer, [file]))
-    assert [document.row for document in found] == [1, 2, 3]
-    assert [int(document.learned.sum()) > 0 for document in found] == [True] * 3
-    assert tokenizer.decode(found[1].ids) == f"b{END}"
-
-
 # --- conversations -------------------------------------------------------------------------------------------
 
 
@@ -305,18 +286,6 @@ def test_blanks_that_end_an_answer_without_a_special_token_are_learned():
     assert [text[span.start : span.stop] for span in spans] == ["Four.\n", "Five, größer, naïvely.\n"]
 
 
-@pytest.mark.parametrize(
-    "render",
-    [
-        lambda messages, ask: f"{len(messages)} " + "".join(m["content"] for m in messages),
-        lambda messages, ask: "".join(m["content"].upper()[::-1] for m in reversed(messages)),
-    ],
-)
-def test_a_rendering_that_does_not_tell_is_never_guessed_at(render):
-    with pytest.raises(SpansNotFound):
-        assistant_spans(render, CHAT, [])
-
-
 def test_a_template_that_does_not_tell_is_an_error_with_its_fix(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(DloError, match=r"chats\.jsonl:3: chat template does not show .*\{% generation %\}"):
@@ -345,13 +314,6 @@ def test_the_template_of_dlos_own_tokenizer(trained):
     for tools, messages in [([{"type": "function"}], chat), (None, [chat[0], {**chat[1], "tool_calls": [{}]}])]:
         with pytest.raises(DloError, match=r"it has no place for tool.*set chat_template to a file with one that has"):
             encode_conversation(trained, messages, tools, "a:1")
-
-
-def test_no_chat_template_is_an_error(trained):
-    with pytest.raises(
-        DloError, match=r"a:1: tokenizer must have a chat template for messages, got none; set chat_temp"
-    ):
-        encode_conversation(trained, CHAT, None, "a:1")
 
 
 # --- prompts -------------------------------------------------------------------------------------------------
@@ -413,9 +375,3 @@ def test_parquet_without_datasets_is_an_error_with_its_fix(tmp_path, monkeypatch
     (tmp_path / "a.parquet").write_text("no")
     with pytest.raises(DloError, match=r"Parquet needs the package datasets; pip install 'dlo_framework\[llm\]'"):
         list(read_records([tmp_path / "a.parquet"]))
-
-
-def test_ids_and_flags_agree_in_length(tokenizer):
-    ids, learned = encode_conversation(tokenizer, CHAT, None, "a:1")
-    assert len(ids) == len(learned)
-    assert isinstance(learned, np.ndarray)

@@ -13,11 +13,9 @@ from torchvision.ops import StochasticDepth
 from dlo_framework.testing.randomness import (
     GlobalBatches,
     SeededDataset,
-    call_for_parity,
     prepare_loaders,
     switch_off_dropout,
 )
-from dlo_framework.testing.record import digest
 from dlo_framework.testing.training import permute
 
 
@@ -137,25 +135,6 @@ def test_loaders_of_unknown_kinds_are_used_as_they_are_and_named():
     assert [batch[0].tolist() for batch in found["a"]] == [[0, 2, 1, 3], [4, 5]]
     assert len(notes) == 2
     assert "DataLoader over Stream is used unchanged" in notes[1]
-
-
-def test_parts_are_asked():
-    class Part:
-        def for_parity(self, shares: int) -> str | None:
-            return f"{shares} shares" if shares > 1 else None
-
-    assert call_for_parity([Part(), object()], 2) == ["Part: 2 shares"]
-    assert call_for_parity([Part()], 1) == []
-
-
-def test_a_digest_knows_samples_and_not_their_order():
-    x, y, names = torch.randn(6, 3), torch.arange(6), list("abcdef")
-    batch = {"x": x, "rest": (y, names, torch.tensor(2.0))}
-    assert digest(batch, 6) == digest(permute(batch, [3, 1, 5, 0, 2, 4]), 6)
-    assert digest(batch, 6) == sum(digest({"x": x[i : i + 2], "rest": (y[i : i + 2],)}, 2) for i in (0, 2, 4))
-    # The same values in other samples are another batch.
-    assert digest(batch, 6) != digest({"x": x.flip(0), "rest": (y,)}, 6)
-    assert digest(batch, 6) != digest({"x": x, "rest": (y + 1,)}, 6)
 
 
 def test_a_batch_in_another_order():

@@ -86,16 +86,6 @@ def test_every_pair_of_chunks_is_as_the_whole_mask_has_it(kind: str, window: int
             assert torch.equal(found.expand_as(expected), expected)
 
 
-def test_pairs_without_anything_to_see_are_found() -> None:
-    documents = find_documents(torch.arange(4).repeat(2, 8), None, CHUNKS)  # a document a chunk
-    kinds = {(q, k): documents.seen(q, k) for q in range(CHUNKS) for k in range(CHUNKS)}
-    assert all(kind is (Visibility.CAUSAL if q == k else Visibility.NOTHING) for (q, k), kind in kinds.items())
-    long = find_documents(torch.arange(LENGTH)[None], None, CHUNKS)
-    assert long.seen(5, 2) is Visibility.ALL
-    assert long.seen(5, 4, 4) is Visibility.SOME
-    assert long.seen(5, 3, 4) is Visibility.NOTHING
-
-
 def test_without_a_mask_documents_are_those_of_transformers() -> None:
     from transformers.masking_utils import find_packed_sequence_indices
 
@@ -105,14 +95,6 @@ def test_without_a_mask_documents_are_those_of_transformers() -> None:
     assert theirs is not None
     assert starts is not None
     assert torch.equal(starts[:, :, None] == starts[:, None], theirs[:, :, None] == theirs[:, None])
-
-
-def test_rows_of_a_micro_batch() -> None:
-    positions = torch.stack([torch.arange(LENGTH), torch.arange(4).repeat(8)])
-    both = find_documents(positions, None, CHUNKS)
-    assert both.seen(3, 0) is Visibility.SOME
-    assert both.rows(0, 1).seen(3, 0) is Visibility.ALL
-    assert both.rows(1, 1).seen(3, 0) is Visibility.NOTHING
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
@@ -139,15 +121,6 @@ def test_what_the_host_has_counted_it_does_not_ask_the_device_for(kind: str) -> 
     assert all(torch.equal(one, other) for one, other in zip(ends, visibility_host, strict=True))
     positions[0, 0] = 7
     assert read_counts(given) is None
-
-
-def test_counts_are_of_the_whole_batch() -> None:
-    positions, mask = torch.arange(LENGTH)[None], torch.ones(1, LENGTH)
-    both = moved(count_ends(positions, mask, CHUNKS), positions, mask)
-    assert read_counts(both) is not None
-    assert read_counts([both[0], mask.clone()]) is None
-    (alone,) = moved(count_ends(positions, None, CHUNKS), positions)
-    assert read_counts([alone, both[1]]) is None
 
 
 def test_a_counted_tensor_is_plain_but_for_its_way_to_a_device() -> None:

@@ -173,11 +173,3 @@ def test_runs_that_do_not_fit_are_refused(folder, tmp_path):
     assert "only one callback must order the samples, got two" in refusal(
         lambda: fit(tmp_path, (task, data), "auto", 1, [DifficultyOrder(str(tmp_path / "few.npy"), until="1 epochs")])
     )
-
-
-def test_a_failed_run_leaves_no_order_in_the_data(tmp_path):
-    np.save(tmp_path / "few.npy", np.arange(3.0))
-    task, data = images()
-    order = DifficultyOrder(str(tmp_path / "few.npy"), until="1 epochs")
-    refusal(lambda: fit(tmp_path, (task, data), "auto", 1, [order]))
-    assert data.order_at is None

@@ -13,7 +13,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.testing.record import Recorder
-from dlo_plugins.callbacks.block_schedule import handle_calls, pass_gradient
+from dlo_plugins.callbacks.block_schedule import handle_calls
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.layer_drop import LayerDrop, draw_kept, keep_probabilities, progressive_theta
 from dlo_plugins.callbacks.rotor_callback import Rotor
@@ -116,14 +116,6 @@ def test_handlers_of_several_callbacks_are_nested():
     assert type(block) is nn.Linear
 
 
-def test_a_passed_gradient_leaves_frozen_tensors_alone():
-    x, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
-    assert pass_gradient(x, frozen) is x
-    trained = torch.ones(3, requires_grad=True)
-    pass_gradient(torch.ones(2), frozen, trained).sum().backward()
-    assert trained.grad.tolist() == [0, 0, 0]
-
-
 def test_a_resume_in_the_middle_of_a_step_draws_the_same(tmp_path: Path):
     options = {"accumulate_grad_batches": 2, "batches": 8}
     make = lambda: LayerDrop(theta=0.2, rate=20, seed=5)
@@ -207,13 +199,3 @@ def test_stochastic_depth_follows_the_run(tmp_path):
     assert "rates must stay below 1, got a factor of 3" in refusal(
         lambda: fit(tmp_path, images(model_args={"drop_path_rate": 0.4}), "auto", 1, [StochasticDepthSchedule(end=3)])
     )
-
-
-def test_a_block_may_return_another_dtype_than_it_gets():
-    """Under autocast a block of convolutions gets bf16, and its scaled sum is in single precision."""
-    drop = LayerDrop()
-    drop._kept, drop._probabilities = [True, True], [1.0, 0.5]
-    block = nn.Linear(2, 2)
-    hidden = torch.ones(3, 2, dtype=torch.bfloat16)
-    found = drop._handler(1, "block", block)(lambda x: x.float() + 1, (hidden,), {})
-    assert torch.equal(found, torch.full((3, 2), 3.0))

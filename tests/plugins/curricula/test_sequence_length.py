@@ -13,8 +13,6 @@ from lightning.pytorch import Callback
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.sequence_length import (
     SequenceLength,
-    check_tokens,
-    fitting_length,
     split_rows,
     truncate_rows,
 )
@@ -52,19 +50,6 @@ def test_truncated_rows_have_no_count_of_the_step():
     assert found["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]]
     assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 5]]
     assert "tokens_in_step" not in found
-
-
-def test_lengths_divide_the_rows():
-    assert [fitting_length(size, 256, 8) for size in (8, 31, 32, 100, 255, 256)] == [8, 16, 32, 64, 128, 256]
-    assert fitting_length(4, 256, 8) == 8
-    assert fitting_length(50, 100, 8) == 100  # No divisor is a multiple of 8.
-
-
-def test_batches_of_other_tasks_are_refused():
-    with pytest.raises(DloError, match=r"batches must be dicts with input_ids \[B, N\], got list"):
-        check_tokens([torch.zeros(1)], "SequenceLength")
-    with pytest.raises(DloError, match="got 'pairs', which belongs to full rows"):
-        check_tokens({**batch(), "pairs": torch.zeros(2)}, "SequenceLength")
 
 
 class Shapes(Callback):

@@ -203,13 +203,6 @@ def test_projections_train_and_are_saved_by_name_but_not_exported(tmp_path: Path
     assert torch.equal(resumed.training_modules["distill_0"].weight.detach(), saved[name])
 
 
-def test_equal_widths_need_no_projection_unless_asked() -> None:
-    for project in (False, True):
-        task = seeded(vit())
-        fit(task, Distill(FrozenModel(task=vit(3)), hidden=HiddenStates(loss="cosine", project=project)), max_steps=1)
-        assert len(task.training_parameters) == int(project)
-
-
 def test_layers_of_convolutions_are_pooled_to_one_grid() -> None:
     student = seeded(ImageClassifier("resnet10t", num_classes=10, image_size=32, **OPTIMIZER))
     teacher = ImageClassifier("regnety_002", num_classes=10, image_size=32, **OPTIMIZER)
@@ -343,13 +336,6 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
         Distill(FrozenModel(task=vit()), **options)
 
 
-def test_layer_options_out_of_range_are_refused() -> None:
-    with pytest.raises(DloError, match=r"hidden.weight must be above 0, got 0"):
-        HiddenStates(weight=0.0)
-    with pytest.raises(DloError, match=r"hidden.loss must be mse or cosine, got l1"):
-        HiddenStates(loss="l1")  # type: ignore[arg-type]
-
-
 def test_a_task_with_its_own_batches_gets_them_as_they_were() -> None:
     class Pair(Task):
         def configure_model(self) -> None:
@@ -417,15 +403,6 @@ def test_the_student_learns_on_its_own_samples_and_without_their_targets_loss() 
     other, _ = on_policy(fraction=1.0, seed=1)
     assert torch.equal(again.seen[3]["input_ids"], task.seen[3]["input_ids"])
     assert not torch.equal(other.seen[0]["input_ids"], task.seen[0]["input_ids"])
-
-
-def test_a_fraction_of_the_steps_is_on_policy() -> None:
-    task, _ = on_policy(fraction=0.5)
-    sampled = [batch["teacher_outputs"].is_sampled for batch in task.seen]
-    assert sampled == [OnPolicy(fraction=0.5).samples_at(step) for step in range(4)]
-    assert 0 < sum(OnPolicy(fraction=0.3).samples_at(step) for step in range(1000)) / 1000 - 0.25 < 0.1
-    for batch, is_sampled in zip(task.seen, sampled, strict=True):
-        assert ("tokens_in_step" in batch) != is_sampled
 
 
 def test_prompts_end_before_the_first_target_unless_their_length_is_set() -> None:

@@ -54,24 +54,6 @@ def test_no_split_has_a_cheaper_dearest_stage(costs: list[float], stages: int, s
     assert squares(costs, counts, stem, head) == min(squares(costs, split, stem, head) for split in fair)
 
 
-def test_stem_and_head_count() -> None:
-    assert balance_stages([1.0] * 8, 4) == [2, 2, 2, 2]
-    assert balance_stages([1.0] * 8, 4, stem=2.0, head=2.0) == [1, 3, 3, 1]
-    assert balance_stages([4.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 4]
-    # Its squares are more than those of [1, 2, 3], whose dearest stage costs 11.
-    assert balance_stages([4.0, 0.0, 6.0, 8.0, 1.0, 2.0], 3) == [3, 1, 2]
-
-
-def test_costs_by_parameters() -> None:
-    case = language("llama", 1)
-    costs = parameter_costs(case.model, case.plan)
-    assert len(set(costs.blocks)) == 1
-    assert costs.stem == 0  # An embedding is looked up.
-    assert costs.head == 61 * 24 + 24
-    tied = language("llama", 1, tie_word_embeddings=True)
-    assert parameter_costs(tied.model, tied.plan) == costs
-
-
 def test_costs_by_operations() -> None:
     case = vit(1)
     by_flops = flop_costs(case.model, case.plan, lambda: case.forward(case.model, case.micro_batches[0]))

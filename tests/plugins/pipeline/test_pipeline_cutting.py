@@ -18,7 +18,7 @@ from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
 from dlo_plugins.pipeline.tied import find_tied_groups
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.image_models import options
-from support.pipeline_nets import CASES, Case, language, plain, vit
+from support.pipeline_nets import CASES, language, plain, vit
 
 CPU = torch.device("cpu")
 
@@ -202,11 +202,6 @@ def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: 
             run_stages(Chain(kind), CHAIN, counts, lambda model: model(x))
 
 
-def test_a_stems_weight_that_the_forward_reads_itself() -> None:
-    model, x = Chain("weight"), torch.randn(3, 4)
-    assert torch.equal(run_stages(model, CHAIN, [1, 2, 1], lambda model: model(x)), model(x))
-
-
 @pytest.mark.parametrize("name", ["densenet121", "levit_384_s8", "nextvit_small"])
 def test_modules_between_stages_are_blocks_of_a_pipeline(name: str) -> None:
     task = ImageClassifier(name, num_classes=3, **options(name))
@@ -216,19 +211,6 @@ def test_modules_between_stages_are_blocks_of_a_pipeline(name: str) -> None:
     with torch.no_grad():
         found = run_stages(model, plan, [count // 3, count - count // 3], lambda own: own(x))
         assert torch.equal(found, model(x))
-
-
-def test_what_only_looks_at_a_shape_passes() -> None:
-    model, x = Chain(), torch.randn(3, 4)
-    assert torch.equal(run_stages(model, CHAIN, [2, 2], lambda model: model(x)), model(x))
-    # A skip connection around each block is right where one stage holds all of them.
-    around = Chain("around")
-    assert torch.equal(run_stages(around, CHAIN, [4], lambda model: model(x)), around(x))
-
-
-def test_a_forward_that_ends_early_is_named() -> None:
-    with pytest.raises(DloError, match=r"got one that ended without 'blocks\.0'"):
-        run_stages(Chain(), CHAIN, [2, 2], lambda model: model.stem(torch.randn(3, 4)))
 
 
 def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
@@ -264,12 +246,6 @@ def test_what_does_not_fit_is_refused_with_a_fix(arguments: tuple[Any, ...], mes
     case = plain(1)
     with pytest.raises(DloError, match=message):
         check_pipeline(case.model, case.plan, *arguments)
-
-
-def test_what_fits_is_told() -> None:
-    case: Case = plain(1)
-    assert check_pipeline(case.model, case.plan, 2, "1F1B", 8, None, [4, 2]).first == [0, 4, 6]
-    assert check_pipeline(case.model, case.plan, 3, "ZBV", 8).count == 6
 
 
 def test_layouts_keep_the_order_in_memory() -> None:

@@ -25,7 +25,7 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     make_schedule,
     splits_backward,
 )
-from dlo_plugins.pipeline.simulation import Deadlock, StageCosts, dependencies, simulate, theoretical_bubble
+from dlo_plugins.pipeline.simulation import StageCosts, dependencies, simulate, theoretical_bubble
 from support.named_sets import isolate_named_sets
 from support.pipeline_nets import most_in_flight
 
@@ -80,15 +80,6 @@ def test_every_action_runs_once_after_what_it_waits_for(
                 apart = schedule.placement.rank_of(stage) != schedule.placement.rank_of(item.action.stage)
                 assert item.start >= before + transfer * apart - 1e-9
     assert schedule.splits_backward <= splits_backward(schedule.name)
-
-
-@given(schedules())
-def test_each_kind_runs_micro_batches_in_order(schedule: Schedule) -> None:
-    for order in schedule.orders:
-        for kind in (F, (B, I), W, (R,)):
-            for stage in {action.stage for action in order}:
-                numbers = [a.micro_batch for a in order if a.kind in kind and a.stage == stage]
-                assert numbers == sorted(numbers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -225,12 +216,6 @@ def test_evaluation_runs_any_number(ranks: int, chunks: int, number: int) -> Non
         assert counted == {(stage, n): 1 for stage in range(where.stages) for n in range(number)}
 
 
-def test_a_deadlock_is_found() -> None:
-    orders = ((Action(B, 0, 0), Action(F, 0, 0)), (Action(F, 1, 0), Action(B, 1, 0)))
-    with pytest.raises(Deadlock, match=r"rank 0 at B0\.0, rank 1 at F1\.0 wait for one another"):
-        simulate(Schedule("wrong", Placement(2), 1, orders), StageCosts.equal(2))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -251,11 +236,6 @@ def test_a_deadlock_is_found() -> None:
 def test_what_cannot_be_is_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(DloError, match=message):
         make_schedule(*arguments)  # type: ignore[arg-type]
-
-
-def test_names_in_any_case() -> None:
-    assert make_schedule("gpipe", 2, 2).name == "GPipe"
-    assert make_schedule("zb-v", 2, 2).name == "ZBV"
 
 
 # --- schedules of a user's own --------------------------------------------------------------------------------

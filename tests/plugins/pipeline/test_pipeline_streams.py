@@ -151,11 +151,3 @@ def test_every_schedule_comes_to_its_end(name: str, ranks: int, known: bool, mon
         programs = [asked(schedule, rank, monkeypatch, known=known) for rank in range(ranks)]
         assert sum(op[0] == "send" for program in programs for op in program) >= 2 * micro_batches * (ranks - 1)
         assert stuck(programs) == []
-
-
-def test_one_group_a_direction_would_not_do_with_receives_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "group_index", lambda rank, peer: 0)
-    monkeypatch.setattr(NotingLink, "least_ahead", 2)
-    schedule = make_schedule("1F1B", 4, 16)
-    programs = [asked(schedule, rank, monkeypatch, known=True) for rank in range(4)]
-    assert stuck(programs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.transport import ReceiveQueue, Transport, group_index
+from dlo_plugins.pipeline.transport import ReceiveQueue, Transport
 
 
 @pytest.mark.parametrize(
@@ -52,14 +50,6 @@ def test_receives_are_posted_as_far_ahead_as_the_link_allows(ahead: int) -> None
         assert len(posted) == min(5, item + 1 + ahead)
 
 
-def test_both_ends_meet_in_one_group_and_no_rank_has_two_neighbours_in_one() -> None:
-    for ranks in (2, 3, 4, 5, 8):
-        for rank in range(ranks):
-            neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
-            assert len({group_index(rank, peer) for peer in neighbours}) == len(neighbours)
-            assert all(group_index(rank, peer) == group_index(peer, rank) for peer in range(ranks) if peer != rank)
-
-
 class Met(Transport):
     """Notes whom it would talk to."""
 
@@ -84,25 +74,3 @@ def test_links_are_made_each_way_and_in_one_order_on_all_ranks() -> None:
         ]
         for rank, transport in enumerate(met):
             assert transport.talks == [way for way in order if rank in way]
-
-
-def _asks(rank: int, world_size: int) -> None:
-    value = torch.zeros(4)
-    if rank:
-        dist.send(torch.ones(4), 0)
-        dist.barrier()
-        return
-    work = dist.irecv(value, 1)
-    assert work is not None
-    dist.barrier()  # The data are there: the sender has waited for them to leave, and both have met since.
-    deadline = time.monotonic() + 20
-    while not bool(value.all()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert bool(value.all())
-    assert not work.is_completed(), "gloo reports arrivals: a thread need not wait for them"
-    work.wait()
-    assert work.is_completed()
-
-
-def test_gloo_does_not_report_an_arrival() -> None:
-    run_distributed(_asks, 2, timeout=60)

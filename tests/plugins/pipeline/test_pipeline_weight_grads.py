@@ -3,7 +3,6 @@
 import copy
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -87,18 +86,6 @@ def test_weight_gradients_come_later_and_are_the_same(mode: str, autocast: bool)
         torch.testing.assert_close(x.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_without_being_asked_backward_is_whole() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    reference = copy.deepcopy(net)
-    WeightGradients().install(net)
-    x = torch.randn(2, 3, 8, 8)
-    net(x).sum().backward()
-    reference(x).sum().backward()
-    for name, gradient in gradients(reference).items():
-        torch.testing.assert_close(gradients(net)[name], gradient)
-
-
 def test_frozen_weights_and_inputs_get_none_and_hooks_run() -> None:
     net = Net()
     net.dense.weight.requires_grad_(False)
@@ -115,16 +102,6 @@ def test_frozen_weights_and_inputs_get_none_and_hooks_run() -> None:
     store.run(deferred)
     expected = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     assert gradients(net).keys() == expected == set(called)
-
-
-def test_a_copy_has_layers_of_its_own() -> None:
-    net = Net()
-    WeightGradients().install(net)
-    other: Any = copy.deepcopy(net)
-    other.dense.weight.data.zero_()
-    other.dense.bias.data.zero_()
-    assert torch.equal(other.dense(torch.randn(1, 8)), torch.zeros(1, 8))
-    assert net.dense(torch.randn(1, 8)).abs().sum() > 0
 
 
 def test_compiled_parts_are_left_as_they_are() -> None:

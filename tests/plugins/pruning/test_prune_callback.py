@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,7 +18,6 @@ from dlo_plugins.callbacks.prune import Prune, TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
 from dlo_plugins.pruning.semi_structured import check_kernels
-from dlo_plugins.pruning.sparsity_plot import draw_tickets, draw_training
 from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -140,11 +138,6 @@ def test_the_largest_weights_are_kept_at_a_one_shot(tmp_path):
     assert torch.equal(torch.cat([mask.flatten() for mask in watch.masks[-1].values()]), expected)
     assert watch.sparsity[18] == 0
     assert watch.sparsity[19] == pytest.approx(round(0.6 * 384) / 384)
-
-
-def test_each_layer_has_its_amount(tmp_path):
-    _, watch, _ = fit(tmp_path, amount=0.5, scope="layer", every=1)
-    assert [float(mask.float().mean()) for mask in watch.masks[-1].values()] == [0.5, 0.5]
 
 
 def test_movement_scores_are_the_sum_of_gradient_times_weight(tmp_path):
@@ -327,26 +320,6 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), trained.parameters(), strict=True))
 
 
-def test_the_picture_is_over_the_steps_where_the_sparsity_does_not_change():
-    curve = [{"step": 10 * number, "sparsity": 0.5, "metric": "val_acc1", "value": 0.1 * number} for number in (1, 2)]
-    left, _ = draw_training(curve, {"net.weight": 0.5}).axes
-    assert (left.get_xlabel(), list(left.lines[0].get_xdata())) == ("step", [10, 20])
-    curve[0]["sparsity"] = 0.2
-    left, _ = draw_training(curve, {"net.weight": 0.5}).axes
-    assert (left.get_xlabel(), list(left.lines[0].get_xdata())) == ("pruned weights, percent", [20, 50])
-
-
-def test_tickets_are_shown_by_the_kept_percentages():
-    points = [
-        {"kind": "ticket", "kept": 0.6**number, "metric": "val_acc1", "value": 0.9, "seconds": 2.0, "round": number}
-        for number in range(3)
-    ]
-    left, right = draw_tickets(points).axes
-    assert [label.get_text() for label in left.get_xticklabels()] == ["36", "60", "100"]
-    assert not left.get_xticks(minor=True).size
-    assert right.get_xticks().tolist() == [0, 1, 2]
-
-
 def test_the_report_is_in_the_run_folder(tmp_path):
     fit(tmp_path, amount=0.75)
     found = json.loads((tmp_path / "pruning.json").read_text())
@@ -414,13 +387,6 @@ def test_two_optimizers_are_refused(tmp_path):
     net.automatic_optimization = False
     with pytest.raises(DloError, match="must return one optimizer, got 2"):
         trainer_of(tmp_path, Prune(amount=0.5)).fit(net, loader())
-
-
-def test_lightnings_fsdp_is_refused():
-    prune = Prune(amount=0.5)
-    run: Any = SimpleNamespace(strategy=LightningFSDP())
-    with pytest.raises(DloError, match="got FSDPStrategy of Lightning; use ddp, zero1 to zero3, fsdp"):
-        prune._check_strategy(run)
 
 
 def test_lightnings_pruning_is_pointed_to_it():

@@ -9,7 +9,7 @@ from torch import nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.commands.pruned_run import _check_weights, prune_weights
-from dlo_plugins.pruning.structured import block_scores, find_units, kept_units, remove_units, unit_scores
+from dlo_plugins.pruning.structured import find_units, kept_units, remove_units, unit_scores
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 
@@ -142,15 +142,6 @@ def test_blocks_are_removed_and_renumbered(family):
     del task.model.get_submodule(parent)[int(number)]
     torch.testing.assert_close(outputs(smaller), outputs(task))
     assert len(smaller.parallel_plan().block_names(smaller.model)) == len(blocks) - 1
-
-
-def test_the_smallest_block_goes_first():
-    task = vision()
-    with torch.no_grad():
-        task.model.blocks[2].attn.proj.weight.mul_(1e-3)
-        task.model.blocks[2].mlp.fc2.weight.mul_(1e-3)
-    scores = block_scores(task.model, task.parallel_plan(), dict(task.state_dict()), "model.")
-    assert int(scores.argmin()) == 2
 
 
 def test_the_score_of_a_head_counts_what_writes_and_what_reads_it():

@@ -1,7 +1,5 @@
 """Layers that round: gradients are autograd's of the same operations, and the layer stays as it was otherwise."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -74,15 +72,6 @@ def test_a_forward_of_the_layers_own_comes_back() -> None:
     assert (layer(x) - before).abs().max() > 0.1
     quantiser.remove()
     assert torch.equal(layer(x), before)
-
-
-def test_a_deep_copy_rounds_its_own_weight() -> None:
-    layer, x = example()
-    FakeQuantiser(SCHEMES["int8_weights"], 32).install([layer])
-    copied = copy.deepcopy(layer)
-    with torch.no_grad():
-        copied.weight.zero_()
-    assert torch.equal(copied(x), layer.bias.expand(4, 7, 48))
 
 
 def test_compiled_layers_round_from_the_step_on_that_they_are_told_to() -> None:

@@ -8,7 +8,7 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_plugins.remat.chain import Chain, Mode, Stage
 from dlo_plugins.remat.link import Link
-from dlo_plugins.remat.schedule import Keep, OperationKind, Recompute, Schedule, Transfer, check_nodes
+from dlo_plugins.remat.schedule import Keep, OperationKind, Recompute, Transfer
 from dlo_plugins.remat.schedule_simulation import predict, simulate, simulate_nodes
 from support.remat_chains import equal_chain, random_chain, random_nodes, time_and_peak
 
@@ -73,18 +73,6 @@ def chain_forward(chain, nodes):
     """Seconds of the first forwards of all stages."""
     kept = {node.stage: node.mode for node in nodes if isinstance(node, Keep)}
     return sum(stage.modes[kept.get(index, 0)].forward for index, stage in enumerate(chain.stages))
-
-
-def test_lifetimes_add_up_to_the_memory():
-    rng = random.Random(1)
-    for _ in range(50):
-        chain = random_chain(rng, rng.randint(1, 6), modes=2)
-        found = simulate_nodes(chain, random_nodes(rng, chain))
-        for row in found.operations[:-1]:
-            if row.start < row.end:
-                held = sum(s.bytes for s in found.lifetimes if s.start <= row.end < s.end)
-                started = sum(s.bytes for s in found.lifetimes if s.start == row.end)
-                assert row.memory == held - started
 
 
 def test_copies_run_beside_computation_in_the_order_of_issue():
@@ -153,12 +141,3 @@ def test_nodes_that_are_no_schedule_are_refused(nodes, message):
     with pytest.raises(DloError) as error:
         simulate_nodes(equal_chain(2, MODE, 2), nodes)
     assert str(error.value).startswith(message)
-
-
-def test_copies_that_cannot_be_are_refused():
-    chain = equal_chain(2, MODE, 2)
-    nodes = (K(0, offload=True), K(1), K(2))
-    with pytest.raises(DloError, match="release and prefetch of node 0 must be after its forward"):
-        check_nodes(chain, nodes, (Transfer(0, release=0, prefetch=2),))
-    with pytest.raises(DloError, match="link must be given for a schedule that offloads, got None"):
-        simulate(chain, Schedule(nodes, 0.0, 0, (Transfer(0, release=1, prefetch=2),)))

@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.remat.chain import Chain, Mode, Stage
 from dlo_plugins.remat.least_memory import LeastMemory
 from dlo_plugins.remat.rotor import keep_fastest, solve
-from dlo_plugins.remat.rotor_table import RotorTable, choose_slot
+from dlo_plugins.remat.rotor_table import RotorTable
 from dlo_plugins.remat.schedule import Keep, Recompute
 from dlo_plugins.remat.schedule_simulation import predict, simulate
 from support.remat_chains import equal_chain, random_chain, time_and_peak
@@ -72,20 +72,6 @@ def test_the_table_equals_brute_force():
 def test_the_table_equals_brute_force_on_a_thousand_chains():
     for chain in chains(1, 1000):
         check_against_brute_force(chain)
-
-
-def test_modes_of_different_numbers_equal_brute_force():
-    rng = random.Random(2)
-    for _ in range(10):
-        check_against_brute_force(random_chain(rng, 4, modes=4))
-
-
-def test_large_transient_bytes_of_regions_equal_brute_force():
-    """Where the forward that keeps nothing needs the most, each region needs memory for its own stages alone."""
-    rng = random.Random(9)
-    for chain in chains(9, 60):
-        stages = [replace(stage, forward_peak=rng.choice((0, 4, 8, 12))) for stage in chain.stages]
-        check_against_brute_force(Chain(tuple(stages), chain.input))
 
 
 def compare_with_all_schedules(seed, count, budgets):
@@ -222,15 +208,6 @@ def test_equal_blocks_are_computed_once():
     apart = RotorTable(unequal, 600, 1)
     assert len(apart._times) == 61 * 62 // 2
     assert apart.times(0, 60) == pytest.approx(table.times(0, 60), rel=1e-6)
-
-
-def test_slots_round_up_least():
-    chain = equal_chain(4, Mode("all", 3_000_000, 1.0, 1.0), 1_000_000)
-    assert choose_slot(chain, 100_000_000, 500) == 200_000  # All sizes are whole slots.
-    assert choose_slot(chain, 10, 500) == 1
-    slot = choose_slot(chain, 900_000_000, 500)  # At least 1.8 MB.
-    assert 900_000_000 // slot <= 500
-    assert slot == 3_000_000 or -(-3_000_000 // slot) * slot + -(-1_000_000 // slot) * slot < 6_000_000
 
 
 def test_a_large_chain_is_within_its_budget():

@@ -13,7 +13,6 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
 from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.tensor.channelwise import channel_count, is_channelwise
 from dlo_plugins.tensor.inference.inferred_rules import infer_rules
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
@@ -174,16 +173,3 @@ def test_other_norms_are_refused() -> None:
         plan = ParallelPlan(blocks=("blocks.*",), tensor=rules | more)
         with pytest.raises(DloError, match=rf"'per_channel' must be a batch norm, .* got {kind}"):
             make_tp_plan(model, plan, 2)
-
-
-def test_which_modules_compute_with_each_channel_alone() -> None:
-    assert is_channelwise(nn.BatchNorm2d(8, affine=False))
-    assert is_channelwise(nn.Conv2d(8, 16, 3, groups=8))
-    assert channel_count(nn.Conv2d(8, 16, 3, groups=8)) == 8
-    assert channel_count(nn.Conv2d(8, 16, 3, groups=4)) == 4
-    for other in (
-        nn.Conv2d(8, 8, 1),
-        nn.GroupNorm(2, 8),
-        nn.ConvTranspose2d(8, 8, 1, groups=8),
-    ):
-        assert not is_channelwise(other)

@@ -10,10 +10,9 @@ from torch import nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor import installation
 from dlo_plugins.tensor.inference.inferred_rules import infer_rules
-from dlo_plugins.tensor.inference.proof_units import find_units, lacks_rules
+from dlo_plugins.tensor.inference.proof_units import lacks_rules
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_planner import make_tp_plan
@@ -117,18 +116,6 @@ def test_attention_that_the_ranks_do_not_divide_stays_whole() -> None:
     assert not {name for name in found.divisions if ".self_attn." in name}
 
 
-def test_units_leave_out_experts_and_what_has_rules() -> None:
-    task = task_of("deepseek_v3").on_meta()
-    units = {name.split(".layers.")[1] for name in find_units(task.model, task.parallel_plan())}
-    assert units == {"0.mlp", *(f"{layer}.self_attn" for layer in range(4))}
-    sparse = task_of("gpt_oss").on_meta()
-    assert next(iter(find_units(sparse.model, sparse.parallel_plan()).items())) == ("model.layers.0.self_attn", False)
-    dense = task_of("bloom").on_meta()
-    found = find_units(dense.model, dense.parallel_plan())
-    assert found
-    assert all(found.values())  # Blocks.
-
-
 def test_gpt_oss_has_its_heads_and_sinks_divided_beside_experts_with_biases() -> None:
     task = task_of("gpt_oss").on_meta()
     inferred = infer_rules(task, task.parallel_plan(), Shapes()).tensor
@@ -152,10 +139,3 @@ def test_shared_features_that_do_not_fit_are_refused(count: int, rule: str) -> N
     plan = ParallelPlan(tensor=rules, shared_features={"mix.latent": count})
     with pytest.raises(DloError, match=f"shared_features must be fewer than the 6 output features.*got {count}"):
         make_tp_plan(Net(), plan, 2)
-
-
-def test_dlo_mesh_shows_what_is_completed() -> None:
-    strategy: Any = MeshStrategy(tp=2, dp_shard=1)
-    strategy.parallel_devices = [torch.device("cpu")] * 2
-    shown = str(strategy.describe(task_of("deepseek_v3")))
-    assert "tensor rules inferred and proved: model.layers.*.self_attn.o_proj, model.layers.0.mlp.down_proj" in shown

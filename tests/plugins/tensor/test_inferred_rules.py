@@ -1,7 +1,5 @@
 """Tensor rules of models whose families bring none: what is found, and what the proof refuses."""
 
-import copy
-import functools
 from typing import Any
 
 import pytest
@@ -12,13 +10,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.head_operands import operand_dim
-from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
 from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
-from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
-from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
-from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.local_shapes import LocalSizes, local_expansion, local_shape
 from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -99,59 +91,6 @@ def test_families_of_transformers_without_rules(family: str, expected: dict[str,
     reasons = {name.split(".*.", 1)[1]: why for name, why in found.whole.items()}
     assert reasons.keys() == whole.keys()
     assert all(text in reasons[name] for name, text in whole.items())
-
-
-def test_biases_of_heads_are_found_by_their_argument_and_dim() -> None:
-    of_each = {
-        "bloom": ({}, {"alibi": 0}),  # [samples * heads, 1, tokens]
-        "mpt": ({}, {"position_bias": 0}),  # [heads, 1, tokens]
-        "falcon": ({"alibi": True, "multi_query": True}, {"attention_mask": 1, "alibi": 1}),  # [samples, heads, ...]
-    }
-    for family, (more, expected) in of_each.items():
-        found = rules_of(CausalLM(config=tiny(family, dropout=False, **more)))
-        assert list(found.head_operands.values()) == [expected], family
-    found = rules_of(ForeignTask(bias=True))
-    assert found.head_operands == {"layers.*.mix": {"bias": 0}}
-    plan = ParallelPlan(tensor=found.tensor, head_operands=found.head_operands)
-    assert plan.head_operands_for("layers.1.mix") == {"bias": 0}
-    assert plan.head_operands_for("layers.1") == {}
-
-
-@pytest.mark.parametrize(
-    ("shape", "heads", "expected"),
-    [
-        ((8, 1, 16), 4, 0),  # samples times heads
-        ((4, 1, 16), 4, 0),
-        ((2, 4, 16, 16), 4, 1),
-        ((1, 16, 16, 4), 4, 3),
-        ((2, 16, 16, 16), 16, 1),  # as many tokens as heads
-        ((2, 1, 16, 16), 16, None),
-        ((2, 16, 8), 16, None),
-        ((2, 1, 16, 16), 1, None),
-        ((), 4, None),
-    ],
-)
-def test_the_dim_of_heads(shape: tuple[int, ...], heads: int, expected: int | None) -> None:
-    assert operand_dim(shape, heads, rows=2, tokens=16) == expected
-
-
-def test_operands_that_do_not_fit_are_refused() -> None:
-    model = ForeignTask(bias=True).on_meta().model
-    rules: dict[str, Any] = {"layers.*.mix.[qkv]": "heads", "layers.*.mix.out": "row"}
-    widths = {"layers.*.mix": 8}
-    for operands, said in (
-        ({"biass": 0}, "got 'biass'; did you mean 'bias'"),
-        ({"bias": 1}, "must have 4 heads in dim 1"),
-    ):
-        plan = ParallelPlan(tensor=rules, head_widths=widths, head_operands={"layers.*.mix": operands})
-        with pytest.raises(DloError, match=said):
-            run_on_threads(2, functools.partial(_run_cut, model, make_tp_plan(model, plan, 2)))
-
-
-def _run_cut(model: nn.Module, found: Any, communicator: Any) -> None:
-    own = copy.deepcopy(model)
-    install_plan(own, found, communicator)
-    own.layers[0].mix(torch.zeros(2, 6, 32, device="meta"), torch.zeros(4, 6, 6, device="meta"))
 
 
 def test_queries_beside_one_key_and_value() -> None:
@@ -238,25 +177,6 @@ def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -
     assert plan.rule_for("network.0.0.attn.proj") is Rule.REPLICATE
 
 
-class Split(nn.Module):
-    """Returns its features too, in tensors of eight: a slice has fewer of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.up(x)
-        return (x + self.down(hidden), *hidden.split(8, dim=-1))
-
-
-def test_a_slice_that_returns_another_number_of_tensors_is_no_proof() -> None:
-    x = TensorInput((2, 4, 8), torch.float32, False)
-    proof = BlockProof(Split(), BlockCall((x,), {}, 0, used=set(range(5))))
-    with pytest.raises(NotProvenError, match="its output with slices of the weights is 3 tensors, not 5"):
-        proof.prove({"up": Rule.COLUMN, "down": Rule.ROW}, {})
-
-
 def test_heads_that_are_mixed_stay_whole_with_the_reason() -> None:
     found = rules_of(ForeignTask(mixes_heads=True))
     assert "layers.*.down" in found.cut
@@ -318,14 +238,6 @@ def test_sequence_parallelism_needs_rules_of_the_family() -> None:
         TensorParallel(sequence_parallel=True).complete_plan(task, task.parallel_plan(), 2)
 
 
-def test_dlo_mesh_shows_what_is_cut() -> None:
-    strategy: Any = MeshStrategy(tp=2, dp_shard=1)
-    strategy.parallel_devices = [torch.device("cpu")] * 2
-    shown = str(strategy.describe(ForeignTask(mixes_heads=True)))
-    assert "tensor rules inferred and proved: layers.*.down" in shown
-    assert "whole: layers.*.mix.out: " in shown
-
-
 SIZES = LocalSizes(ranks=2, heads=4, kv=2, width=8)
 
 
@@ -347,13 +259,3 @@ SIZES = LocalSizes(ranks=2, heads=4, kv=2, width=8)
 def test_full_sizes_in_a_reshape_become_a_ranks_own(given: Any, asked: Any, local: Any) -> None:
     assert local_shape(given, asked, SIZES) == list(local)
     torch.zeros(given).reshape(local)
-
-
-def test_a_rank_s_features_may_be_as_many_as_all_heads() -> None:
-    assert local_shape((2, 5, 4), (2, 5, -1, 2), LocalSizes(ranks=2, heads=4, kv=4, width=2)) == [2, 5, -1, 2]
-
-
-def test_plans_name_the_width_of_heads() -> None:
-    plan = ParallelPlan(blocks=("layers.*",), head_widths={"layers.*.mix": 8})
-    assert plan.head_width_for("layers.3.mix") == 8
-    assert plan.head_width_for("layers.3.mix.q") is None

@@ -86,12 +86,3 @@ def test_a_rule_that_is_wrong_is_named_without_the_others() -> None:
     task = made(block=Two, parallel_plan=lambda self: replace(Odd.parallel_plan(self), tensor=rules))
     with pytest.raises(DloError, match=r"got two\.fc1: column, two\.fc2: row, with which"):
         completed(task)
-
-
-def test_a_parameter_whose_gradients_are_parts_must_be_in_a_module_of_its_own() -> None:
-    """With the rule `replicate`, which a block's own parameters have where they work on full activations."""
-    scaled = block(
-        act=lambda self, hidden: hidden * self.scale, more=lambda s: put(s, scale=nn.Parameter(torch.ones(1)))
-    )
-    with pytest.raises(DloError, match="gradient of 'scale' differs, a partial sum on each rank"):
-        completed(made(block=scaled, more={"blocks.*.scale": "replicate"}))
