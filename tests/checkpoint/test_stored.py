@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 
 from dlo_framework.checkpoint import load, newest_valid, verify
@@ -19,6 +19,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 STORED = Path(__file__).parent / "stored"
 SAVED, STEPS = 3, 8
@@ -54,18 +55,13 @@ def train(rank: int, world_size: int, save: Path | None, resume: Path | None) ->
     register_data_parallel()
     seed_everything(7, workers=True, verbose=False)
     watch = Watch(save)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=ZeroStrategy(3) if world_size > 1 else "auto",
         max_steps=STEPS,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=[watch, ExactResume()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     use_canonical_checkpoints(trainer)
     trainer.fit(Model(), datamodule=DigitsData(image_size=16, batch_size=32), ckpt_path=resume)

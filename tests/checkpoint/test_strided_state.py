@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from support.trainers import quiet_trainer
 
 
 class Net(LightningModule):
@@ -28,9 +29,8 @@ class Net(LightningModule):
 def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Trainer, Net]:
     torch.manual_seed(0)
     module = Net()
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, default_root_dir=folder, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_steps=steps, default_root_dir=folder,
     )  # fmt: skip
     use_canonical_checkpoints(trainer)
     batches = torch.randn(8, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1))

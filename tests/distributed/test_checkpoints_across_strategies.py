@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
@@ -15,6 +15,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import Again, check_same
+from support.trainers import quiet_trainer
 
 STRATEGIES = {
     "ddp": lambda: "ddp",
@@ -74,18 +75,13 @@ def train(world_size: int, strategy, save: Path | None = None, resume: Path | No
     seed_everything(7, workers=True, verbose=False)
     watch = Watch(save if resume is None else None)
     again = Again(save) if resume is not None and save is not None else None
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,
         max_steps=STEPS,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=[watch, ExactResume(), *([again] if again else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     use_canonical_checkpoints(trainer)
     trainer.fit(Model(optimizer), datamodule=DigitsData(image_size=16, batch_size=32), ckpt_path=resume)

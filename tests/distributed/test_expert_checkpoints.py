@@ -19,6 +19,7 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.checkpoints import Again, check_same, tensors
 from support.token_batches import VOCABULARY, Tokens
+from support.trainers import quiet_trainer
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "one": lambda: "auto",
@@ -49,8 +50,7 @@ def train(world_size: int, optimizer: str, name: str, save: Path, resume: Path |
     seed_everything(7, workers=True, verbose=False)
     losses = Losses(save if resume is None else None)
     config = tiny("qwen3_moe", dropout=False, vocab_size=VOCABULARY, num_hidden_layers=2)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=STRATEGIES[name](),
         max_steps=STEPS,
@@ -58,10 +58,6 @@ def train(world_size: int, optimizer: str, name: str, save: Path, resume: Path |
         limit_val_batches=0,
         precision="64-true",
         callbacks=[losses, *([Again(save)] if resume is not None else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     use_canonical_checkpoints(trainer)

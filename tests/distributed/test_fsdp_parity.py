@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
+from support.trainers import quiet_trainer
 
 WIDTH, CLASSES, BATCH = 12, 5, 8
 
@@ -151,18 +152,13 @@ def train(rank: int, world: int, cases: dict[str, Case]) -> dict[str, Any]:
         mine = [tuple(t.chunk(world)[rank] for t in batch) for batch in batches(case.steps * case.accumulate)]
         module, seen = Module(case.optimizer), Seen()
         module.window, module.seen = case.accumulate, seen
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=world,
             strategy=FSDPStrategy(**case.options),
             precision=case.precision,
             max_epochs=1,
             accumulate_grad_batches=case.accumulate if module.automatic_optimization else 1,
             gradient_clip_val=case.clip,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             callbacks=[seen],
         )

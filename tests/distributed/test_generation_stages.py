@@ -18,6 +18,7 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, pad_left
 from dlo_tasks.llm.staged_generation import keeps_keys_and_values
 from support.token_batches import FAMILIES
+from support.trainers import quiet_trainer
 
 GREEDY, SAMPLED = Sampling(14), Sampling(14, temperature=1.0, top_k=20, top_p=0.9, seed=5)
 #: A token that ends a text, which some rows of most cases reach early.
@@ -50,15 +51,10 @@ class Prompts(LightningDataModule):
 
 
 def trainer_of(strategy: Any, world_size: int, folder: Path) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     use_canonical_checkpoints(trainer)

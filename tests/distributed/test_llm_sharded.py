@@ -26,6 +26,7 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.corpus import embedded_tokenizer
 from dlo_tasks.llm.export import write_folder
 from dlo_tasks.llm.generation import Sampling, pad_left
+from support.trainers import quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG: dict[str, Any] = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 2, "head_dim": 8}
@@ -73,14 +74,9 @@ class Words(LightningDataModule):
 
 
 def trainer_of(strategy: Any, world_size: int, folder: Path, **options: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         num_sanity_val_steps=0,
         **options,

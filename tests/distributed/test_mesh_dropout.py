@@ -17,6 +17,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 STEPS, LAST, SEEDS, RATE = 60, 20, 8, 0.5
 MESHES: dict[str, dict[str, Any]] = {
@@ -76,17 +77,12 @@ def _last_loss(strategy: Any, world_size: int, seed: int, rate: float) -> float:
     seed_everything(seed, workers=True, verbose=False)
     task = Digits(rate)
     losses = Losses()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,
         max_steps=STEPS,
         callbacks=[losses],
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(task, datamodule=DigitsData(image_size=16, batch_size=32))
     return sum(losses.found[-LAST:]) / LAST

@@ -20,6 +20,7 @@ from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "proj_drop_rate": 0.2}
 EPOCHS, BATCHES = 2, 5
@@ -69,8 +70,7 @@ def _trainer(folder: Path, strategy: Any, *callbacks: Callback) -> Trainer:
     module_callbacks = add_default_callbacks(
         list(callbacks), run_folder=folder, model=Classifier(), progress_bar=False, checkpoints=False
     )
-    return Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         devices=4,
         strategy=strategy,
         max_epochs=EPOCHS,
@@ -79,10 +79,6 @@ def _trainer(folder: Path, strategy: Any, *callbacks: Callback) -> Trainer:
         limit_val_batches=2,
         num_sanity_val_steps=0,
         callbacks=module_callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
 

@@ -21,6 +21,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 STEPS, FITS, WIDTH = 4, 3, 32
 
@@ -105,18 +106,13 @@ class Save(Callback):
 
 def fit(world_size: int, name: str, save: Path | None = None, resume: Path | None = None, steps: int = STEPS) -> Any:
     """Returns the net after a fit, and the trainer."""
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=STRATEGIES[name]() if world_size > 1 else "auto",
         max_steps=steps,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=[Save(save), ExactResume()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     use_canonical_checkpoints(trainer)
     net = Net(noisy=name == "ddp")

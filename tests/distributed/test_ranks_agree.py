@@ -18,6 +18,7 @@ from dlo_framework.errors import DloError, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.zero import ZeroStrategy
+from support.trainers import quiet_trainer
 
 WIDTH, BATCHES, BAD = 8, 10, 6
 STRATEGIES = {
@@ -63,16 +64,11 @@ def loader(size: int, bad: list[int] | None = None, batch_size: int = 1) -> Data
 
 def fit(make, train, *callbacks, world_size: int, validate=None, norm: bool = False, **options):
     """Returns the trainer of a fit, and the error that ended it."""
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=make() if make else "auto",
         max_epochs=1,
         callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         **options,
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.utils.data import DataLoader
 
@@ -22,6 +21,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm import batch_counts, vocabulary_loss
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY, Batches, Tokens
+from support.trainers import quiet_trainer
 from support.waits import WaitsOfSteps
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -94,11 +94,12 @@ def counter_of(
     counter = WaitsOfSteps(allowed)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_loss, "default_kernel", lambda device: "rows")
-        trainer = Trainer(
-            accelerator="cpu", devices=ranks, strategy=strategy, max_steps=STEPS, max_epochs=1,
+        trainer = quiet_trainer(
+            enable_checkpointing=True,
+            devices=ranks, strategy=strategy, max_steps=STEPS, max_epochs=1,
             callbacks=add_default_callbacks([counter], run_folder=Path(folder), model=task, progress_bar=False),
-            gradient_clip_val=0.5, log_every_n_steps=1000, logger=False, default_root_dir=folder,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            gradient_clip_val=0.5, log_every_n_steps=1000, default_root_dir=folder,
+            num_sanity_val_steps=0,
             use_distributed_sampler=False, plugins=[] if precision is None else [precision],
         )  # fmt: skip
         trainer.fit(task, datamodule=data)

@@ -21,6 +21,7 @@ from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 STAGES = (1, 2, 3)
 
@@ -82,16 +83,11 @@ class Adversaries(Net):
 
 def train(world_size: int, strategy: Any, module: LightningModule, save: Path, **options: Any) -> float:
     """Trains, saves, and returns the last validation's loss."""
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         strategy=strategy,
         max_epochs=2,
         limit_train_batches=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=save.parent,
         **options,
     )

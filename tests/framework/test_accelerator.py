@@ -21,6 +21,7 @@ from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_tran
 from dlo_framework.cli import run
 from dlo_framework.data import module as data_module
 from dlo_framework.errors import DloError
+from support.trainers import quiet_trainer
 
 
 class Streams:
@@ -88,10 +89,9 @@ class OwnTransfer(BoringModel):
 @pytest.mark.parametrize("module", [BoringModel, OwnTransfer])
 def test_batches_of_training_and_validation_go_by_the_callback_that_copies_them(module, tmp_path) -> None:
     copier = Copier()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=0,
-        callbacks=[copier], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
+    trainer = quiet_trainer(
+        max_epochs=1, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=0,
+        callbacks=[copier], default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(module())
     assert copier.copied == (5 if module is BoringModel else 0)
@@ -99,9 +99,8 @@ def test_batches_of_training_and_validation_go_by_the_callback_that_copies_them(
 
 
 def fit(tmp_path, *callbacks: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, limit_train_batches=3, limit_val_batches=0, callbacks=list(callbacks),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_epochs=1, limit_train_batches=3, limit_val_batches=0, callbacks=list(callbacks),
         default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(BoringModel())

@@ -18,6 +18,7 @@ from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, unit_norms
 from dlo_plugins.strategies.zero import ZeroStrategy
+from support.trainers import quiet_trainer
 
 BATCHES, SIZE, WIDTH = 10, 4, 6
 STRATEGIES = {
@@ -85,17 +86,12 @@ def samples() -> torch.Tensor:
 
 def norms_of(data, *callbacks, strategy="auto", devices=1, ckpt_path=None, **options) -> list[float]:
     module, norms = Net(), Norms()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=devices,
         strategy=strategy,
         max_epochs=options.pop("max_epochs", 2),
         accumulate_grad_batches=options.pop("accumulate_grad_batches", SIZE),
         callbacks=[AccumulationTail(), ExactResume(), norms, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)

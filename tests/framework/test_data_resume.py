@@ -13,6 +13,7 @@ from dlo_framework.data.module import data_parallel_coordinates, per_rank_batch
 from dlo_framework.errors import DloError
 from dlo_framework.replayed_loader import as_replayed
 from dlo_framework.resume import ExactResume
+from support.trainers import quiet_trainer
 
 SIZE, BATCH, EPOCHS = 40, 4, 3
 
@@ -56,16 +57,11 @@ class Recorder(LightningModule):
 
 
 def run(tmp_path, model: Recorder, workers: int, *, ckpt=None, max_steps: int = -1, **kwargs):
-    trainer = Trainer(
+    trainer = quiet_trainer(
         default_root_dir=tmp_path,
         callbacks=[ExactResume()],  # reopens the epoch that Lightning closes when max_steps ends a run
-        accelerator="cpu",
         max_epochs=EPOCHS,
         max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         **kwargs,
     )
@@ -218,16 +214,11 @@ def test_several_training_loaders_each_go_on(tmp_path, sizes, asks_length):
 
 
 def fit_pair(folder, model, sizes, *, ckpt=None, max_steps=-1):
-    trainer = Trainer(
+    trainer = quiet_trainer(
         default_root_dir=folder,
         callbacks=[ExactResume()],
-        accelerator="cpu",
         max_epochs=EPOCHS,
         max_steps=max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, datamodule=Pair(sizes), ckpt_path=ckpt)
     return trainer

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
+from support.trainers import quiet_trainer
 
 BATCH = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -45,13 +46,9 @@ def loader(batches: int = 5) -> DataLoader:
 
 
 def run(tmp_path, *callbacks: Callback, decay: float = 0.8, **options) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         default_root_dir=tmp_path,
-        logger=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[WeightEMA(decay), *callbacks],
         **options,

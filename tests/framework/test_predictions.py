@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.errors import DloError
 from dlo_framework.watch import predictions
 from dlo_framework.watch.predictions import SavePredictions
+from support.trainers import quiet_trainer
 
 
 class Net(LightningModule):
@@ -28,11 +29,8 @@ class Net(LightningModule):
 
 
 def predict(path, lengths: list[int]):
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         callbacks=[SavePredictions(path)],
     )
     trainer.predict(Net(lengths), DataLoader(torch.arange(5.0), batch_size=2), return_predictions=False)

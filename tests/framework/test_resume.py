@@ -21,6 +21,7 @@ from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop, RunStopped
+from support.trainers import quiet_trainer
 
 SAMPLES, BATCH, EPOCHS = 52, 5, 3  # 10 batches an epoch, the last 2 samples of each order left out
 
@@ -361,14 +362,11 @@ def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_no
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == taken
 
     stop = GracefulStop(tmp_path)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         default_root_dir=tmp_path,
-        logger=False,
         callbacks=[Signal(3), stop],
         max_epochs=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     with pytest.raises(RunStopped):
         trainer.fit(Net(), datamodule=Data())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 
 from dlo_framework.distributed.strategy import DataParallelStrategy
@@ -17,6 +17,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.watch.bar import RunBar
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 STRATEGIES = {"ddp": DataParallelStrategy, "zero3": partial(ZeroStrategy, stage=3)}
 
@@ -61,8 +62,7 @@ def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) 
     for name, manual, returns, every in jobs:
         seed_everything(1, workers=True, verbose=False)
         lines = Lines()
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=world_size,
             strategy=STRATEGIES[name]() if world_size > 1 else "auto",
             max_epochs=2,
@@ -70,9 +70,6 @@ def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) 
             limit_val_batches=0,
             log_every_n_steps=every,
             callbacks=[lines],
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
         )
         trainer.fit(Net(manual, returns), datamodule=DigitsData(image_size=16, batch_size=32))
         found.append(lines.text.getvalue().splitlines())

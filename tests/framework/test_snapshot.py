@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -18,6 +18,7 @@ from dlo_framework.rehearsal import Rehearsal, rehearse
 from dlo_framework.snapshot import take_snapshot
 from dlo_framework.watch.monitor import RunMonitor
 from support.noisy_data import BATCH, BATCHES, Noisy
+from support.trainers import quiet_trainer
 
 
 class Net(LightningModule):
@@ -112,12 +113,7 @@ class Ends(Callback):
 
 
 def trainer_with(callbacks, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+    return quiet_trainer(
         callbacks=callbacks,
         **{"max_epochs": 2, **options},
     )

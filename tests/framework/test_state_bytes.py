@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.local_memory import optimizer_bytes, states_per_parameter
 from dlo_framework.watch.state_bytes import StateReport
 from support.monitored import Net, fit
+from support.trainers import quiet_trainer
 
 
 class Derived(Net):
@@ -138,9 +138,9 @@ def test_activations_are_those_of_the_largest_batch():
     found = []
     for steps in (3, -1):
         report = StateReport()
-        trainer = Trainer(
-            accelerator="cpu", max_epochs=1, max_steps=steps, callbacks=[report], logger=False, limit_val_batches=0,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        trainer = quiet_trainer(
+            max_epochs=1, max_steps=steps, callbacks=[report], limit_val_batches=0,
+
         )  # fmt: skip
         trainer.fit(Growing())
         found.append(report.found.activations)

@@ -7,6 +7,7 @@ from torchmetrics import MeanAbsoluteError
 
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
+from support.trainers import quiet_trainer
 
 
 class Line(Task):
@@ -40,13 +41,8 @@ def loader() -> DataLoader:
 
 
 def trainer(tmp_path, **options) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
 

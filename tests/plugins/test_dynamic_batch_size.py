@@ -15,6 +15,7 @@ from dlo_framework.stop import RunStopped
 from dlo_plugins.callbacks.batch_plan import LRDecay, NoiseScale
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from support.trainers import quiet_trainer
 
 SAMPLES = 70
 
@@ -216,11 +217,8 @@ class StopAt(Callback):
 def run(folder, callback, *, stop=None, crash=False, resume=False, workers=0):
     torch.manual_seed(99 if resume else 1)
     module = Net(dropout=0.2)
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         plugins=[SafeCheckpointIO()],
         max_epochs=6,
         callbacks=add_default_callbacks(

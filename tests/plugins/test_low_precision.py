@@ -27,6 +27,7 @@ from dlo_plugins.tensor.projections import RowProduct
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
+from support.trainers import quiet_trainer
 
 CONFIG = {"model_type": "llama", **FAMILIES["llama"]}
 #: Largest relative error of an element: half of the last of 4 bits (E4M3) or of 3 bits (E5M2, of fp8's gradients).
@@ -225,7 +226,7 @@ TWO: dict[str, Run] = {
 
 
 def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[str, Any]:
-    from lightning.pytorch import Callback, Trainer, seed_everything
+    from lightning.pytorch import Callback, seed_everything
 
     found: dict[str, Any] = {}
 
@@ -238,17 +239,12 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
         found[name] = []
         seed_everything(1, verbose=False)
         low = LowPrecision(scheme, min_features=8, emulate=scheme != "int8")
-        trainer = Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=world_size,
             strategy=strategy if isinstance(strategy, str) else strategy(),
             max_steps=8,
             log_every_n_steps=1,
             callbacks=[Note(), *([low] if rounds else []), *(make() for make in others)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trained = task()
         trainer.fit(trained, datamodule=Tokens(1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
@@ -17,6 +17,7 @@ from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder, predict_s
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 
 class FailingBackward(torch.autograd.Function):
@@ -87,12 +88,7 @@ class Losses(Callback):
 def fit(folder, *callbacks, make=Net, data=None, **options):
     torch.manual_seed(1), random.seed(2)
     module, losses = make(), Losses()
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+    trainer = quiet_trainer(
         default_root_dir=folder,
         callbacks=[*callbacks, losses],
         **{"max_epochs": 1, **options},

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_schedule import find_schedulers, group_peaks
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from support.trainers import quiet_trainer
 
 
 class Regression(LightningModule):
@@ -41,12 +42,7 @@ def train(callback, module=None, folder=None, batches=12, **options):
     module = module or Regression()
     data = DataLoader(TensorDataset(torch.randn(batches * 2, 3)), batch_size=2)
     options = {"max_epochs": 2, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+    trainer = quiet_trainer(
         callbacks=[callback],
         **options,
     )

@@ -15,6 +15,7 @@ from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 FREEZE = 6
 
@@ -77,17 +78,12 @@ def fit(
     **options: Any,
 ) -> Trainer:
     register_data_parallel()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=dist.get_world_size() if dist.is_initialized() else "auto",
         strategy=strategy,
         max_steps=steps,
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[*callbacks, ExactResume()],
         **options,
     )

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAUROC
 
 from dlo_framework import ParallelPlan, Task
 from dlo_framework.data import Draw, ResumableDataModule, ResumableLoader
+from support.trainers import QUIET
 
 WIDTH, CLASSES = 6, 3
 
@@ -261,14 +262,10 @@ class PlainSamples(LightningDataModule):
 
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        **QUIET,
         "devices": world,
         "strategy": strategy,
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
     return Trainer(**(settings | options))

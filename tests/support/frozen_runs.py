@@ -16,7 +16,7 @@ from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.task import Task
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
-from support.fsdp_nets import Batches
+from support.fsdp_nets import Batches, trainer
 
 CLASSES, SIZE, ROWS, LENGTH, VOCABULARY, STEPS = 5, 16, 8, 16, 64, 3
 
@@ -149,18 +149,4 @@ class Teacher(BatchTransform):
 
 
 def make_trainer(strategy: Any, devices: int = 1, callbacks: Any = (), **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": devices,
-        "strategy": strategy,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "callbacks": list(callbacks),
-    }
-    return Trainer(**(settings | options))
+    return trainer(devices, strategy, **({"num_sanity_val_steps": 0, "callbacks": list(callbacks)} | options))

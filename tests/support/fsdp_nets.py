@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from support.trainers import QUIET
+
 WIDTH, STEPS, BATCH = 6, 4, 8
 
 
@@ -50,14 +52,10 @@ def mine(rank: int, world: int, steps: int = STEPS) -> Batches:
 
 def trainer(world: int, strategy: Any, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        **QUIET,
         "devices": world,
         "strategy": strategy,
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,

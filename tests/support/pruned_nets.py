@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from dlo_framework.checkpoint import load
-from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_plugins.callbacks.prune import Prune
-from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
-from dlo_plugins.strategies.fsdp import FSDPStrategy
-from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.imagenet.digits import DigitsData
-
-VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "auto": lambda: "auto",
-    "ddp": lambda: "ddp",
-    "zero1": lambda: ZeroStrategy(1),
-    "zero2": lambda: ZeroStrategy(2),
-    "zero3": lambda: ZeroStrategy(3),
-    "zero3_offload": lambda: ZeroStrategy(3, offload="both"),
-    "fsdp": FSDPStrategy,
-    "tp": lambda: MeshStrategy(tp=2),
-    "pp": lambda: MeshStrategy(pp=2, micro_batches=2),
-    "deepspeed_1": lambda: DeepSpeedBridge(stage=1),
-    "deepspeed_2": lambda: DeepSpeedBridge(stage=2),
-    "deepspeed_3": lambda: DeepSpeedBridge(stage=3),
-}
+from support.curricula_runs import fit, images, seeded
 
 
 class Watch(Callback):
@@ -75,51 +52,19 @@ def train(
     limit: int = 4,
     ckpt_path: str | None = None,
     callbacks: tuple[Callback, ...] = (),
-    precision: str = "32-true",
     batch: int = 8,
     stop_at: int = -1,
+    **options: Any,
 ) -> tuple[Prune, Watch, Trainer]:
     """Trains a small ViT on digits, and saves `last.ckpt` in the folder."""
-    register_data_parallel()
-    seed_everything(3, workers=True, verbose=False)
+    seeded()
     args = {"eps": 1e-4} if optimizer == "adamw" else {}
-    module = ImageClassifier(
-        "vit_tiny_patch16_224",
-        model_args=dict(VIT),
-        num_classes=10,
-        lr=1e-3,
-        optimizer=optimizer,
-        optimizer_args=args,
-        schedule="constant",
-        log_images=0,
-    )
-    data = DigitsData(image_size=16, batch_size=batch)
+    made = images(lr=1e-3, optimizer=optimizer, optimizer_args=args, batch_size=batch)
     prune = WithoutPicture(**settings)
     watch = Watch(prune)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
-        max_epochs=epochs,
-        max_steps=stop_at,
-        limit_train_batches=limit,
-        limit_val_batches=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        precision=precision,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=[prune, watch, *callbacks],
-    )
-    use_canonical_checkpoints(trainer)
-    module.check(data)
-    contract: Any = trainer.strategy
-    contract.check_model(module, data)
-    prune.check_run(trainer, module, data)
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    trainer.save_checkpoint(folder / "last.ckpt")
+    options = {"epochs": epochs, "batches": limit, "max_steps": stop_at, "limit_val_batches": 2} | options
+    path = None if ckpt_path is None else Path(ckpt_path)
+    _, trainer = fit(folder, made, strategy, world_size, [prune, watch, *callbacks], ckpt_path=path, **options)
     return prune, watch, trainer
 
 

@@ -26,6 +26,7 @@ from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.tokenize_processes import choose_processes, tokenize_in_processes
 from support.texts import lines, sentences
 from support.token_files import documents, write_megatron
+from support.trainers import quiet_trainer
 
 MIX = [{"samples": 0, "weights": {"text": 0.5, "web": 0.5}}, {"samples": 400, "weights": {"text": 0.1, "web": 0.9}}]
 
@@ -144,9 +145,9 @@ class Counter(LightningModule):
 def test_a_run_resumes_in_mid_epoch_with_other_workers(mixed, tmp_path):
     def fit(steps: int, workers: int, checkpoint: str | None = None) -> tuple[Counter, Trainer]:
         model = Counter()
-        trainer = Trainer(
-            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, limit_val_batches=0,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[ExactResume()],
+        trainer = quiet_trainer(
+            max_steps=steps, limit_val_batches=0,
+            callbacks=[ExactResume()],
         )  # fmt: skip
         trainer.fit(model, datamodule=mixed(num_workers=workers), ckpt_path=checkpoint, weights_only=False)
         return model, trainer

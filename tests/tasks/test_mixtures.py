@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from timm.layers.mlp import SwiGLU
 
 from dlo_framework import load_from_checkpoint
@@ -16,6 +16,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES
+from support.trainers import quiet_trainer
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
 LLAMA = {"model_type": "llama", **FAMILIES["llama"], "num_hidden_layers": 4}
@@ -68,9 +69,8 @@ def test_a_llama_starts_as_the_dense_one_and_its_plan_fits() -> None:
 def test_a_run_trains_experts_moves_biases_and_loads_again(tmp_path: Path) -> None:
     task = vit(MixtureOptions(count=4, bias_rate=0.01, capacity_factor=1.0), lr=1e-2)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    trainer = Trainer(
-        accelerator="cpu", max_steps=3, logger=False, default_root_dir=tmp_path, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0, accumulate_grad_batches=2,
+    trainer = quiet_trainer(
+        max_steps=3, default_root_dir=tmp_path, limit_val_batches=0, accumulate_grad_batches=2,
     )  # fmt: skip
     trainer.fit(task, datamodule=DigitsData(image_size=16, batch_size=8))
     after = task.state_dict()

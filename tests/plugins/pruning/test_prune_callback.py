@@ -22,6 +22,7 @@ from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
 from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.pruned_nets import masks_of, weights_of
+from support.trainers import quiet_trainer
 
 
 class Net(LightningModule):
@@ -57,13 +58,8 @@ def loader() -> DataLoader:
 
 
 def trainer_of(tmp_path, *callbacks: Callback, epochs: int = 4, **options: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=tmp_path,
         callbacks=list(callbacks),
