@@ -66,7 +66,13 @@ def _refused(rank: int, world_size: int, folder: Path, strategy: str, kind: str)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("strategy", "kind"), [("deepspeed_3", "images"), ("cp", "texts"), ("sp", "texts")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("sp", "texts"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("deepspeed_3", "images"), ("cp", "texts"))),
+    ],
+)
 def test_what_a_strategy_cannot_do_is_refused(folder, strategy, kind):
     for found in run_distributed(_refused, 2, folder, strategy, kind, timeout=200):
         assert found

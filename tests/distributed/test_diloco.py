@@ -141,7 +141,7 @@ def _rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_it_is_replicas_by_hand(tmp_path, world):
     ranks = run_distributed(_rank, world, tmp_path, timeout=300, **({"backend": None} if world == 1 else {}))
     for found in ranks:

@@ -89,7 +89,7 @@ def _by_copy(rank: int, world: int, folder: Path, strategies: list[str]) -> dict
 @pytest.mark.parametrize(
     "strategies",
     [
-        ["copies x shard"],
+        pytest.param(["copies x shard"], marks=pytest.mark.slow),
         pytest.param(["copies x sp", "copies x pp", "copies x cp", "copies x ep"], marks=pytest.mark.slow),
     ],
     ids=["shards", "other axes"],

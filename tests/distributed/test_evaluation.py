@@ -75,6 +75,7 @@ def test_on_two_ranks_it_is_that_of_one() -> None:
     check(2, [(*pair, *sizes[(i + k) % 4]) for i, pair in enumerate(dict.fromkeys(pairs)) for k in (0, 1)])
 
 
+@pytest.mark.slow
 def test_on_four_ranks_it_is_that_of_one() -> None:
     """Shares of all lengths, and the axes of meshes, each with a last batch of fewer samples than ranks."""
     cases = [("zero3", "plain", *sizes) for sizes in SIZES[4]]
@@ -113,6 +114,7 @@ def test_torchs_loaders_repeat_no_sample_on_two_ranks(data: str) -> None:
     check_plain(2, [(*pair, *PLAIN_SIZES[(i + k) % 4]) for i, pair in enumerate(pairs) for k in (0, 1)], data)
 
 
+@pytest.mark.slow
 def test_torchs_loaders_repeat_no_sample_on_a_mesh() -> None:
     cases = [(mesh, "mse", *sizes) for mesh in ("pp", "tp") for sizes in PLAIN_SIZES[:3]]
     check_plain(4, cases, "Lightning's sampler")
@@ -174,7 +176,7 @@ def _predicted(rank: int, world: int, cases: list[Case], folder: Path, data: Any
     return counts
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_sample_is_predicted_once_and_in_order(world: int, tmp_path: Path) -> None:
     pairs = [(name, kind) for name in STRATEGIES for kind in ("mse", "columns")] + [("ddp", "plain")]
     cases = [(*pair, *SIZES[2][i % 4]) for i, pair in enumerate(pairs)]
@@ -207,7 +209,7 @@ def _indices(rank: int, world: int, names: list[str], size: tuple[int, int], dat
     return found
 
 
-@pytest.mark.parametrize("data", ["Lightning's sampler", "an own sampler"])
+@pytest.mark.parametrize("data", ["Lightning's sampler", pytest.param("an own sampler", marks=pytest.mark.slow)])
 def test_a_prediction_writer_gets_each_index_of_torchs_loader_once(data: str) -> None:
     by_rank = run_distributed(_indices, 2, ["ddp", "zero3"], (5, 2), data)
     for found in zip(*by_rank, strict=True):

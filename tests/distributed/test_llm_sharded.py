@@ -289,7 +289,7 @@ def _write_on_meshes(rank: int, world_size: int, folder: Path, model: str, meshe
 @pytest.mark.parametrize(
     "meshes",
     [
-        [{"cp": 2}, {"pp": 2, "micro_batches": 2}],
+        pytest.param([{"cp": 2}, {"pp": 2, "micro_batches": 2}], marks=pytest.mark.slow),
         pytest.param([{"cp": 2, "cp_method": "ulysses"}, {"tp": 2}], marks=pytest.mark.slow),
     ],
     ids=["cp and pp", "others"],

@@ -375,7 +375,7 @@ def _bytes_of_copies(folder: Path, dp_shard: int) -> tuple[float, int]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_optimizers_step_copies_of_rows_in_cpu_memory_or_of_another_dtype(tmp_path: Path, ranks: int) -> None:
     found = run_distributed(_with_copies, ranks, tmp_path, backend=None, timeout=280, group_timeout=90)
     for name, options in COPIES.items():

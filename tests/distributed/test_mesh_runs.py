@@ -125,7 +125,7 @@ def _chain(rank: int, world_size: int, folder: Path, chain: tuple[str, ...], opt
 @pytest.mark.parametrize(
     ("chain", "optimizer"),
     [
-        (CHAIN, "adamw"),
+        pytest.param(CHAIN, "adamw", marks=pytest.mark.slow),
         # It steps full tensors, which tp ranks join from their slices.
         pytest.param(("tp x dp",), "lamb", marks=pytest.mark.slow),
         pytest.param(LONG_CHAIN, "adamw", marks=pytest.mark.slow),

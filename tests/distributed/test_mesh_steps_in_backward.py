@@ -67,7 +67,8 @@ def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[st
 @pytest.mark.parametrize(
     ("world", "cells"),
     [
-        (2, [("tp", {}), ("sp", {}), ("cp", {}), ("ep", EXPERTS), ("sp", LAMB), ("ep", EXPERTS | LAMB)]),
+        (2, [("sp", {}), ("ep", EXPERTS | LAMB)]),
+        pytest.param(2, [("tp", {}), ("cp", {}), ("ep", EXPERTS), ("sp", LAMB)], marks=pytest.mark.slow),
         pytest.param(
             4,
             [
@@ -82,7 +83,7 @@ def _compare(rank: int, world: int, folder: Path, cells: list[tuple[str, dict[st
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["two ranks", "four ranks"],
+    ids=["two ranks", "two ranks, others", "four ranks"],
 )
 def test_a_mesh_has_the_weights_of_the_ordinary_step(tmp_path: Path, world: int, cells: list[Any]) -> None:
     prepare_texts(tmp_path)

@@ -78,7 +78,7 @@ def compare(alone: Path, folder: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["zero3", "tp"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("tp", marks=pytest.mark.slow)])
 def test_masks_on_two_ranks_are_those_of_one_process(tmp_path, alone, strategy):
     found = run_distributed(_together, 2, tmp_path, strategy, SOME, "adamw", timeout=400)
     assert found == [dict.fromkeys(SOME, 0)] * 2

@@ -70,6 +70,7 @@ def test_a_prefix_is_seen_by_all_where_ranks_share_the_sequence() -> None:
     assert_parity(partial(llm, Prefix(13, block=3)), [mesh(**axes) for axes in SHARED], steps=2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_vit_trains_on_two_ranks_as_in_one_process() -> None:
     """Heads are divided under tp alone; where each rank has all of a layer, a pipeline stands for the others."""
     assert_parity(vit, [mesh(**axes) for axes in (MESHES[0], MESHES[2])], steps=2, rtol=1e-5)

@@ -175,7 +175,7 @@ def test_two_ranks_wait_for_nothing() -> None:
         assert found == dict.fromkeys(found, [[]] * (STEPS - 3))
 
 
-@pytest.mark.parametrize("subject", ["vit", "packed"])
+@pytest.mark.parametrize("subject", ["vit", pytest.param("packed", marks=pytest.mark.slow)])
 def test_the_loss_scaler_of_16_mixed_waits_once_a_step(subject: str) -> None:
     found = scaled(0, 1, ["one process"], [subject])
     assert found == dict.fromkeys(found, ([[]] * (STEPS - 3), STEPS - 3))

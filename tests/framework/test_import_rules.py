@@ -83,26 +83,28 @@ def test_the_core_names_no_plugin() -> None:
     assert found - {("versions.py", "deepspeed")} == set()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import dlo_framework",
-        "import dlo_framework as dlo; dir(dlo); hasattr(dlo, 'OneCylce')",
-        "import dlo_framework.registry",
-        "import dlo_framework.cli.commands.plugins_command",
-        "from dlo_framework.cli.commands.plugins_command import main; main([])",
-        "from dlo_framework.cli.commands.plugins_command import main; main(['show', 'OneCycle'])",
-        "from dlo_framework.cli.main import main; main(['--help'])",
-        "from dlo_framework.cli.main import main; main(['fit', '--help'])",
-        "import dlo_framework.cli.commands.checkpoint_command",
-    ],
-)
-def test_light_commands_import_nothing_heavy(statement: str) -> None:
-    code = f"{statement}\nimport sys; print(); print(*sys.modules)"
+#: Run one after the other: what one of them imports stays.
+LIGHT = [
+    "import dlo_framework",
+    "import dlo_framework as dlo; dir(dlo); hasattr(dlo, 'OneCylce')",
+    "import dlo_framework.registry",
+    "import dlo_framework.cli.commands.plugins_command",
+    "from dlo_framework.cli.commands.plugins_command import main; main([])",
+    "from dlo_framework.cli.commands.plugins_command import main; main(['show', 'OneCycle'])",
+    "from dlo_framework.cli.main import main; main(['--help'])",
+    "from dlo_framework.cli.main import main; main(['fit', '--help'])",
+    "import dlo_framework.cli.commands.checkpoint_command",
+]
+
+
+def test_light_commands_import_nothing_heavy() -> None:
+    told = "import sys; print(); print(*sys.modules)"
+    code = "\n".join(f"{statement}\n{told}" for statement in LIGHT)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
-    assert "dlo_framework" in loaded
-    assert loaded & (HEAVY | {"dlo_plugins", "dlo_tasks"}) == set()
+    for statement, line in zip(LIGHT, [x for x in done.stdout.splitlines() if x.startswith("sys ")], strict=True):
+        loaded = {name.partition(".")[0] for name in line.split()}
+        assert "dlo_framework" in loaded
+        assert loaded & (HEAVY | {"dlo_plugins", "dlo_tasks"}) == set(), statement
 
 
 #: Clients of networks, and the modules that may use them: docs/concepts/telemetry.md says what for.

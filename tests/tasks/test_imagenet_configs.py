@@ -38,26 +38,6 @@ def accepted(cls: type) -> set[str]:
     return names - {"self"}
 
 
-def test_the_recipes_are_there():
-    assert [path.stem for path in CONFIGS] == [
-        "coatnet_0",
-        "deit_distilled",
-        "resnet50_ffcv88",
-        "vit_b16_deit3",
-        "vit_s16_90ep",
-        "vmoe_s16",
-    ]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_recipe_opens_with_what_one_must_know(path):
-    lines = path.read_text().split("\nseed_everything")[0].splitlines()
-    assert all(line.startswith("#") or not line for line in lines)
-    head = "\n".join(lines)
-    for word in ("paper", "arXiv", "expected", "top-1", "time", "memory", f"dlo fit --config imagenet/{path.stem}"):
-        assert word in head, word
-
-
 @pytest.mark.parametrize("path", [*CONFIGS, *DIGITS], ids=lambda path: path.stem)
 def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
     config = yaml.safe_load(path.read_text())

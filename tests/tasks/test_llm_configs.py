@@ -155,22 +155,6 @@ def parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_the_recipes_are_there() -> None:
-    assert list(CONFIGS) == sorted(
-        [
-            *(
-                *SMALL,
-                "llama3.1_70b_qlora",
-                "llama3.1_8b_bf16",
-                "llama3.1_8b_dpo",
-                "llama3.1_8b_lora",
-                "llama3.1_8b_qlora",
-            ),
-            *("llama3.2_1b_distill", "llama3.2_3b_fsdp", "mixtral_8x7b", "qwen3_30b_a3b", "qwen3_8b_zero3"),
-        ]
-    )
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, header = read(name)
