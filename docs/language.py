@@ -1,13 +1,17 @@
-"""What a program can see of the language that the project is written in (CONTRIBUTING.md, "Language")."""
+"""Checks what a program can see of the language of code and pages: ``python docs/language.py``.
+
+It prints descriptions of arguments that do not begin with a noun phrase, attributes that a class describes and does not
+have, and words that have a plainer one; exit code 1 if there are any.
+"""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"dlo_framework": "dlo_framework", "dlo_plugins": "plugins/dlo_plugins", "dlo_tasks": "tasks/dlo_tasks"}
-CODE = [*PACKAGES.values(), "plugins/example_pack", "benchmarks"]
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ["dlo_framework", "plugins/dlo_plugins", "tasks/dlo_tasks", "plugins/example_pack", "benchmarks"]
 
 #: First words that no description of an argument or attribute begins with: it begins with a noun phrase.
 NOT_A_NOUN = re.compile(
@@ -113,33 +117,26 @@ def plainer_words(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def code() -> list[Path]:
+    """Returns the files of code."""
     return sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
 
 
 def pages() -> list[Path]:
+    """Returns the pages, README and CONTRIBUTING."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_descriptions_of_arguments_begin_with_a_noun() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in code()
-        for line, text in wrong_arguments(path.read_text())
-    ]
-    assert found == []
+def findings() -> Iterator[str]:
+    """Yields each finding with its file and line."""
+    for path in code():
+        for line, text in (*wrong_arguments(path.read_text()), *missing_attributes(path.read_text())):
+            yield f"{path.relative_to(ROOT)}:{line}: {text}"
+    for path in (*code(), *pages()):
+        for line, text in plainer_words(path):
+            yield f"{path.relative_to(ROOT)}:{line}: {text}"
 
 
-def test_attributes_that_a_class_describes_exist() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in code()
-        for line, text in missing_attributes(path.read_text())
-    ]
-    assert found == []
-
-
-def test_plainer_words_are_used() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}" for path in [*code(), *pages()] for line, text in plainer_words(path)
-    ]
-    assert found == []
+if __name__ == "__main__":
+    found = list(findings())
+    print("\n".join(found))
+    sys.exit(bool(found))
