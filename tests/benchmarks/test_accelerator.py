@@ -114,26 +114,6 @@ def test_one_device_trains_by_hand_and_by_dlo_compiled_and_not():
     assert gigaflops == pytest.approx(6 * blocks * 4 / 1e9, rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "title"), [("qwen_lora", "Qwen2.5 7B by LoRA"), ("llama_full", "Llama 3.2 1B in full")]
-)
-def test_language_models_train_on_packed_documents_by_hand_and_by_dlo(part, title):
-    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", part]
-    (table,) = accelerator(*words)["tables"]
-    ours = ["dlo fit", "dlo fit, compiled", "dlo fit, dense mask"]
-    assert list(table["rows"]) == ["loop", "loop again", "loop, compiled", *ours]
-    assert all(row["tokens a second"] > 0 for row in table["rows"].values())
-    assert table["title"].startswith(f"{title}, size tiny, 2 x 64 tokens, packed, clipped")
-
-
-@pytest.mark.slow
-def test_the_loss_over_a_vocabulary_is_measured_forward_and_backward():
-    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "loss"]
-    forward, both = accelerator(*words)["tables"]
-    assert all({"plain", "plain again", "dlo"} <= set(table["rows"]) for table in (forward, both))
-
-
 def test_packed_batches_are_full_of_documents(load):
     language = load("on_accelerator.language")
     torch.manual_seed(0)
@@ -145,20 +125,6 @@ def test_packed_batches_are_full_of_documents(load):
     data = language.Packed(None)
     data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
     assert language.batch_counts.count_documents(batch["position_ids"]).number == int(begins.sum())
-
-
-@pytest.mark.slow
-def test_image_models_train_beside_timms_own_step():
-    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager"]
-    tables = accelerator(*words, "--parts", "vit_s", "vit_b", "resnet18")["tables"]
-    assert [table["title"].split(",")[0] for table in tables] == [
-        "vit_small_patch16_224",
-        "vit_base_patch16_224",
-        "resnet18",
-    ]
-    for table in tables:
-        assert list(table["rows"]) == ["timm", "timm again", "timm, compiled", "dlo fit", "dlo fit, compiled"]
-        assert all(row["images a second"] > 0 for row in table["rows"].values())
 
 
 def test_timms_step_and_dlos_train_the_same_model(load):
@@ -196,18 +162,11 @@ def test_kernels_of_the_ring_are_timed_and_agree(load):
 
 
 @pytest.mark.slow
-def test_strategies_train_beside_ddp_and_fsdp2():
-    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "strategies"]
-    one, two = accelerator(*words)["tables"]
-    common = ["DDP", "DDP again", "FSDP2", *(f"dlo {name}" for name in ("ddp", "zero1", "zero2", "zero3", "fsdp"))]
-    assert sorted(one["rows"]) == sorted([*common, "loop, no strategy"])
-    assert sorted(two["rows"]) == sorted(common)
-    assert "on 1 rank:" in one["title"]
-    assert "on 2 ranks:" in two["title"]
-    assert all(row["tokens a second"] > 0 for table in (one, two) for row in table["rows"].values())
-
-
-@pytest.mark.slow
-def test_batches_are_mixed():
-    (table,) = accelerator("--device", "cpu", "--size", "tiny", "--rounds", "1", "--parts", "batch_mix")["tables"]
-    assert {"dlo CutMix batch", "timm CutMix batch", "torchvision MixUp"} <= set(table["rows"])
+def test_all_other_parts_run_on_a_cpu():
+    parts = ["qwen_lora", "llama_full", "loss", "vit_s", "resnet18", "strategies", "batch_mix"]
+    words = ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--backend", "aot_eager", "--parts", *parts]
+    rows = [row for table in accelerator(*words)["tables"] for row in table["rows"].items()]
+    assert {"dlo fit, compiled", "timm, compiled", "plain again", "dlo zero3", "FSDP2", "timm CutMix batch"} <= {
+        name for name, _ in rows
+    }
+    assert all(value > 0 for _, row in rows for name, value in row.items() if name.endswith(" a second"))

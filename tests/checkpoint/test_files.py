@@ -173,14 +173,6 @@ def test_what_is_taken_out_and_what_stays(tmp_path):
     assert torch.equal(read["tuple"][1], torch.ones(2))
 
 
-def test_tied_weights_stand_under_both_names(tmp_path):
-    embedding = torch.randn(6, 3)
-    save({"state_dict": {"embedding.weight": embedding, "head.weight": embedding}}, tmp_path / "a.ckpt")
-    read = load(tmp_path / "a.ckpt")["state_dict"]
-    assert torch.equal(read["embedding.weight"], embedding)
-    assert torch.equal(read["head.weight"], embedding)
-
-
 def test_hyperparameters_that_are_no_plain_data_are_kept_as_text(tmp_path):
     run = {"state_dict": {}, "hyper_parameters": {"width": 3, "stream": io.BytesIO}}
     with pytest.warns(UserWarning, match="the hyperparameter 'stream' is saved as text: a type is not plain data"):

@@ -292,21 +292,6 @@ def test_an_accelerator_gathers_halves_by_default_where_autocast_computes_in_the
     assert FullyShard(param_dtype="float32").options(*run).policy.param_dtype == torch.float32
 
 
-def test_a_strategy_gathers_halves_by_default_on_an_accelerator() -> None:
-    class OnCuda(FSDPStrategy):
-        @property
-        def root_device(self) -> torch.device:
-            return torch.device("cuda")
-
-    for strategy, expected in (
-        (OnCuda(), torch.bfloat16),
-        (OnCuda(param_dtype="float32"), torch.float32),
-        (FSDPStrategy(), None),
-    ):
-        trainer(2, strategy, precision="bf16-mixed")
-        assert strategy.mesh_options().shard_options(None).policy.param_dtype == expected
-
-
 def test_the_applier_shards_a_model_by_itself(ranks: list[dict[str, Any]]) -> None:
     for difference, sharded in of(ranks, "_applied"):
         assert difference < 1e-6

@@ -131,16 +131,6 @@ def files_at_most(count: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_the_soft_limit_of_open_files_is_raised_where_the_ranks_need_it():
-    opened = len(os.listdir("/dev/fd"))
-    for world_size, raised in ((2, False), (100, True)):
-        with files_at_most(opened + open_files.RESERVE + 20) as (_, hard):
-            watch = RankMonitor(0, world_size, limit=60, on_failure=lambda failure: None)
-            assert isinstance(watch.serve(one_host=True, name="localhost"), Address)
-            assert (resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard) is raised
-            watch.end(orderly=True)
-
-
 def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(monkeypatch, capsys):
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: None)
@@ -225,17 +215,6 @@ def test_a_rank_that_rank_0_never_accepted_ends_no_run():
     watch.end(orderly=True)
     assert told == []
     assert b"bye" in lines[-1]
-
-
-def test_one_that_gave_up_waiting_to_be_accepted_is_neither_missed_nor_done():
-    with ranks(2) as (watches, told, address):
-        late = socket.create_connection((address.hosts[0], address.port))
-        late.sendall(b'{"rank": 2, "token": "%s"}\n{"bye": true, "runs": true}\n' % address.token.encode())
-        late.close()
-        wait_until(lambda: len(watches[0]._peers) == 1)
-        time.sleep(0.5)
-        assert told == [[], []]
-        assert not watches[0].has_left(2)
 
 
 # --- where ranks are -------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import torch
 from dlo_framework import runs
 from dlo_framework.checkpoint import load, note_resumption, save
 from dlo_framework.errors import DloError
-from dlo_framework.units import format_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -146,10 +145,3 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DloError, match=r"cannot create the run folder .*; choose another with --run\.dir"):
         runs.new_run(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (3.1e9, "3.1 GB"), (2e15, "2000.0 TB")]
-)
-def test_bytes_as_people_read_them(count, text):
-    assert format_bytes(count) == text

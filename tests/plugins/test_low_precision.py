@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
@@ -30,8 +29,6 @@ from support.token_batches import FAMILIES, Tokens
 from support.trainers import quiet_trainer
 
 CONFIG = {"model_type": "llama", **FAMILIES["llama"]}
-#: Largest relative error of an element: half of the last of 4 bits (E4M3) or of 3 bits (E5M2, of fp8's gradients).
-FLOAT8 = {"input": 2.0**-4, "weight": 2.0**-4, "gradient": 2.0**-3}
 
 
 def task(**options: Any) -> CausalLM:
@@ -130,12 +127,6 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
         LowPrecision(skip=["model.layer.0"]).choose_layers(twin.model, plan)
     with pytest.raises(DloError, match=r"of at least 64 features in multiples of 16 in its blocks, outside skip, got"):
         LowPrecision("fp8", emulate=True).choose_layers(twin.model, plan)
-
-
-def test_a_module_without_a_plan_has_the_layers_of_its_repeated_blocks() -> None:
-    net = nn.Sequential(nn.Linear(8, 64), *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
-    names = LowPrecision().choose_layers(net, ParallelPlan.infer(net))
-    assert names == ["1.0", "2.0", "3.0"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,22 +83,6 @@ def test_windows_beyond_what_a_model_is_made_for_are_warned_of() -> None:
         UserWarning, match=r"seq_len 17 exceeds the 16 positions .* \(max_position_embeddings\); set data"
     ):
         check(LLAMA, 17)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LLAMA | {"max_position_embeddings": 17},
-        LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
-        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
-        MAMBA,
-    ],
-    ids=["enough", "yarn", "linear", "no number"],
-)
-def test_other_windows_are_nobodys_concern(config: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        check(config, 17)
 
 
 def test_what_is_written_has_to_fit_too() -> None:

@@ -75,24 +75,6 @@ def test_columns_of_prompts_may_have_other_names(asked):
     assert texts == ["the loss", "[get_weather]<user>the loss</><assistant>"]
 
 
-def test_a_conversation_may_stand_in_parquet_beside_prompts(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    tokenizer = word_tokenizer({"<end>": 0, "the": 1, "loss": 2})
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.name is defined %} the{% endif %}{% endfor %}"
-    )
-    rows = [{"prompt": "the", "messages": None}, {"prompt": None, "messages": [{**QUESTION, "name": None}]}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert read_prompts([tmp_path / "a.parquet"], tokenizer) == (["the", [QUESTION]], [[1], [1, 2]])
-
-
-def test_lines_of_text_end_where_lines_end_and_nowhere_else(asked):
-    odd = "a\u2028b\x85c\x0bd\x0ce\x1cf\x1eg"
-    content = b"\xef\xbb\xbfthe loss\r\n" + odd.encode() + b"\n\n \nlast"
-    prompts, texts = asked(content)
-    assert prompts == texts == ["the loss", odd, "last"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -151,12 +151,6 @@ def test_the_mask_matters_and_a_recomputed_model_has_the_same_gradients():
         assert torch.equal(one.grad, other.grad)
 
 
-def test_a_dense_pattern_equals_the_plain_model():
-    batch = make_batch()
-    plain, masked = make_task(), make_task(option=Attention(mask=DenseSparsity()))
-    torch.testing.assert_close(plain(**plain.inputs(batch)[1]), masked(**masked.inputs(batch)[1]), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("pattern", [BSLongformer(8), BigBird(8, True), SlidingWindow(11, 8), Prefix(5, 8)])
 def test_generation_with_a_cache_has_the_pattern_of_a_full_forward(pattern):
     task = make_task("llama", Attention(mask=pattern))
