@@ -120,6 +120,16 @@ def test_a_look_at_the_sizes_finds_what_is_cut_off_and_not_what_is_changed(folde
         check(folder / "other.ckpt")
 
 
+def test_nothing_valid_is_said_so(tmp_path):
+    save(a_run(1), tmp_path / "only.ckpt")
+    (tmp_path / "only.ckpt" / "state.pt").unlink()
+    with pytest.raises(DloError, match="no other one there is valid"):
+        load(tmp_path / "only.ckpt")
+    with pytest.warns(UserWarning, match=r"skipping .*only\.ckpt"):
+        assert newest_valid(tmp_path) is None
+    assert newest_valid(tmp_path / "nowhere") is None
+
+
 def test_the_newest_is_by_step_and_then_by_time(folder):
     assert newest_valid(folder) == folder / "step-15.ckpt"
     time.sleep(0.01)

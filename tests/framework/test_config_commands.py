@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,12 @@ def test_zsh_describes_installed_commands() -> None:
     assert "from-accelerate:'print a config of Hugging Face Accelerate" in script
     assert '"--ckpt_path[checkpoint to resume from\\: a path, last, best, or auto' in script
     assert "_dlo_start() {\n  compadd -- last best auto\n  _files\n}" in script
+
+
+def test_the_script_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "zsh"]) == 0
+    assert "#compdef dlo" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err.strip().endswith("pip install 'dlo_framework[completion]'")

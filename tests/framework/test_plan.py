@@ -131,6 +131,11 @@ def test_tied_weights_are_checked_both_ways():
         changed(tied=[("head.weight",)])
 
 
+def test_unknown_rule():
+    with pytest.raises(DloError, match=r"unknown tensor rule 'colum'; did you mean 'column'\?"):
+        ParallelPlan(tensor={"a": "colum"})
+
+
 def test_infer_finds_the_blocks_and_both_ends():
     net = Net()
     net.head.weight = net.embed.weight

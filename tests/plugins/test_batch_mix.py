@@ -310,6 +310,11 @@ def test_smooth_targets_that_a_threshold_does_not_tell_apart_are_refused(thresho
     fit(BatchMix(), module=module)
 
 
+def test_off_epochs_need_an_end():
+    with pytest.raises(DloError, match="got neither; set one of them"):
+        fit(BatchMix(off_epochs=1), max_epochs=-1)
+
+
 @pytest.mark.parametrize(
     ("callback", "data", "message"),
     [

@@ -11,6 +11,7 @@ from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
     NoiseEstimate,
+    NoiseScale,
     grown_size,
     noise_and_signal,
     scheduled_size,
@@ -121,3 +122,10 @@ def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():
         estimate.add(*noise_and_signal(float(small), float(large), (8, 64)), 0.9)
     assert estimate.scale == pytest.approx(float(variance.sum() / mean.square().sum()), rel=0.1)
     assert estimate.weight == pytest.approx(1, abs=0.01)
+
+
+def test_noise_scale_arguments_out_of_range_are_refused():
+    with pytest.raises(DloError, match="at least the batch size of 64"):
+        NoiseScale(max_batch_size=32).check(64)
+    with pytest.raises(DloError, match="every at least 1"):
+        NoiseScale(max_batch_size=64, every=0).check(64)

@@ -376,3 +376,8 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
 def test_what_the_trainer_sets_elsewhere_is_refused(options, message):
     with pytest.raises(DloError, match=message):
         fit(DynamicBatchSize({"50%": 16}), **options)
+
+
+def test_a_plain_loader_cannot_make_any_size():
+    with pytest.raises(DloError, match="got 25; set 30"):
+        fit(DynamicBatchSize({0: 25}), loader=DataLoader(samples(), batch_size=10))

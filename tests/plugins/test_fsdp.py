@@ -99,6 +99,11 @@ def test_the_trainer_refuses_before_any_process_starts(options: dict, message: s
         Trainer(accelerator="cpu", devices=4, strategy=FSDPStrategy(**options), logger=False)
 
 
+def test_a_negative_prefetch_is_refused() -> None:
+    with pytest.raises(DloError, match="forward_prefetch must be a number of units"):
+        FSDPStrategy(forward_prefetch=-1)
+
+
 # --- names ----------------------------------------------------------------------------------------------------
 
 

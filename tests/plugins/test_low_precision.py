@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
@@ -127,6 +128,12 @@ def test_the_layers_are_those_of_blocks_that_are_large_enough() -> None:
         LowPrecision(skip=["model.layer.0"]).choose_layers(twin.model, plan)
     with pytest.raises(DloError, match=r"of at least 64 features in multiples of 16 in its blocks, outside skip, got"):
         LowPrecision("fp8", emulate=True).choose_layers(twin.model, plan)
+
+
+def test_a_module_without_a_plan_has_the_layers_of_its_repeated_blocks() -> None:
+    net = nn.Sequential(nn.Linear(8, 64), *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+    names = LowPrecision().choose_layers(net, ParallelPlan.infer(net))
+    assert names == ["1.0", "2.0", "3.0"]
 
 
 @pytest.mark.parametrize(

@@ -274,3 +274,10 @@ def test_what_trains_first_after_the_freeze_is_refused():
 def test_bad_settings_say_the_rule_and_the_fix(make, message):
     with pytest.raises(DloError, match=message):
         make()
+
+
+def test_sparse_gradients_are_refused():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(DloError, match="sparse=False"):
+        OneBitAdam(table.parameters(), freeze_step=1).step()

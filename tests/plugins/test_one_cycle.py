@@ -195,6 +195,11 @@ def test_bad_arguments_are_refused_at_construction(arguments, message):
         OneCycle(**arguments)
 
 
+def test_a_list_of_the_wrong_length_is_refused():
+    with pytest.raises(DloError, match="each of the 2 parameter groups, got 3"):
+        train(OneCycle([0.1, 0.2, 0.3]))
+
+
 class Stream(IterableDataset):
     """Does not say how long it is."""
 

@@ -11,6 +11,7 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
+from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.time_to_target import (
     LOG,
     RESULT,
@@ -126,6 +127,20 @@ def test_the_log_is_mlperfs(tmp_path, monkeypatch):
     assert values["eval_accuracy"] == pytest.approx(0.12)  # three steps an epoch
     assert lines[-1]["metadata"] == {"status": "success", "epoch_num": 4.0, "samples_count": 80}
     assert [line["metadata"]["epoch_num"] for line in lines if line["key"] == "epoch_start"] == [1, 2, 3, 4]
+
+
+def test_a_target_reached_in_mid_epoch_ends_the_run_there(tmp_path):
+    trainer = run(tmp_path / "run", TimeToTarget("val_loss", 0.93, mode="min"), val_check_interval=2)
+    assert trainer.global_step == 7
+    assert result(tmp_path / "run")["epochs"] == pytest.approx(1.4)
+    assert result(tmp_path / "run")["samples"] == 28
+
+
+def test_compiling_is_told_apart(tmp_path, capsys):
+    run(tmp_path / "run", TimeToTarget("val_score", 0.1), Compile(backend="aot_eager"))
+    found = result(tmp_path / "run")
+    assert 0 < found["compile_seconds"] < found["seconds"]
+    assert " s of it compiling), 40 samples, 2.00 epochs" in capsys.readouterr().out
 
 
 # --- a run that does not -----------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ def test_a_token_takes_two_bytes_where_they_are_enough(tmp_path, vocab_size, byt
     assert TokenStore(path).all_learned
 
 
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(DloError, match=r"the tokenizer's vocabulary size 32768, got 40000; correct the tokenizer"):
+        write_store(tmp_path / "tokens.bin", [document([1]), document([1, 40_000])], 1 << 15)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_store_that_is_sent_to_a_worker_maps_the_file_again(path):
     sent = pickle.dumps(TokenStore(path))
     assert len(sent) < 1000

@@ -303,6 +303,15 @@ def test_a_vocabulary_reaches_to_the_largest_id_where_ids_have_gaps() -> None:
         language_models.check_vocabulary(40, words, trained=True)
 
 
+def test_a_config_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "vocab_size": 77}))
+    task = CausalLM(config=str(path))
+    task.check(None)
+    task.configure_model()
+    assert task.model.get_input_embeddings().weight.shape == (77, 32)
+
+
 def test_soft_capped_attention_is_computed_where_it_is_not_left_out() -> None:
     small = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "vocab_size": 50}
     task = CausalLM(config=small)
@@ -361,6 +370,13 @@ def test_code_that_comes_with_a_model_is_not_run(saved: Path) -> None:
     with pytest.raises(DloError, match="cannot read the config"):
         CausalLM(model=str(saved))
     assert not ran.exists()
+
+
+def test_prompts_without_a_tokenizer_are_refused() -> None:
+    task = CausalLM(config={**LLAMA, "vocab_size": 50}, prompts=["def "])
+    task.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(DloError, match="prompts must be unset where the datamodule has no attribute 'tokenizer'"):
+        task.configure_model()
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,12 @@ def test_parquet_gives_the_records_that_json_lines_give(tmp_path):
     assert [record.digest for record in one] == [record.digest for record in other]
 
 
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(DloError, match=r"a\.parquet cannot be read as Parquet"):
+        list(read_records([tmp_path / "a.parquet"]))
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

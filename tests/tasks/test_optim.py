@@ -202,6 +202,11 @@ def test_layer_decay_is_timms(name):
         assert {g["lr_scale"] for g in ours} == {1.0, 0.7, 0.7**2, 0.7**3}
 
 
+def test_layer_decay_needs_named_layers():
+    with pytest.raises(DloError, match="got Linear without; leave layer_decay out"):
+        optim.parameter_groups(nn.Linear(2, 2), weight_decay=0.1, layer_decay=0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "args"),
     [

@@ -15,6 +15,7 @@ from dlo_framework.attention import (
     BSLongformer,
     DenseSparsity,
     FixedSparsity,
+    Prefix,
     SlidingWindow,
     VariableSparsity,
 )
@@ -144,3 +145,10 @@ def test_compiled_blocks_have_the_same_values(name):
     found.sum().backward()
     assert all(part.weight.grad.abs().sum() > 0 for name, part in model.named_modules() if name.endswith("proj"))
     torch.compiler.reset()
+
+
+def test_options_of_language_models_are_refused():
+    with pytest.raises(DloError, match="got varlen, which packs documents"):
+        ImageClassifier(attention=Attention("varlen"))
+    with pytest.raises(DloError, match="in a model that is not causal, got Prefix"):
+        masked_vision_model(build("vit_tiny_patch16_224"), Attention(mask=Prefix(3)), torch.device("cpu"))

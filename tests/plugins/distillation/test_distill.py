@@ -336,6 +336,13 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
         Distill(FrozenModel(task=vit()), **options)
 
 
+def test_layer_options_out_of_range_are_refused() -> None:
+    with pytest.raises(DloError, match=r"hidden.weight must be above 0, got 0"):
+        HiddenStates(weight=0.0)
+    with pytest.raises(DloError, match=r"hidden.loss must be mse or cosine, got l1"):
+        HiddenStates(loss="l1")  # type: ignore[arg-type]
+
+
 def test_a_task_with_its_own_batches_gets_them_as_they_were() -> None:
     class Pair(Task):
         def configure_model(self) -> None:

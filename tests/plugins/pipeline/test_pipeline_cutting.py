@@ -213,6 +213,11 @@ def test_modules_between_stages_are_blocks_of_a_pipeline(name: str) -> None:
         assert torch.equal(found, model(x))
 
 
+def test_a_forward_that_ends_early_is_named() -> None:
+    with pytest.raises(DloError, match=r"got one that ended without 'blocks\.0'"):
+        run_stages(Chain(), CHAIN, [2, 2], lambda model: model.stem(torch.randn(3, 4)))
+
+
 def test_the_model_is_as_it_was_after_a_forward_and_after_an_error() -> None:
     x = torch.randn(3, 4)
     for kind in ("", "head"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -383,6 +384,13 @@ def test_two_optimizers_are_refused(tmp_path):
     net.automatic_optimization = False
     with pytest.raises(DloError, match="must return one optimizer, got 2"):
         trainer_of(tmp_path, Prune(amount=0.5)).fit(net, loader())
+
+
+def test_lightnings_fsdp_is_refused():
+    prune = Prune(amount=0.5)
+    run: Any = SimpleNamespace(strategy=LightningFSDP())
+    with pytest.raises(DloError, match="got FSDPStrategy of Lightning; use ddp, zero1 to zero3, fsdp"):
+        prune._check_strategy(run)
 
 
 def test_lightnings_pruning_is_pointed_to_it():
