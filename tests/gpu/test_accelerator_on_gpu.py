@@ -13,11 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from dlo_framework.accelerator import AcceleratorSettings, CopyStream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 
 def test_what_is_copied_is_what_is_computed_with_while_the_device_is_behind():
     """The host runs ahead by many batches, so that memory is freed and taken again before the device has read it."""

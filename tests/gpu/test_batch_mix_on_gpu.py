@@ -16,11 +16,6 @@ from dlo_plugins.callbacks.mixing import (
     to_device,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 CONFIG = """
 seed_everything: 3
 trainer:

@@ -6,12 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "accelerator.py"
 

@@ -1,6 +1,5 @@
 """Checkpoints of tensors on an accelerator: through the CPU's memory a bucket at a time, or page-locked copies."""
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -8,11 +7,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dlo_framework.checkpoint import AsyncSaver, load, save
 from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import nn
@@ -13,11 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 
 class Net(Task):

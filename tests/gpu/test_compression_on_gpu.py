@@ -13,8 +13,6 @@ from dlo_plugins.compression.one_bit_lamb import OneBitLamb
 from dlo_plugins.compression.sign_compression import decompress, pack_signs, subtract_compressed_
 from support.compression_by_definition import average_in_one_process, compress
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture
 def group():

@@ -14,8 +14,6 @@ from dlo_tasks.imagenet.digits import DigitsData
 from support.checkpoints import check_same
 from support.deepspeed_nets import CUT_ALL, Model, Watch, ds
 
-pytestmark = pytest.mark.gpu
-
 BRIDGES: dict[str, Any] = {
     "0": ds(0),
     "1": ds(1),

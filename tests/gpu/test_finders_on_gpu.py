@@ -8,11 +8,6 @@ from torch.utils.data import DataLoader, Dataset
 from dlo_plugins.callbacks.lr_finder import LRFinder
 from dlo_plugins.callbacks.micro_batch_finder import MicroBatchFinder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 FEATURES = 2**16  # 256 kB a sample
 MEMORY = 2 * 2**30
 

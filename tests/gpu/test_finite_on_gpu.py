@@ -8,11 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 BATCHES, BAD = 8, 5
 
 

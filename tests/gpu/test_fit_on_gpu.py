@@ -5,11 +5,6 @@ import json
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 CONFIG = """
 trainer: {max_epochs: 4, log_every_n_steps: 5, accelerator: gpu, devices: 1, precision: PRECISION}
 model:

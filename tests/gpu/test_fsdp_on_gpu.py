@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -10,11 +9,6 @@ from torch import Tensor, nn
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_plugins.strategies.fsdp import FSDPStrategy
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "32-true"),

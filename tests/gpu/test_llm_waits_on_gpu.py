@@ -7,11 +7,6 @@ from dlo_tasks.llm import batch_counts, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 
 def test_of_what_was_counted_nothing_is_asked_of_the_device():
     task = CausalLM(config={"model_type": "llama", **GROUPED})

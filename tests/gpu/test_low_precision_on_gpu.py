@@ -9,8 +9,6 @@ from torch import nn
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 from dlo_plugins.quantisation.low_precision_schemes import SCHEMES, lacks
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("tokens", [128, 19])

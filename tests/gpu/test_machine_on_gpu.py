@@ -23,11 +23,6 @@ from dlo_tasks.imagenet.decode import Box
 from dlo_tasks.imagenet.device_decode import EncodedImage, EncodedImages, resize_crop
 from dlo_tasks.imagenet.digits import DigitsData
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 CONFIG = """
 trainer: {accelerator: gpu, devices: 1, max_steps: 2, precision: bf16-mixed}
 model:

@@ -8,11 +8,6 @@ from dlo_tasks.llm import batch_counts, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, VOCABULARY
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 SIZES = {**GROUPED, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 1024}
 FAMILIES = {
     "llama": SIZES,

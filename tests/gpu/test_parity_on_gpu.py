@@ -2,13 +2,7 @@
 
 import json
 
-import pytest
 import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 CONFIG = """
 trainer: {max_epochs: 4, accelerator: gpu, strategy: ddp}

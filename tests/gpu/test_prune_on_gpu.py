@@ -8,8 +8,6 @@ from dlo_framework.errors import DloError
 from dlo_plugins.pruning.nm_pattern import NMPattern, nm_mask
 from dlo_plugins.pruning.semi_structured import check_kernels, use_sparse_kernels
 
-pytestmark = pytest.mark.gpu
-
 
 def test_sparse_kernels_compute_what_dense_ones_do() -> None:
     device = torch.device("cuda")

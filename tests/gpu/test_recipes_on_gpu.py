@@ -8,12 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 #: Recipes of two ranks, and the ranges of a sweep.
 LEFT_OUT = {"diloco", "mesh", "one_bit_adam", "sweep_space"}

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from dlo_framework.experts.mixture_options import MixtureOptions
 from dlo_framework.testing import Case, assert_parity
@@ -21,11 +20,6 @@ from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.shared_gpu import SharedGPU, share_gpu
 from support.token_batches import FAMILIES, GROUPED, Tokens
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 ROWS = 8
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}

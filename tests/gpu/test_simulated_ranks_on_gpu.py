@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,11 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
 
 RANKS, DEPTH, WIDTH = 8, 8, 2048
 #: Bytes a parameter between steps: in half precision and in single precision, by stage. Gradient shards are there.

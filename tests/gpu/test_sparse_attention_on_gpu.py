@@ -7,11 +7,6 @@ from dlo_framework.attention import AttentionMask, BigBird, BSLongformer, FixedS
 from dlo_framework.attention.flex_blocks import attend_flex
 from dlo_framework.attention.masked_attention import attend_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 PATTERNS = [FixedSparsity(64), BSLongformer(64), BigBird(32, True), SlidingWindow(100, 64), Prefix(70, 64)]
 
 

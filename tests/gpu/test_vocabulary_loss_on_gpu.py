@@ -10,11 +10,6 @@ from torch import nn
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead, summed_loss, token_losses_and_hits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
-]
-
 TOKENS, WIDTH, VOCABULARY = 1024, 256, 32_000
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 
-pytestmark = pytest.mark.gpu
-
 CASES = [
     (1, {}),
     (2, {"offload_optimizer": True}),
