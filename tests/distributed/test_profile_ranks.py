@@ -173,6 +173,7 @@ def planted(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_planted_faults_are_named_with_their_rank_and_cause(tmp_path) -> None:
     found = run_distributed(planted, 2, tmp_path, backend=None)[0]
     for fault in ("compute", "host", "data"):

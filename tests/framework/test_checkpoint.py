@@ -1,6 +1,6 @@
 import os
-import subprocess
-import sys
+import resource
+import signal
 
 import pytest
 import torch
@@ -37,16 +37,19 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
     """The file size limit takes the part of a disk that fills in the middle of a write."""
     path = tmp_path / "last.ckpt"
     SafeCheckpointIO().save_checkpoint(RUN | {"x": torch.zeros(10)}, path)
-    code = (
-        "import resource, signal, sys, torch\n"
-        "from dlo_framework.checkpoint import SafeCheckpointIO\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        f"SafeCheckpointIO().save_checkpoint({{'x': torch.zeros(100_000)}}, {str(path)!r})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "previous last.ckpt intact" in done.stderr or "File too large" in done.stderr
+    ended, said = os.pipe()
+    if not (process := os.fork()):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            SafeCheckpointIO().save_checkpoint({"x": torch.zeros(100_000)}, path)
+        except BaseException as error:
+            os.write(said, str(error).encode())
+        os._exit(0)
+    os.close(said)
+    message = os.read(ended, 10_000).decode()
+    assert "previous last.ckpt intact" in message or "File too large" in message
+    os.waitpid(process, 0)
     assert SafeCheckpointIO().load_checkpoint(path)["x"].shape == (10,)
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 

@@ -267,6 +267,7 @@ except dlo.DloError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_checks_a_shipped_task_and_then_forks_its_ranks(tmp_path):
     """A process of its own: a backward on fake tensors in the notebook's process would keep ranks from theirs."""
     (tmp_path / "notebook.py").write_text(NOTEBOOK.replace("IMAGES", repr(IMAGES)))
