@@ -155,25 +155,13 @@ class Optional(BoringModel):
         super().__init__()
 
 
-class Always(BoringModel):
-    def __init__(self, lora: Rank = Rank()) -> None:
-        super().__init__()
-
-
-class Plain(BoringModel):
-    def __init__(self, lora: PlainRank | None = None) -> None:
-        super().__init__()
-
-
 class Required(BoringModel):
     def __init__(self, lora: PlainRank) -> None:
         super().__init__()
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "inner"), [("Optional", "Rank"), ("Always", "Rank"), ("Plain", "PlainRank"), ("Required", "PlainRank")]
-)
+@pytest.mark.parametrize(("name", "inner"), [("Optional", "Rank"), ("Required", "PlainRank")])
 def test_a_field_of_an_option_of_a_users_own_module(refused, name, inner):
     Path("own_modules.py").write_text(OWN)
     fault = f"of {inner}; did you mean 'rank'? it takes: rank, alpha"

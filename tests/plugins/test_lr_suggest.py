@@ -56,6 +56,11 @@ def test_it_stops_at_nan_and_infinity_and_at_its_last_step():
     assert (len(whole.losses), whole.stopped) == (4, None)
 
 
+def test_a_negative_loss_does_not_stop_it():
+    assert fed([-1.0, -2.0, -3.0, 5.9]).stopped is None
+    assert fed([-1.0, -2.0, -3.0, 6.1]).stopped is not None
+
+
 def test_the_first_tenth_the_last_five_and_what_follows_a_nan_are_cut():
     sweep = fed([1.0] * 100)
     assert sweep.trimmed()[0] == sweep.rates[10:95]

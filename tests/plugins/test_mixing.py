@@ -286,6 +286,13 @@ def test_images_are_written_to_only_where_they_may_be():
     assert mixed.data_ptr() != one.data_ptr()
 
 
+def test_pixels_that_are_not_mixed_are_not_touched_by_infinities():
+    images, _ = batch(4)
+    images[3] = torch.inf
+    plan = MixPlan(np.arange(4)[::-1], np.array([1.0, 0.5, 0.5, 0.5]), np.array([0.0, 0.5, 0.5, 0.5]), None)
+    assert torch.equal(by_pairs(images, plan)[0], images[0])
+
+
 def test_groups_are_mixed_as_batches_of_their_own():
     images, _ = batch(9)
     sizes = [4, 4, 1]
