@@ -123,16 +123,17 @@ def _damage_of_file(path: Path, level: Level) -> str | None:
         except DloError as error:
             return str(error)
         return None  # The format has no checksums.
-    if not zipfile.is_zipfile(path):
-        return f"damaged checkpoint: {path} is truncated, or not one of torch's zip files"
-    if level == "hash":
-        try:
+    try:
+        if not zipfile.is_zipfile(path):
+            return f"damaged checkpoint: {path} is truncated, or not one of torch's zip files"
+        entry = None
+        if level == "hash":
             with zipfile.ZipFile(path) as archive:
                 entry = archive.testzip()
-        except Exception as error:  # Damaged bytes raise anything.
-            return f"damaged checkpoint: {path}: {error}"
-        if entry is not None:
-            return f"damaged checkpoint: {path}: the checksum of its entry {entry} differs from the recorded one"
+    except Exception as error:  # Damaged bytes raise anything.
+        return f"damaged checkpoint: {path}: {error}"
+    if entry is not None:
+        return f"damaged checkpoint: {path}: the checksum of its entry {entry} differs from the recorded one"
     return None
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import struct
 import time
 import warnings
 import zipfile
@@ -427,6 +428,16 @@ def test_mutated_bytes_are_read_or_refused_in_one_line(tmp_path, kind, count):
             newest_valid(tmp_path)  # Nothing in a folder breaks the search.
     assert len(outcomes) > 1
     assert not [text for text in outcomes if "\n" in text]
+
+
+def test_a_file_that_claims_to_span_disks_is_damaged(tmp_path):
+    path = tmp_path / "single.ckpt"
+    torch.save({**a_run(5), "pytorch-lightning_version": "2.6.6"}, path)
+    content = path.read_bytes()
+    end, locator = content.rindex(b"PK\5\6"), struct.pack("<4sLQL", b"PK\6\7", 1, 0, 2)
+    path.write_bytes(content[:end] + locator + content[end:])
+    for level in ("size", "hash"):
+        assert "span multiple disks" in (find_damage(path, level) or ""), level
 
 
 def test_files_of_a_user_beside_checkpoints_stay(folder):
