@@ -130,14 +130,6 @@ def resize_map(embedding: Tensor, size: Size) -> Tensor:
     return F.interpolate(embedding, size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def resize_quadrant(table: Tensor, old: Size, new: Size) -> Tensor:
-    """Returns a table of distances, [heads, H * W], for another map.
-
-    As timm's (1.0.31) `resize_rel_pos_bias_table_levit`, which is for square maps: bicubic and antialiased.
-    """
-    return resize_map(table.view(1, -1, *old), new).view(table.shape[0], -1)
-
-
 def resize_table(table: Tensor, old: Size, new: Size) -> Tensor:
     """Returns a table of relative positions for another map, by timm's (1.0.31) `resize_rel_pos_bias_table`.
 

@@ -3,8 +3,8 @@
 * Vision Transformers accept them by timm's ``dynamic_img_size`` (bicubic, antialiased).
 * Swin Transformers (Liu et al. 2021, arXiv 2103.14030, and V2, 2022, arXiv 2111.09883) keep the windows and tables of
   biases that they were built with. More windows cover a larger image, and maps that they do not fill are padded.
-* Other families have modules of their own: :mod:`~dlo_tasks.imagenet.sized_embeddings`,
-  :mod:`~dlo_tasks.imagenet.sized_biases` and :mod:`~dlo_tasks.imagenet.sized_windows`.
+* Other families have modules of their own: :mod:`~dlo_tasks.imagenet.sized_positions` and
+  :mod:`~dlo_tasks.imagenet.sized_windows`.
 * BoTNet interpolates its tables of offsets linearly; the blocks of a HaloNet must divide its maps.
 """
 
@@ -27,8 +27,7 @@ from torch.nn import functional as F
 
 from dlo_framework.model_sizes import ImageModels
 from dlo_tasks.imagenet.size_substitution import derive, substituted
-from dlo_tasks.imagenet.sized_biases import bias_multiples, free_biases
-from dlo_tasks.imagenet.sized_embeddings import embedding_multiples, free_embeddings
+from dlo_tasks.imagenet.sized_positions import free_positions, position_multiples
 from dlo_tasks.imagenet.sized_windows import free_windows, window_multiples
 
 _Swin = SwinTransformer | SwinTransformerV2 | SwinTransformerV2Cr
@@ -46,7 +45,7 @@ class TimmModels(ImageModels):
         elif isinstance(part, BottleneckAttn):
             derive(part, _SizedBottleneckAttn)
         else:
-            free_windows(part) or free_biases(part) or free_embeddings(part)
+            free_windows(part) or free_positions(part)
 
     def size_multiples(self, part: nn.Module) -> list[int]:
         """Returns the sides of a model's patch, its stride, or those that its windows divide."""
@@ -59,7 +58,7 @@ class TimmModels(ImageModels):
             return _halo_multiples(part)
         if isinstance(part, PatchEmbed):  # In any model: it pads images or refuses a rest.
             return [] if part.dynamic_img_pad else [int(side) for side in part.patch_size]
-        return [*window_multiples(part), *bias_multiples(part), *embedding_multiples(part)]
+        return [*window_multiples(part), *position_multiples(part)]
 
 
 def _halo_multiples(model: ByobNet) -> list[int]:

@@ -1,0 +1,337 @@
+"""timm's (1.0.31) transformers with embeddings or biases of positions, at other sizes.
+
+* CaiT, ConViT, EVA, Hiera, PiT and VOLO have one embedding a patch. They are interpolated bicubically and antialiased,
+  as by timm's ``set_input_size`` where a model has it.
+* BEiT (Bao et al. 2021, arXiv 2106.08254) and ViTs with relative positions resize their tables as ``set_input_size``
+  does: those of near patches stay, and the distances between the others grow.
+* MViTv2 (Li et al. 2022, arXiv 2112.01526) interpolates its tables of offsets linearly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_rel import RelPosBias, RelPosMlp, gen_relative_log_coords, gen_relative_position_index
+from timm.models.beit import Attention as BeitAttention
+from timm.models.beit import Beit, RelativePositionBias
+from timm.models.beit import gen_relative_position_index as beit_index
+from timm.models.cait import Cait
+from timm.models.convit import GPSA, ConVit
+from timm.models.eva import Eva
+from timm.models.gemma4_vit import Gemma4VitEncoder
+from timm.models.hiera import Hiera
+from timm.models.mvitv2 import MultiScaleAttention, MultiScaleAttentionPoolFirst, MultiScaleVit
+from timm.models.pit import PoolingVisionTransformer
+from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
+from timm.models.volo import VOLO
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dlo_framework.model_sizes import Size
+from dlo_tasks.imagenet.size_substitution import (
+    SizedModel,
+    SizedModule,
+    derive,
+    grids_of,
+    resize_map,
+    resize_table,
+    resize_tokens,
+    substituted,
+)
+
+_Substitutions = list[tuple[nn.Module, dict[str, Any]]]
+_WINDOW = "_dlo_window"
+
+
+def free_positions(model: nn.Module) -> bool:
+    """Makes a model of these families accept any size; returns whether it is one."""
+    family = next((family for family in _MODELS if isinstance(model, family)), None)
+    if family is None:
+        return False
+    grids, mixin = grids_of(model), _MODELS[family]
+    for part in model.modules():
+        if isinstance(part, PatchEmbed):
+            part.strict_img_size = False
+        kind = next((mixin for family, mixin in _PARTS.items() if isinstance(part, family)), None)
+        if kind is not None:
+            derive(part, kind, grids)
+    if mixin is not None:
+        derive(model, mixin)
+    return True
+
+
+def position_multiples(part: nn.Module) -> list[int]:
+    """Returns the divisors of a model's heights and widths, beside those of its patches."""
+    model: Any = part
+    if isinstance(part, VOLO):
+        return [_volo_stride(model)]
+    if isinstance(part, Hiera):
+        return [stride * unit for stride, unit in zip(model.patch_stride, model.mask_unit_size, strict=True)]
+    if isinstance(part, Gemma4VitEncoder):
+        return [int(side) * int(model.pooling_kernel_size) for side in model.patch_size]
+    return []
+
+
+# --- one embedding a patch ---------------------------------------------------------------------------------
+
+
+class _SizedTokens(SizedModel):
+    """CaiT and ConViT: embeddings of patches, without a class token's."""
+
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        own, grid = tuple(model.patch_embed.grid_size), model.patch_embed.dynamic_feat_size((height, width))
+        grids_of(model).note(grid)
+        embedding = getattr(model, "pos_embed", None)
+        return [] if grid == own or embedding is None else [(model, {"pos_embed": resize_tokens(embedding, own, grid)})]
+
+
+class _SizedGPSA(SizedModule):
+    """ConViT's attention, whose relative positions timm makes for square maps."""
+
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        side = math.isqrt(x.shape[1])
+        height, width = grids_of(self).grid_of(x.shape[1], (side, side))
+        if height == width:  # It makes them itself.
+            return {}
+        weight = self.qk.weight  # type: ignore[attr-defined]
+        rows = torch.arange(height, dtype=torch.float32).repeat_interleave(width)
+        columns = torch.arange(width, dtype=torch.float32).repeat(height)
+        down, across = rows[None] - rows[:, None], columns[None] - columns[:, None]
+        offsets = torch.stack([across, down, across**2 + down**2], dim=-1)[None]  # [1, N, N, 3]
+        return {"rel_indices": offsets.to(weight.device, weight.dtype)}
+
+
+class _SizedEva(SizedModel):
+    """EVA, EVA-02, DINOv3 and other models of timm's `Eva`: embeddings of patches, and rotations by position."""
+
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        own, grid = tuple(model.patch_embed.grid_size), model.patch_embed.dynamic_feat_size((height, width))
+        if model.dynamic_img_size or grid == own:
+            return []
+        values: dict[str, Any] = {}
+        if model.pos_embed is not None:
+            prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+            values["pos_embed"] = resize_tokens(model.pos_embed, own, grid, prefix)
+        if hasattr(model.rope, "update_feat_shape"):
+            values["rope"] = _rotations(model.rope, grid)
+        return [(model, values), (model.patch_embed, {"grid_size": grid})]
+
+
+def _rotations(rope: nn.Module, grid: Size) -> nn.Module:
+    """Returns a module with the same parameters for another grid."""
+    rope = rope._modules.get("module") or rope  # The placeholder of a pipeline's stage has the module's attributes.
+    found: Any = copy.copy(rope)
+    vars(found)["_buffers"] = dict(rope._buffers)
+    vars(found)["_non_persistent_buffers_set"] = set(rope._non_persistent_buffers_set)
+    found.update_feat_shape(grid)
+    return found
+
+
+class _SizedPit(SizedModel):
+    """PiT: an embedding of the map after overlapping patches."""
+
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        patches, embedding = model.patch_embed.conv, model.pos_embed
+        sides = zip((height, width), patches.padding, patches.kernel_size, patches.stride, strict=True)
+        rows, columns = ((side + 2 * padding - kernel) // stride + 1 for side, padding, kernel, stride in sides)
+        grid = rows, columns
+        same = grid == tuple(embedding.shape[-2:])
+        return [] if same else [(model, {"pos_embed": resize_map(embedding, grid)})]
+
+
+def _volo_stride(model: Any) -> int:
+    patches = model.patch_embed
+    stem = patches.conv[0].stride[0] if patches.conv is not None else 1
+    return int(stem * patches.proj.stride[0] * model.pooling_scale)
+
+
+class _SizedVolo(SizedModel):
+    """VOLO: an embedding of the map after its outlookers, channels last."""
+
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        stride, embedding = _volo_stride(model), model.pos_embed
+        grid = height // stride, width // stride
+        if embedding is None or grid == tuple(embedding.shape[1:3]):
+            return []
+        return [(model, {"pos_embed": resize_map(embedding.permute(0, 3, 1, 2), grid).permute(0, 2, 3, 1)})]
+
+
+class _SizedHiera(SizedModel):
+    """Hiera: an embedding of the map, and the order of tokens in mask units."""
+
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        own = list(model.tokens_spatial_shape)
+        grid = [side // stride for side, stride in zip((height, width), model.patch_stride, strict=True)]
+        if grid == own or len(own) != 2:
+            return []
+        values: dict[str, Any] = {
+            "tokens_spatial_shape": grid,
+            "mask_spatial_shape": [side // unit for side, unit in zip(grid, model.mask_unit_size, strict=True)],
+        }
+        if model.pos_embed is not None and model.pos_embed_win is None:
+            values["pos_embed"] = resize_tokens(model.pos_embed, (own[0], own[1]), (grid[0], grid[1]))
+        scaled = {
+            index: (strides, [side * new // old for side, new, old in zip(size, grid, own, strict=True)])
+            for index, (strides, size) in model.reroll.schedule.items()
+        }
+        rolled = {"size": grid, "schedule": scaled}
+        return [(model, values), (model.unroll, {"size": grid}), (model.reroll, rolled)]
+
+
+# --- BEiT, and ViTs with relative positions ----------------------------------------------------------------
+
+
+class _SizedBeit(SizedModel):
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        own, grid = tuple(model.patch_embed.grid_size), model.patch_embed.dynamic_feat_size((height, width))
+        grids_of(model).note(grid)
+        if grid == own or model.pos_embed is None:
+            return []
+        return [(model, {"pos_embed": resize_tokens(model.pos_embed, own, grid, model.num_prefix_tokens)})]
+
+
+def _beit_values(module: Any, grid: Size) -> dict[str, Any]:
+    table = module.relative_position_bias_table
+    return {
+        "window_size": grid,
+        "window_area": grid[0] * grid[1],
+        "relative_position_bias_table": resize_table(table, tuple(module.window_size), grid),
+        "relative_position_index": beit_index(grid, device=table.device),
+    }
+
+
+class _SizedBeitAttention(SizedModule):
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        module: Any = self
+        if module.window_size is None:
+            return {}
+        own = tuple(module.window_size)
+        grid = grids_of(module).grid_of(x.shape[1] - 1, own)
+        return {} if grid == own else _beit_values(module, grid)
+
+
+class _SizedBeitBias:
+    """BEiT's table of all blocks."""
+
+    def forward(self) -> Tensor:
+        module: Any = self
+        own = tuple(module.window_size)
+        grid = grids_of(module).latest or own
+        with substituted(module, {} if grid == own else _beit_values(module, grid)):
+            found: Tensor = super().forward()  # type: ignore[misc]
+        return found
+
+
+class _SizedRelPos:
+    """timm's `RelPosBias` and `RelPosMlp` for the map that their attention has named."""
+
+    def get_bias(self) -> Tensor:
+        module: Any = self
+        own = tuple(module.window_size)
+        grid = vars(module).get(_WINDOW, own)
+        with substituted(module, {} if grid == own else _bias_values(module, grid)):
+            found: Tensor = super().get_bias()  # type: ignore[misc]
+        return found
+
+
+def _bias_values(module: Any, grid: Size) -> dict[str, Any]:
+    cells = grid[0] * grid[1]
+    if isinstance(module, RelPosBias):
+        table = module.relative_position_bias_table
+        index = gen_relative_position_index(grid, class_token=module.prefix_tokens > 0, device=table.device)
+        return {
+            "bias_shape": (cells + module.prefix_tokens,) * 2 + (table.shape[1],),
+            "relative_position_bias_table": resize_table(table, (module.window_size[0], module.window_size[1]), grid),
+            "relative_position_index": index.view(-1),
+        }
+    weight = module.mlp.fc1.weight
+    coordinates = gen_relative_log_coords(
+        grid, module.pretrained_window_size, mode=module.mode, device=weight.device, dtype=weight.dtype
+    )
+    return {
+        "bias_shape": (cells, cells, module.bias_shape[2]),
+        "relative_position_index": gen_relative_position_index(grid, device=weight.device).view(-1),
+        "rel_coords_log": coordinates,
+    }
+
+
+class _SizedRelPosAttention(SizedModule):
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        module: Any = self
+        bias = module.rel_pos
+        if bias is not None:
+            own = tuple(bias.window_size)
+            vars(bias)[_WINDOW] = grids_of(module).grid_of(x.shape[1] - bias.prefix_tokens, own)
+        return {}
+
+
+class _SizedRelPosViT(SizedModel):
+    def substitutions(self, height: int, width: int) -> _Substitutions:
+        model: Any = self
+        grid = model.patch_embed.dynamic_feat_size((height, width))
+        grids_of(model).note(grid)
+        if model.shared_rel_pos is not None:
+            vars(model.shared_rel_pos)[_WINDOW] = grid
+        return []
+
+
+# --- tables of offsets, in each direction ------------------------------------------------------------------
+
+
+class _SizedMultiScaleAttention:
+    """MViTv2's attention: tables are interpolated linearly, as in its own code.
+
+    timm reads them at other sizes without, from a wrong middle on small maps and beyond the end on large ones.
+    """
+
+    def forward(self, x: Tensor, feat_size: Any) -> Any:
+        """Returns attention over ``x``, [B, N, C], and the size of its map."""
+        part: Any = self
+        values: dict[str, Any] = {}
+        if part.rel_pos_type == "spatial":
+            strides = [(1, 1) if pool is None else _pair(pool.stride) for pool in (part.pool_q, part.pool_k)]
+            for axis, name in enumerate(("rel_pos_h", "rel_pos_w")):
+                offsets = 2 * max((feat_size[axis] - 1) // stride[axis] + 1 for stride in strides) - 1
+                table = getattr(part, name)
+                if offsets != table.shape[0]:
+                    values[name] = F.interpolate(table.T[None], offsets, mode="linear", align_corners=False)[0].T
+        with substituted(part, values):
+            return super().forward(x, feat_size)  # type: ignore[misc]
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+#: Mixins of models; None where that of their parts suffices.
+_MODELS: dict[type[nn.Module], type | None] = {
+    Beit: _SizedBeit,
+    Cait: _SizedTokens,
+    ConVit: _SizedTokens,
+    Eva: _SizedEva,
+    Hiera: _SizedHiera,
+    MultiScaleVit: None,
+    PoolingVisionTransformer: _SizedPit,
+    VisionTransformerRelPos: _SizedRelPosViT,
+    VOLO: _SizedVolo,
+}
+_PARTS: dict[type[nn.Module], type] = {
+    BeitAttention: _SizedBeitAttention,
+    GPSA: _SizedGPSA,
+    MultiScaleAttention: _SizedMultiScaleAttention,
+    MultiScaleAttentionPoolFirst: _SizedMultiScaleAttention,
+    RelativePositionBias: _SizedBeitBias,
+    RelPosAttention: _SizedRelPosAttention,
+    RelPosBias: _SizedRelPos,
+    RelPosMlp: _SizedRelPos,
+}
