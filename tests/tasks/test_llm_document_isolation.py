@@ -28,7 +28,7 @@ PADDED = {
     "xlnet": "a mask of its own, with the positions first",
 }
 #: One of each kind: a state space, linear attention beside sinks, a bias of positions, a table of positions, a mask
-#: where true hides, a model whose positions suffice.
+#: where true hides, which takes rows, a model whose positions suffice.
 KINDS = ("mamba", "qwen3_next", "gpt_oss", "bloom", "bart", "mpt", "llama")
 #: Code that computes scans, softmax or norms in single precision inside.
 SINGLE = 1e-6

@@ -4,7 +4,7 @@ transformers separates the documents of a row only where it makes the attention 
 layers, linear attention, short convolutions and attention with a mask of its own let documents leak into the next ones.
 Their modules are changed in one of two ways:
 
-* *mask*: attention that takes a mask gets one that is cut between documents; in a *hiding mask*, true hides.
+* *mask*: attention that takes a mask gets one that is cut between documents.
 * *rows*: a module that takes no such mask is called with one document per row. Documents of similar length share a
   call: lengths are rounded up to a power of two, so that less than half of a call is padding, on the right, where no
   earlier token of a causal model attends to it. The number of calls depends on the length of a row alone, so that ranks
@@ -32,7 +32,7 @@ from dlo_framework.batches import get_chosen_tokens
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batch_counts import mark_document_starts
 
-Way = Literal["mask", "hiding mask", "rows"]
+Way = Literal["mask", "rows"]
 
 #: Parameters of a forward that tell a module that mixes positions: what it has seen before, and what it may see.
 _STATES = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past", "state", "kv_cache")
@@ -154,8 +154,7 @@ class Isolation(NamedTuple):
             if way == "rows":
                 module.forward = _ByRows(module)
             else:
-                hook = functools.partial(_cut_mask, is_additive, way == "hiding mask")
-                module.register_forward_pre_hook(hook, with_kwargs=True)
+                module.register_forward_pre_hook(functools.partial(_cut_mask, is_additive), with_kwargs=True)
         if self.gathers_positions:
             for module in position_embeddings(model):
                 module.register_forward_hook(_gather_positions)
@@ -229,13 +228,12 @@ class _Trial:
                 if not takes_mask:
                     raise
                 expected = None
-            tried: tuple[Way, ...] = ("mask", "hiding mask") if takes_mask else ()
-            for way in tried:
-                with contextlib.suppress(*_FAILURES):
-                    changed = _cut_mask(self.is_additive, way == "hiding mask", module, args, kwargs)
+            with contextlib.suppress(*_FAILURES):
+                if takes_mask:
+                    changed = _cut_mask(self.is_additive, module, args, kwargs)
                     found = own(*args, **kwargs) if changed is None else own(*changed[0], **changed[1])
                     if expected is None or near(_first(found), _first(expected)):
-                        self.ways[type(module)] = way
+                        self.ways[type(module)] = "mask"
                         return found
             self.ways[type(module)] = "rows"
             if expected is None:
@@ -313,7 +311,7 @@ class _Carrying:
 
 
 def _cut_mask(
-    is_additive: bool, hides: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    is_additive: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns the arguments of an attention module with a mask that is cut between documents; None to keep them.
 
@@ -324,7 +322,7 @@ def _cut_mask(
         return None
     place = list(inspect.signature(module.forward).parameters).index(_MASK)
     mask = args[place] if place < len(args) else kwargs.get(_MASK)
-    cut = _between_documents(mask, spans, is_additive, hides, _dtype_of(args, kwargs))
+    cut = _between_documents(mask, spans, is_additive, _dtype_of(args, kwargs))
     if cut is None:
         return None
     if place < len(args):
@@ -338,16 +336,13 @@ def _implementation(module: nn.Module) -> str:
     return next((name for name in names if name), "eager")
 
 
-def _between_documents(
-    mask: Any, spans: DocumentSpans, is_additive: bool, hides: bool, dtype: torch.dtype
-) -> Tensor | None:
+def _between_documents(mask: Any, spans: DocumentSpans, is_additive: bool, dtype: torch.dtype) -> Tensor | None:
     """Returns a mask that is cut between documents; None for one that has no dense form.
 
     Args:
         mask: Mask of the model, `[B, 1 or H, L, L]`, of truth values or added to scores; None for causal attention.
         spans: Documents.
         is_additive: Whether a mask in place of None is added to scores.
-        hides: Whether true hides in a mask of truth values.
         dtype: Dtype of a mask that is added.
     """
     length = spans.position_ids.shape[1]
@@ -358,7 +353,7 @@ def _between_documents(
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, _lowest(dtype))
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-2:] != (length, length):
         return None
-    return mask | ~spans.same if hides else _fill(mask, spans.same)
+    return _fill(mask, spans.same)
 
 
 def _fill(mask: Tensor, seen: Tensor) -> Tensor:
