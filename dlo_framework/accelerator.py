@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 #: Types that a batch may hold beside tensors and still be copied on a separate stream.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -58,8 +58,7 @@ class AcceleratorSettings(BatchCopier):
             raise DloError(
                 f"AcceleratorSettings: matmul_precision must be highest, high or medium, got {matmul_precision!r}"
             )
-        if gc_steps < 0:
-            raise DloError(f"AcceleratorSettings: gc_steps must be at least 0, got {gc_steps}; 0 leaves it to Python")
+        check_number("AcceleratorSettings: gc_steps", gc_steps, "at least 0", "0 leaves it to Python")
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
         self._copies: CopyStream | None = None

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.weight_average import WeightAverage
 
@@ -47,8 +47,7 @@ class WeightEMA(Callback):
     loads_trained_weights = True
 
     def __init__(self, decay: float = 0.9999) -> None:
-        if not 0 <= decay < 1:
-            raise DloError(f"the EMA decay must be in [0, 1), got {decay}; 0.9999 is usual, 0.999 for short runs")
+        check_number("the EMA decay", decay, "at least 0 and below 1", "0.9999 is usual, 0.999 for short runs")
         self.decay = decay
         self._held = WeightAverage(decay)
         self._trained: list[Tensor] = []  # walking the modules in each step would cost more than the average

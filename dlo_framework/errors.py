@@ -6,6 +6,8 @@ The command line prints a :class:`DloError` without a traceback and exits with c
 from __future__ import annotations
 
 import difflib
+import operator
+import re
 from collections.abc import Iterable, Sequence
 
 #: Names that earlier versions had, in lower case, and what to use instead; docs/breaking.md has them too.
@@ -62,6 +64,47 @@ def unknown_hint(name: str, options: Iterable[str], label: str = "available") ->
     if near and len(listed) > _LONGEST_LIST:
         return near
     return f"{near or ';'} {label}: {listed}"
+
+
+#: Bound in the rule of a number, and its comparison.
+_BOUND = re.compile(r"(at least|above|at most|below) (-?\d[\d.]*(?:e-?\d+)?)")
+_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
+def check_number(key: str, value: float | None, rule: str, fix: str = "") -> None:
+    """Checks an option against the rule that the message prints; None, for an option that is not set, passes.
+
+    Args:
+        key: Name of the option, as in ``DiLoCo: period``.
+        value: Number that was given. NaN follows no rule.
+        rule: One or two bounds in words, such as ``above 0 and at most 1``; with other words around them or not.
+        fix: Usual value, or what to do; may be empty.
+
+    Raises:
+        DloError: The number breaks the rule.
+    """
+    bounds = _BOUND.findall(rule)
+    assert bounds, f"no bound in {rule!r}"
+    if value is not None and not all(_COMPARISONS[words](value, float(bound)) for words, bound in bounds):
+        raise DloError(f"{key} must be {rule}, got {value}" + (f"; {fix}" if fix else ""))
+
+
+def check_choice(key: str, value: str | None, options: Iterable[str], fix: str = "") -> None:
+    """Checks that an option is one of several words; None, for an option that is not set, passes.
+
+    Args:
+        key: Name of the option.
+        value: Word that was given.
+        options: Words that are allowed.
+        fix: Remedy where no option is similar; may be empty.
+
+    Raises:
+        DloError: The word is none of them; the message has the nearest.
+    """
+    names = list(options)
+    if value is not None and value not in names:
+        near = did_you_mean(value, names)
+        raise DloError(f"{key} must be one of {', '.join(names)}, got {value}{near}" + (f"; {fix}" if fix else ""))
 
 
 def dlo_error_in(error: BaseException) -> DloError | None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
-from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
@@ -43,8 +43,7 @@ class FiniteLoss(Callback):
     def __init__(self, on_nan: Literal["stop", "skip", "ignore"] = "stop", max_skipped: int = 10) -> None:
         if on_nan not in ("stop", "skip", "ignore"):
             raise DloError(f"FiniteLoss: on_nan must be stop, skip or ignore, got {on_nan!r}")
-        if max_skipped < 1:
-            raise DloError(f"FiniteLoss: max_skipped must be at least 1, got {max_skipped}")
+        check_number("FiniteLoss: max_skipped", max_skipped, "at least 1")
         self.on_nan, self.max_skipped = on_nan, max_skipped
         self.skipped = 0
         self._in_a_row = 0

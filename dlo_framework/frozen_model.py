@@ -21,7 +21,7 @@ from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate, newest_valid
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
-from dlo_framework.errors import DloError, did_you_mean, shown_names
+from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
@@ -71,16 +71,12 @@ class FrozenModel:
             raise DloError("a second model must have one of checkpoint, task and average, got none; set one")
         if average is not None and len(given) > 1:
             raise DloError(f"a second model must have one source, got {' and '.join(given)}; leave out all but one")
-        if average is not None and not 0 <= average < 1:
-            raise DloError(f"average of a second model must be in [0, 1), got {average}; 0.999 is usual")
+        check_number("average of a second model", average, "at least 0 and below 1", "0.999 is usual")
         if task is not None and not isinstance(task, Task):
             raise DloError(
                 f"task of a second model must be a dlo_framework.Task, got a {type(task).__name__}; make it one"
             )
-        if dtype is not None and dtype not in DTYPES:
-            raise DloError(
-                f"dtype of a second model must be one of {', '.join(DTYPES)}, got {dtype}{did_you_mean(dtype, DTYPES)}"
-            )
+        check_choice("dtype of a second model", dtype, DTYPES)
         own = {"dtype": dtype, "offload": offload or None}
         option = next((name for name, value in own.items() if value is not None), None)
         if average is not None and option is not None:

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 #: Names of the axes, outer to inner.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -56,8 +56,7 @@ class MeshSpec:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        if self.ep < 1:
-            raise DloError(f"ep must be at least 1, got {self.ep}; use 1 to keep all experts on each rank")
+        check_number("ep", self.ep, "at least 1", "use 1 to keep all experts on each rank")
         for axis, size in self.sizes.items():
             if size == 0 or size < -1:
                 raise DloError(f"{axis} must be at least 1, or -1 for all remaining ranks, got {size}")

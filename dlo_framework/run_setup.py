@@ -18,7 +18,7 @@ from dlo_framework import run_lock, runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.registry import Registry
 from dlo_framework.strategy_contract import contract_of
@@ -175,8 +175,7 @@ def check_parts(model: Any, datamodule: Any, *, predicts: bool = False) -> None:
 
 def check_accumulation(batches: int) -> None:
     """Raises a DloError if no batch would be accumulated."""
-    if batches < 1:
-        raise DloError(f"accumulate_grad_batches must be at least 1, got {batches}; 1 switches it off")
+    check_number("accumulate_grad_batches", batches, "at least 1", "1 switches it off")
 
 
 def check_run(

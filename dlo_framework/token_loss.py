@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,7 @@ class TokenLoss:
     def __post_init__(self) -> None:
         if not 0 <= self.z_loss < float("inf"):
             raise DloError(f"z_loss must be at least 0, got {self.z_loss}; PaLM uses 1e-4, and 0 leaves it out")
-        if not 0 <= self.label_smoothing < 1:
-            raise DloError(
-                f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}; 0 leaves it out"
-            )
+        check_number("label_smoothing", self.label_smoothing, "at least 0 and below 1", "0 leaves it out")
 
     @property
     def is_plain(self) -> bool:

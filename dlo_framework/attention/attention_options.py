@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.attention.attention_mask import AttentionMask
 from dlo_framework.attention.sparsity_patterns import SparsityPattern, pattern_from_settings
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 
 KernelChoice = Literal["auto", "blocks", "flex", "sdpa", "flash", "cudnn", "varlen", "eager"]
 
@@ -36,11 +36,7 @@ class Attention:
 
     def __init__(self, kernel: KernelChoice = "auto", mask: SparsityPattern | None = None) -> None:
         names = get_args(KernelChoice)
-        if kernel not in names:
-            raise DloError(
-                f"attention.kernel must be one of {', '.join(names)}, got {kernel}"
-                f"{did_you_mean(str(kernel), names) or '; auto chooses'}"
-            )
+        check_choice("attention.kernel", kernel, names)
         if mask is not None and not mask.is_dense and kernel not in ("auto", *_SPARSE):
             raise DloError(
                 f"attention.kernel must be auto, {', '.join(_SPARSE)} with a sparse mask, got {kernel} with"

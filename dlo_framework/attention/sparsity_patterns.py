@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 Direction = Literal["unidirectional", "bidirectional"]
 
@@ -439,8 +439,7 @@ def _ranges(firsts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int
 
 
 def _check_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise DloError(f"{name} must be at least {least}, got {value}; set it to {least} or more")
+    check_number(name, value, f"at least {least}", f"set it to {least} or more")
 
 
 def _check_horizontal(attention: Direction | None, horizontal: bool) -> None:

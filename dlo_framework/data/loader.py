@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dlo_framework.data.sampler import Draw, InOrderBatchSampler, Position, ResumableBatchSampler, Window
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.random_streams import preserved_random_state, seed_all
 
 
@@ -119,8 +119,7 @@ class ResumableLoader:
         in_work: Callable[[], bool] | None = None,
         before_step: Callable[[int], bool] | None = None,
     ) -> None:
-        if num_workers < 0:
-            raise DloError(f"num_workers must be at least 0, got {num_workers}")
+        check_number("num_workers", num_workers, "at least 0")
         self.dataset = dataset
         self.num_workers = num_workers
         kind = ResumableBatchSampler if shuffle else InOrderBatchSampler

@@ -19,7 +19,7 @@ import numpy as np
 
 from dlo_framework.data.hashing import hash64
 from dlo_framework.data.order import BufferShuffle, GlobalShuffle, Placed, SampleOrder
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 
 Ramp = Literal["step", "linear"]
 
@@ -370,6 +370,5 @@ class MixOptions(NamedTuple):
         Raises:
             DloError: If weights are invalid, or a size is out of range.
         """
-        if self.epoch_samples is not None and self.epoch_samples < 1:
-            raise DloError(f"epoch_samples must be at least 1, got {self.epoch_samples}; leave it out for all samples")
+        check_number("epoch_samples", self.epoch_samples, "at least 1", "leave it out for all samples")
         self.order(names, [1] * len(names), 0)

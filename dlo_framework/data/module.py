@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.strategy_contract import contract_of
 
 #: Most loading processes by default: on a CPU, which also computes, and elsewhere.
@@ -46,8 +46,7 @@ def per_rank_batch(batch_size: int, world_size: int, name: str = "batch_size") -
     Raises:
         DloError: if the ranks do not divide the batch; the message names the nearest sizes that work.
     """
-    if batch_size < 1:
-        raise DloError(f"{name} must be at least 1, got {batch_size}")
+    check_number(name, batch_size, "at least 1")
     if batch_size % world_size:
         below, above = batch_size // world_size * world_size, -(-batch_size // world_size) * world_size
         fix = f"{below} or {above}" if below else f"{above}"
@@ -107,8 +106,7 @@ class ResumableDataModule(LightningDataModule):
             ("num_workers", num_workers, 0),
             ("prefetch_factor", prefetch_factor, 1),
         ):
-            if value is not None and value < least:
-                raise DloError(f"{name} must be at least {least}, got {value}")
+            check_number(name, value, f"at least {least}")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers

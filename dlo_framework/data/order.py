@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from dlo_framework.data.hashing import hash64
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 _GLOBAL, _CHUNKS, _BUFFER = 11, 12, 13  # streams of random numbers
 
@@ -98,8 +98,7 @@ class BufferShuffle:
     """
 
     def __init__(self, size: int, seed: int, *, chunk: int, buffer: int) -> None:
-        if chunk < 1:
-            raise DloError(f"chunk must be at least 1 sample, got {chunk}; use 256")
+        check_number("chunk", chunk, "at least 1 sample", "use 256")
         if buffer < chunk:
             raise DloError(
                 f"buffer must have at least one chunk of {chunk} samples, got {buffer}; set it to {4 * chunk}"

@@ -10,7 +10,7 @@ from torch.utils.data import SequentialSampler
 
 from dlo_framework.data.hashing import hash64
 from dlo_framework.data.order import SampleOrder
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 VOID = -1
 """Deprecated: the target that earlier versions gave to samples which only padded a batch. No batch is padded now."""
@@ -135,8 +135,8 @@ class ResumableBatchSampler:
         order: SampleOrder | None = None,
     ) -> None:
         assert order is None or order.size == size
-        if batch_size < 1 or repeats < 1:
-            raise DloError(f"batch_size and repeats must be at least 1, got {batch_size} and {repeats}")
+        check_number("batch_size", batch_size, "at least 1")
+        check_number("repeats", repeats, "at least 1")
         if not 0 <= rank < world_size:
             raise DloError(f"rank must be in 0..world_size-1, got rank {rank} of world size {world_size}")
         if size < 1:

@@ -37,7 +37,7 @@ from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
 from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
 from dlo_framework.distributed.precision import keep_dtypes
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 from dlo_framework.random_streams import (
     TorchState,
     get_torch_state,
@@ -494,11 +494,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
             DloError: on a CheckpointIO that would not be called; on a single file of state that is sharded.
         """
         name = type(self).__name__
-        if self.checkpoint_format not in FORMATS:
-            raise DloError(
-                f"run.checkpoint_format must be one of {', '.join(FORMATS)}, got"
-                f" {self.checkpoint_format}{did_you_mean(self.checkpoint_format, FORMATS)}"
-            )
+        check_choice("run.checkpoint_format", self.checkpoint_format, FORMATS)
         if self.checkpoint_format == "lightning" and not self.holds_full_state:
             raise DloError(
                 f"run.checkpoint_format must be canonical under {name}, which shards the state, got lightning;"

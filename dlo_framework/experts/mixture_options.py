@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
 
 RouterKind = Literal["softmax", "sigmoid", "expert_choice"]
 ROUTER_KINDS: tuple[RouterKind, ...] = ("softmax", "sigmoid", "expert_choice")
@@ -46,24 +46,17 @@ class MixtureOptions:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        if self.router not in ROUTER_KINDS:
-            raise DloError(
-                f"experts.router must be one of {', '.join(ROUTER_KINDS)}, got {self.router}"
-                f"{did_you_mean(str(self.router), ROUTER_KINDS) or '; leave it out'}"
-            )
+        check_choice("experts.router", self.router, ROUTER_KINDS)
         if self.count is None:
             self._check_no_layer()
         elif self.count < 2:
             raise DloError(f"experts.count must be at least 2, got {self.count}; 8 is usual")
         elif not 1 <= self.top_k <= self.count:
             raise DloError(f"experts.top_k must be in 1 to count={self.count}, got {self.top_k}; 2 is usual")
-        if self.every < 1:
-            raise DloError(f"experts.every must be at least 1, got {self.every}; 2 is usual")
+        check_number("experts.every", self.every, "at least 1", "2 is usual")
         for name, usual in (("aux_loss", 0.01), ("z_loss", 0.001), ("bias_rate", 0.001)):
-            if getattr(self, name) < 0:
-                raise DloError(f"experts.{name} must be at least 0, got {getattr(self, name)}; {usual} is usual")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise DloError(f"experts.capacity_factor must be above 0, got {self.capacity_factor}; 1.25 is usual")
+            check_number(f"experts.{name}", getattr(self, name), "at least 0", f"{usual} is usual")
+        check_number("experts.capacity_factor", self.capacity_factor, "above 0", "1.25 is usual")
         if self.top_k == 1 and self.normalize and self.router != "expert_choice":
             raise DloError(
                 "experts.normalize must be false with top_k: 1, got true, by which each weight is 1 and the router gets"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dlo_framework.errors import DloError, unknown_hint
+from dlo_framework.errors import DloError, check_number, unknown_hint
 from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
 from dlo_framework.registry.import_policy import allowed_roots, check_class_path
@@ -373,8 +373,7 @@ def check_rates(lr: float, scaling: Mapping[str, Any] | None = None, **others: f
     Raises:
         DloError: If it is not positive, or another rate is not between 0 and it.
     """
-    if not lr > 0:
-        raise DloError(f"lr must be positive, got {lr}; 0.001 is usual for adamw")
+    check_number("lr", lr, "above 0", "0.001 is usual for adamw")
     check_scaling(scaling)
     for name, rate in others.items():
         if not 0 <= rate <= lr:
@@ -387,10 +386,8 @@ def check_warmup(epochs: float, steps: int | None) -> None:
     Raises:
         DloError: If it is negative.
     """
-    if not epochs >= 0:
-        raise DloError(f"warmup_epochs must be at least 0, got {epochs}; 0 switches the warm-up off")
-    if steps is not None and steps < 0:
-        raise DloError(f"warmup_steps must be at least 0, got {steps}; leave it out to count the warm-up in epochs")
+    check_number("warmup_epochs", epochs, "at least 0", "0 switches the warm-up off")
+    check_number("warmup_steps", steps, "at least 0", "leave it out to count the warm-up in epochs")
 
 
 def check_decays(weight_decay: float, layer_decay: float | None) -> None:
@@ -399,10 +396,8 @@ def check_decays(weight_decay: float, layer_decay: float | None) -> None:
     Raises:
         DloError: If one is out of range.
     """
-    if not weight_decay >= 0:
-        raise DloError(f"weight_decay must be at least 0, got {weight_decay}; 0.05 is usual for adamw")
-    if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise DloError(f"layer_decay must be in (0, 1], got {layer_decay}; 0.65 to 0.8 is usual, null switches it off")
+    check_number("weight_decay", weight_decay, "at least 0", "0.05 is usual for adamw")
+    check_number("layer_decay", layer_decay, "above 0 and at most 1", "0.65 to 0.8 is usual, null switches it off")
 
 
 def _no_weight_decay(model: nn.Module) -> set[str]:

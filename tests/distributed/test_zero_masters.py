@@ -182,7 +182,7 @@ def test_it_trains_as_autocast_on_single_precision_does(tmp_path: Path) -> None:
             "the dtype that precision 32-true casts to, got bfloat16",
         ),
         ({"param_dtype": "float16"}, "bf16-mixed", "set the trainer's precision to 16-mixed"),
-        ({"param_dtype": "bfloat61"}, "bf16-mixed", "got 'bfloat61'; did you mean 'bfloat16'"),
+        ({"param_dtype": "bfloat61"}, "bf16-mixed", "got bfloat61; did you mean 'bfloat16'"),
         ({"reduce_dtype": "bfloat16"}, "bf16-mixed", "reduce_dtype must come with a param_dtype in half precision"),
     ],
 )

@@ -162,7 +162,7 @@ def test_values_of_the_wrong_type(refused):
 def test_what_a_strategy_refuses(refused):
     words = ("fit", "--config", "train.yaml", "--trainer.strategy")
     message = refused(*words, "ZeroStrategy", "--trainer.strategy.bucket_mb", "-1")
-    assert message.endswith("error: bucket_mb must be positive, got -1.0; use 25")
+    assert message.endswith("error: bucket_mb must be above 0, got -1.0; use 25")
     Path("ds.json").write_text('{"zero_optimization": {"stge": 2}}')
     message = refused(*words, "DeepSpeedBridge", "--trainer.strategy.config", "ds.json")
     assert "error: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?" in message

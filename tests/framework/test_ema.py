@@ -225,5 +225,5 @@ def test_testing_after_a_fit_tests_the_average(tmp_path):
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_a_decay_outside_its_range_is_refused(decay):
-    with pytest.raises(DloError, match=r"must be in \[0, 1\), got"):
+    with pytest.raises(DloError, match=r"must be at least 0 and below 1, got"):
         WeightEMA(decay)

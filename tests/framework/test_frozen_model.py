@@ -190,7 +190,7 @@ def test_an_average_does_not_change_training_and_resumes_exactly(tmp_path: Path)
     [
         ({}, "must have one of checkpoint, task and average, got none"),
         ({"checkpoint": "x", "average": 0.9}, "must have one source, got checkpoint and average"),
-        ({"average": 1.0}, "must be in [0, 1), got 1.0; 0.999 is usual"),
+        ({"average": 1.0}, "must be at least 0 and below 1, got 1.0; 0.999 is usual"),
         ({"average": 0.9, "dtype": "bfloat16"}, "dtype of a second model must be unset with average"),
         ({"average": 0.9, "offload": True}, "offload of a second model must be unset with average"),
         ({"checkpoint": "x", "dtype": "bfloat61"}, "got bfloat61; did you mean 'bfloat16'?"),

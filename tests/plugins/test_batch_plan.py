@@ -69,7 +69,7 @@ def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replac
 @pytest.mark.parametrize(
     ("decay", "message"),
     [
-        (LRDecay(factor=1.5, at=[1]), "between 0 and 1"),
+        (LRDecay(factor=1.5, at=[1]), "above 0 and below 1"),
         (LRDecay(factor=0.1), "got neither; set one"),
         (LRDecay(factor=0.1, at=[1], every=1), "got both; leave out one"),
         (LRDecay(factor=0.1, every=0), "above 0"),
@@ -127,5 +127,5 @@ def test_the_noise_scale_of_random_gradients_is_that_of_their_distribution():
 def test_noise_scale_arguments_out_of_range_are_refused():
     with pytest.raises(DloError, match="at least the batch size of 64"):
         NoiseScale(max_batch_size=32).check(64)
-    with pytest.raises(DloError, match="every at least 1"):
+    with pytest.raises(DloError, match="every must be at least 1"):
         NoiseScale(max_batch_size=64, every=0).check(64)

@@ -357,7 +357,7 @@ def test_a_checkpoint_that_the_exception_saves_has_the_rate_unscaled_and_the_win
         ({"schedule": {"later": 8}}, "a point must be like"),
         ({"schedule": {0: 8}, "max_micro_batch": 0}, "max_micro_batch must be at least 1"),
         ({"schedule": {0: 8}, "lr_rule": "cubic"}, "none, sqrt or linear"),
-        ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "between 0 and 1"),
+        ({"decay_to_growth": LRDecay(factor=2, at=[1])}, "above 0 and below 1"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):

@@ -253,9 +253,9 @@ def test_the_parallel_plan_tells_the_head():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AdaptiveGradientClipping(0.0), "clip_factor and eps must be above 0"),
+        (lambda: AdaptiveGradientClipping(0.0), "clip_factor must be above 0"),
         (lambda: AdaptiveGradientClipping(eps=-1.0), "above 0"),
-        (lambda: GradientNoise(-0.1), "eta and gamma must be at least 0"),
+        (lambda: GradientNoise(-0.1), "eta must be at least 0"),
         (lambda: GradientNoise(gamma=-1.0), "at least 0"),
     ],
 )

@@ -327,7 +327,7 @@ def test_a_module_that_skips_batches_gives_nan_and_is_told(tmp_path):
         ({"min_lr": 0.0}, "above 0"),
         ({"num_steps": 5}, "at least 20"),
         ({"suggestion": "step"}, "did you mean 'steep'"),
-        ({"beta": 1.0}, r"beta must be in \[0, 1\)"),
+        ({"beta": 1.0}, r"beta must be at least 0 and below 1"),
         ({"stop_factor": 1.0}, "above 1"),
     ],
 )

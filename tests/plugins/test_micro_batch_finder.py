@@ -270,7 +270,7 @@ def test_a_cpu_without_a_budget_and_manual_optimization_are_refused(tmp_path):
         ({"max_size": 0}, "max_size must be at least 1"),
         ({"steps_per_trial": 0}, "steps_per_trial must be at least 1"),
         ({"memory_limit_bytes": 0}, "memory_limit_bytes must be at least 1"),
-        ({"margin": 1.0}, r"margin must be in \[0, 1\)"),
+        ({"margin": 1.0}, r"margin must be at least 0 and below 1"),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(arguments, message):

@@ -336,8 +336,8 @@ def test_soft_targets_are_smoothed_as_in_timm():
     [
         ({"mixup_alpha": -0.1}, "mixup_alpha must be at least 0, got -0.1"),
         ({"mixup_alpha": 0, "cutmix_alpha": 0}, "got 0 for both"),
-        ({"prob": 1.1}, "prob must be a probability"),
-        ({"switch_prob": -1}, "switch_prob must be a probability"),
+        ({"prob": 1.1}, "prob must be at least 0 and at most 1"),
+        ({"switch_prob": -1}, "switch_prob must be at least 0 and at most 1"),
         ({"mode": "half"}, "batch, pair, elem"),
         ({"cutmix_minmax": (0.8, 0.2)}, "the smaller one first"),
         ({"cutmix_minmax": (0.2, 1.2)}, "at most 1"),

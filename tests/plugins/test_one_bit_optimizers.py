@@ -263,7 +263,10 @@ def test_what_trains_first_after_the_freeze_is_refused():
         ),
         (lambda: OneBitAdam(parameters(), betas=(0.9, 1.0), freeze_step=1), r"betas of OneBitAdam must be in \[0, 1\)"),
         (lambda: OneBitAdam(parameters(), lr=-1.0, freeze_step=1), "lr of OneBitAdam must be at least 0, got -1.0"),
-        (lambda: OneBitAdam(parameters(), least_root=2.0, freeze_step=1), "least_root of OneBitAdam must be in"),
+        (
+            lambda: OneBitAdam(parameters(), least_root=2.0, freeze_step=1),
+            "least_root of OneBitAdam must be at least 0",
+        ),
         (
             lambda: OneBitLamb(parameters(), factor_range=(2.0, 4.0), freeze_step=1),
             "factor_range of OneBitLamb must include 1",

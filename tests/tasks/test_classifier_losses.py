@@ -39,8 +39,8 @@ def test_bce_is_timms(logits, targets, threshold):
 @pytest.mark.parametrize(
     ("threshold", "smoothing", "classes", "words"),
     [
-        (1.0, 0.0, 10, r"bce_threshold must be in \[0, 1\), got 1.0"),
-        (-0.1, 0.0, None, r"must be in \[0, 1\)"),
+        (1.0, 0.0, 10, r"bce_threshold must be at least 0 and below 1, got 1.0"),
+        (-0.1, 0.0, None, r"must be at least 0 and below 1"),
         (0.0, 0.1, None, "are above it and become 1; set label_smoothing to 0"),
         (0.005, 0.1, 10, r"0.91 for its own of 10 classes, 0.01 for others\): all targets are above"),
         (0.95, 0.1, 10, "are at or below it and become 0"),

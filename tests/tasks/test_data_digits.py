@@ -100,7 +100,7 @@ def test_evaluation_is_unshifted_and_complete() -> None:
     ("arguments", "message"),
     [
         ({"image_size": 4}, "at least 8"),
-        ({"val_fraction": 1.0}, "between 0 and 1"),
+        ({"val_fraction": 1.0}, "above 0 and below 1"),
         ({"max_shift": 16}, "max_shift"),
         ({"max_rotation": 200.0}, "max_rotation"),
         ({"max_zoom": 1.0}, "max_zoom"),

@@ -391,7 +391,7 @@ def test_prompts_without_a_tokenizer_are_refused() -> None:
             "config must have settings of llama, got 'hiden_size'; did you mean 'hidden_size'?",
         ),
         ({"config": LLAMA, "optimizer": "adamww"}, "unknown optimizer 'adamww'; did you mean 'adamw'?"),
-        ({"config": LLAMA, "lr": 0.0}, "lr must be positive"),
+        ({"config": LLAMA, "lr": 0.0}, "lr must be above 0"),
         ({"config": LLAMA, "min_lr": 1.0}, "min_lr must be between 0 and lr"),
         ({"config": LLAMA, "warmup_epochs": -1}, "warmup_epochs must be at least 0"),
         ({"config": LLAMA, "weight_decay": -0.1}, "weight_decay must be at least 0"),

@@ -52,10 +52,10 @@ def fit(folder: Path, task: PreferenceLM, made: Any, ckpt_path: str | None = Non
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"beta": 0.0}, {}, r"beta must be positive, got 0\.0; 0\.1 is usual"),
-    ({"objective": "simpo", "beta": -1.0}, {}, r"beta must be positive, got -1\.0; 2\.0 is usual"),
+    ({"beta": 0.0}, {}, r"beta must be above 0, got 0\.0; 0\.1 is usual"),
+    ({"objective": "simpo", "beta": -1.0}, {}, r"beta must be above 0, got -1\.0; 2\.0 is usual"),
     ({"gamma": -1.0}, {}, r"gamma must not be negative"),
-    ({"desirable_weight": 0.0}, {}, r"desirable_weight must be positive"),
+    ({"desirable_weight": 0.0}, {}, r"desirable_weight must be above 0"),
     ({"objective": "ppo"}, {}, r"objective must be one of dpo, ipo, hinge, kto, orpo, simpo, got ppo"),
     ({"loss_kernel": "compiled"}, {}, r"loss_kernel must be torch for PreferenceLM"),
     ({"attention": Attention(mask=Prefix(3))}, {}, r"must be causal for PreferenceLM, .* got Prefix"),

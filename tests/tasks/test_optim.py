@@ -279,9 +279,9 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
         (optim.check_warmup, (-1, None), "warmup_epochs must be at least 0, got -1"),
         (optim.check_warmup, (0, -4), "warmup_steps must be at least 0, got -4"),
         (optim.check_decays, (-0.1, None), "weight_decay must be at least 0, got -0.1"),
-        (optim.check_decays, (0.1, 0.0), r"layer_decay must be in \(0, 1\], got 0.0"),
+        (optim.check_decays, (0.1, 0.0), r"layer_decay must be above 0 and at most 1, got 0.0"),
         (optim.check_decays, (0.1, 1.5), "got 1.5; 0.65 to 0.8 is usual"),
-        (optim.check_rates, (math.nan,), "lr must be positive"),
+        (optim.check_rates, (math.nan,), "lr must be above 0"),
     ],
 )
 def test_values_out_of_range_are_refused(check, given, words):
@@ -292,7 +292,7 @@ def test_values_out_of_range_are_refused(check, given, words):
 
 
 def test_every_task_that_builds_by_these_functions_is_checked():
-    with pytest.raises(DloError, match="layer_decay must be in"):
+    with pytest.raises(DloError, match="layer_decay must be above 0"):
         optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0, layer_decay=2.0)
     optimizer = optim.build_optimizer(vit(), "adamw", lr=1.0, weight_decay=0.0)
     with pytest.raises(DloError, match="warmup_steps must be at least 0"):

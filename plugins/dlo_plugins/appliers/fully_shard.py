@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.distributed.model_units import find_units
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.fsdp.precision_policy import mixed_precision
@@ -69,8 +69,7 @@ class FullyShard(Applier):
         sync_every_micro_batch: bool = False,
     ) -> None:
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
-            if depth is not None and depth < 0:
-                raise DloError(f"{name} must be a number of units of at least 0, got {depth}; use 0 or leave it out")
+            check_number(name, depth, "a number of units of at least 0", "use 0 or leave it out")
         self.units, self.reshard_after_forward, self.offload = units, reshard_after_forward, offload
         self.dtypes = (param_dtype, reduce_dtype, output_dtype)
         self.recompute, self.prefetch = recompute, (forward_prefetch, backward_prefetch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlo_framework.batch_transform import BatchTransform, batches_are_new
 from dlo_framework.data import data_parallel_coordinates
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
 from dlo_plugins.callbacks.mixing import (
     MixPlan,
@@ -99,21 +99,11 @@ class BatchMix(BatchTransform):
         self.label_smoothing, self.num_classes, self.multi_label = label_smoothing, num_classes, multi_label
         self.off_epochs, self.seed, self.group_size = off_epochs, seed, group_size
         self.image_key, self.target_key, self.in_place = image_key, target_key, in_place
-        if not 0 <= label_smoothing < 1:
-            raise DloError(f"BatchMix: label_smoothing must be in [0, 1), got {label_smoothing}; 0.1 is usual")
-        if num_classes is not None and num_classes < 2:
-            raise DloError(
-                f"BatchMix: num_classes must be at least 2, got {num_classes}; leave it out to use the datamodule's"
-            )
-        if off_epochs < 0 or (seed is not None and seed < 0):
-            raise DloError(
-                f"BatchMix: off_epochs and seed must be at least 0, got {off_epochs} and {seed}; leave them out for the"
-                " defaults"
-            )
-        if group_size is not None and group_size < 2:
-            raise DloError(
-                f"BatchMix: group_size must be at least 2 images, got {group_size}; leave it out for one group a batch"
-            )
+        check_number("BatchMix: label_smoothing", label_smoothing, "at least 0 and below 1", "0.1 is usual")
+        check_number("BatchMix: num_classes", num_classes, "at least 2", "leave it out to use the datamodule's")
+        check_number("BatchMix: off_epochs", off_epochs, "at least 0", "leave it out")
+        check_number("BatchMix: seed", seed, "at least 0", "leave it out for the run's")
+        check_number("BatchMix: group_size", group_size, "at least 2 images", "leave it out for one group a batch")
         self._run_seed = seed or 0
         self._batches = 0  # training batches so far, on each rank
         self._steps = 0  # optimizer steps before the current epoch

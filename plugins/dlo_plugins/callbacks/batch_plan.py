@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from dlo_framework.data import Position, Window
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, value_at
 
 Number = TypeVar("Number", float, Tensor)
@@ -35,18 +35,14 @@ class LRDecay:
 
     def check(self) -> None:
         """Raises a DloError for values out of range, and unless exactly one of ``at`` and ``every`` is set."""
-        if not 0 < self.factor < 1:
-            raise DloError(
-                f"decay_to_growth: factor must be between 0 and 1, got {self.factor}; set 0.1 or 0.2, which are usual"
-            )
+        check_number("decay_to_growth: factor", self.factor, "above 0 and below 1", "set 0.1 or 0.2, which are usual")
         if (self.at is None) == (self.every is None):
             got = "neither" if self.at is None else "both"
             raise DloError(
                 "decay_to_growth: exactly one of 'at' (a step schedule) and 'every' (an exponential one) must be set,"
                 f" got {got}; {'set' if self.at is None else 'leave out'} one"
             )
-        if self.every is not None and self.every <= 0:
-            raise DloError(f"decay_to_growth: 'every' must be a number of epochs above 0, got {self.every}; 2 is usual")
+        check_number("decay_to_growth: 'every'", self.every, "a number of epochs above 0", "2 is usual")
         self.points()
 
     def points(self) -> list[RunPosition]:
@@ -85,11 +81,9 @@ class NoiseScale:
                 f"noise_scale: max_batch_size must be at least the batch size of {batch_size}, got"
                 f" {self.max_batch_size}; set {batch_size} or more"
             )
-        if self.multiple <= 0 or self.every < 1 or not 0 <= self.smoothing < 1:
-            raise DloError(
-                "noise_scale: multiple must be above 0, every at least 1 and smoothing in [0, 1), got"
-                f" {self.multiple}, {self.every} and {self.smoothing}; the defaults are 1, 50 and 0.9"
-            )
+        check_number("noise_scale: multiple", self.multiple, "above 0", "the default is 1")
+        check_number("noise_scale: every", self.every, "at least 1", "the default is 50")
+        check_number("noise_scale: smoothing", self.smoothing, "at least 0 and below 1", "the default is 0.9")
 
 
 @dataclass

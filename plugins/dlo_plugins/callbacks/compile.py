@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batches import batch_size
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import FlopCounter, is_compiled
@@ -454,5 +454,4 @@ def _check_arguments(scope: str, mode: str, backend: str, evaluate: str, max_siz
             )
     if mode != "default" and backend != "inductor":
         raise DloError(f"Compile: backend must be inductor for mode {mode}, got {backend}; leave one of them out")
-    if max_sizes < 1:
-        raise DloError(f"Compile: max_sizes must be at least 1, got {max_sizes}; 16 is the default")
+    check_number("Compile: max_sizes", max_sizes, "at least 1", "16 is the default")

@@ -16,7 +16,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
-from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
 from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
 
@@ -63,10 +63,8 @@ class DifficultyOrder(Callback):
                 f"DifficultyOrder: exactly one of scores and metric must be set, got {got}; set metric: rarity, or a"
                 " file"
             )
-        if metric is not None and metric not in METRICS:
-            raise DloError(f"DifficultyOrder: metric must be one of {', '.join(METRICS)}, got {metric!r}; set one")
-        if not 0 < start <= 1:
-            raise DloError(f"DifficultyOrder: start must be above 0 and at most 1, got {start}; the paper has 0.01")
+        check_choice("DifficultyOrder: metric", metric, METRICS, "set one")
+        check_number("DifficultyOrder: start", start, "above 0 and at most 1", "the paper has 0.01")
         if growth not in ("root", "linear"):
             raise DloError(f"DifficultyOrder: growth must be root or linear, got {growth!r}; leave it out for root")
         self.scores, self.metric, self.start, self.growth = scores, metric, start, growth

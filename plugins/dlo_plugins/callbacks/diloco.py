@@ -25,7 +25,7 @@ from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
@@ -76,14 +76,9 @@ class DiLoCo(Callback):
     left_out_of_parity = "its copies train by themselves between outer steps, unlike one process"
 
     def __init__(self, period: int = 500, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> None:
-        if period < 1:
-            raise DloError(f"DiLoCo: period must be at least 1 step, got {period}; the paper has 500")
-        if outer_lr <= 0:
-            raise DloError(f"DiLoCo: outer_lr must be above 0, got {outer_lr}; the paper has 0.7")
-        if not 0 <= outer_momentum < 1:
-            raise DloError(
-                f"DiLoCo: outer_momentum must be at least 0 and below 1, got {outer_momentum}; the paper has 0.9"
-            )
+        check_number("DiLoCo: period", period, "at least 1 step", "the paper has 500")
+        check_number("DiLoCo: outer_lr", outer_lr, "above 0", "the paper has 0.7")
+        check_number("DiLoCo: outer_momentum", outer_momentum, "at least 0 and below 1", "the paper has 0.9")
         self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
         self.outer: OuterOptimizer | None = None
         self._loaded: Any = None

@@ -24,7 +24,7 @@ from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.control_group import control_group
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.strategy_contract import contract_of
@@ -144,8 +144,7 @@ class Distill(BatchTransform):
         self.first_classes = first_classes
         self.every = None if init_from is None else parse_every(init_from)
         for name, value in (("weight", weight), ("ce_weight", ce_weight)):
-            if not value >= 0:
-                raise DloError(f"Distill: {name} must be at least 0, got {value}; 1 is usual")
+            check_number(f"Distill: {name}", value, "at least 0", "1 is usual")
         if not weight and hidden is None and attention is None:
             raise DloError(
                 "Distill: weight must be above 0 without hidden and attention, got 0, so that nothing is distilled; set"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.task import Task
 
 
@@ -44,20 +44,14 @@ class OnPolicy:
     multiple: int = 8
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise DloError(
-                f"Distill: on_policy.fraction must be in (0, 1], got {self.fraction}; leave on_policy out to switch it"
-                " off"
-            )
+        check_number("Distill: on_policy.fraction", self.fraction, "above 0 and at most 1", "leave on_policy out")
         for name, value in (
             ("prompt_tokens", self.prompt_tokens),
             ("max_new_tokens", self.max_new_tokens),
             ("multiple", self.multiple),
         ):
-            if value is not None and value < 1:
-                raise DloError(f"Distill: on_policy.{name} must be at least 1, got {value}")
-        if not self.temperature > 0:
-            raise DloError(f"Distill: on_policy.temperature must be above 0, got {self.temperature}; 1 is usual")
+            check_number(f"Distill: on_policy.{name}", value, "at least 1")
+        check_number("Distill: on_policy.temperature", self.temperature, "above 0", "1 is usual")
 
     def samples_at(self, step: int) -> bool:
         """Returns whether an optimizer step trains on samples; the same on all ranks."""
@@ -115,8 +109,7 @@ class AttentionTransfer:
 
 
 def _check_weight(option: str, weight: float) -> None:
-    if not weight > 0:
-        raise DloError(f"Distill: {option}.weight must be above 0, got {weight}; leave {option} out to switch it off")
+    check_number(f"Distill: {option}.weight", weight, "above 0", f"leave {option} out to switch it off")
 
 
 def layer_pairs(layers: dict[str, str], student: Task, teacher: Task) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
 from dlo_framework.distributed.norms import shards_state
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
 from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
@@ -89,8 +89,7 @@ class DynamicBatchSize(Callback):
                 "DynamicBatchSize: exactly one of schedule, decay_to_growth and noise_scale must be set, got"
                 f" {number or 'none'}; {'leave out the others' if number else 'set one'}"
             )
-        if max_micro_batch is not None and max_micro_batch < 1:
-            raise DloError(f"DynamicBatchSize: max_micro_batch must be at least 1, got {max_micro_batch}; leave it out")
+        check_number("DynamicBatchSize: max_micro_batch", max_micro_batch, "at least 1", "leave it out")
         if lr_rule not in ("none", "sqrt", "linear"):
             raise DloError(f"DynamicBatchSize: lr_rule must be none, sqrt or linear, got {lr_rule!r}; leave it out")
         self.steps = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.experts.balance import (
     LayerBalance,
     RouterLoad,
@@ -54,8 +54,7 @@ class ExpertBalance(Callback):
     left_out_of_parity = "it draws a run and changes nothing in it"
 
     def __init__(self, every: int | None = None, log_experts: bool = False) -> None:
-        if every is not None and every < 1:
-            raise DloError(f"ExpertBalance: every must be at least 1, got {every}; leave it out")
+        check_number("ExpertBalance: every", every, "at least 1", "leave it out")
         self.every, self.log_experts = every, log_experts
         self._loads: list[RouterLoad] = []
         self._handles: list[RemovableHandle] = []

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.step_primitives import prepend_post_hook
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
@@ -113,10 +113,8 @@ class Freeze(BlockSchedule):
         self.cubic, self.scale_lr = cubic is not False, scale_lr is not False
         self.every = None if every is None else parse_position(every, "Freeze: every")
         self.lr_decay = 1.0 if lr_decay is None else lr_decay
-        if not 0 < self.t0 < 1:
-            raise DloError(f"Freeze: t0 must be between 0 and 1, got {t0}; the paper has 0.5 to 0.8")
-        if self.lr_decay < 1:
-            raise DloError(f"Freeze: lr_decay must be at least 1, got {lr_decay}; the paper has 2.6")
+        check_number("Freeze: t0", self.t0, "above 0 and below 1", "the paper has 0.5 to 0.8")
+        check_number("Freeze: lr_decay", self.lr_decay, "at least 1", "the paper has 2.6")
         if self.every is not None and (self.every.unit == "samples" or not self.every.value):
             raise DloError(
                 f"Freeze: every must be a number of epochs or a percentage above 0, got {every!r}; write '1 epochs'"

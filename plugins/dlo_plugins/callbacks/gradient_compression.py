@@ -20,7 +20,7 @@ from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
 from dlo_framework.progress import optimizer_steps
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
@@ -104,17 +104,10 @@ class GradientCompression(Callback):
                 f"GradientCompression: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'}"
                 f" available: {', '.join(METHODS)}"
             )
-        if min(matrix_rank, period, node_size) < 1:
-            raise DloError(
-                "GradientCompression: matrix_rank, period and node_size must be at least 1, got"
-                f" {matrix_rank}, {period} and {node_size}; the defaults are 1, 8 and 1"
-            )
+        for name, value in (("matrix_rank", matrix_rank), ("period", period), ("node_size", node_size)):
+            check_number(f"GradientCompression: {name}", value, "at least 1", "leave it out")
         least = 2 if method == "powersgd" else 0
-        if start_step is not None and start_step < least:
-            raise DloError(
-                f"GradientCompression: start_step must be at least {least} for {method}, got {start_step}; set {least},"
-                " or leave it out"
-            )
+        check_number("GradientCompression: start_step", start_step, f"at least {least} for {method}", "leave it out")
         if block < 8 or block % 8:
             raise DloError(
                 f"GradientCompression: block must be a multiple of 8, got {block}; set {max(8, block // 8 * 8)}"

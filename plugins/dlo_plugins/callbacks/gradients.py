@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.step_primitives import torch_optimizer
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import contract_of
@@ -118,11 +118,8 @@ class AdaptiveGradientClipping(Callback):
     needs_gradients = True
 
     def __init__(self, clip_factor: float = 0.01, eps: float = 1e-3, exclude: list[str] | None = None) -> None:
-        if clip_factor <= 0 or eps <= 0:
-            raise DloError(
-                f"AdaptiveGradientClipping: clip_factor and eps must be above 0, got {clip_factor} and {eps}; the paper"
-                " has 0.01 and 0.001"
-            )
+        check_number("AdaptiveGradientClipping: clip_factor", clip_factor, "above 0", "the paper has 0.01")
+        check_number("AdaptiveGradientClipping: eps", eps, "above 0", "the paper has 0.001")
         self.clip_factor = clip_factor
         self.eps = eps
         self.exclude = exclude
@@ -206,10 +203,8 @@ class GradientNoise(Callback):
     needs_gradients = True
 
     def __init__(self, eta: float = 0.01, gamma: float = 0.55, seed: int | None = None) -> None:
-        if eta < 0 or gamma < 0:
-            raise DloError(
-                f"GradientNoise: eta and gamma must be at least 0, got {eta} and {gamma}; 0.01 and 0.55 are usual"
-            )
+        check_number("GradientNoise: eta", eta, "at least 0", "0.01 is usual")
+        check_number("GradientNoise: gamma", gamma, "at least 0", "0.55 is usual")
         self.eta = eta
         self.gamma = gamma
         self.seed = seed

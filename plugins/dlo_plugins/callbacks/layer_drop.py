@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from dlo_framework.data.hashing import uniform
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
@@ -75,10 +75,8 @@ class LayerDrop(BlockSchedule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 < theta <= 1:
-            raise DloError(f"LayerDrop: theta must be above 0 and at most 1, got {theta}; the paper has 0.5")
-        if rate <= 0:
-            raise DloError(f"LayerDrop: rate must be above 0, got {rate}; the paper has 100")
+        check_number("LayerDrop: theta", theta, "above 0 and at most 1", "the paper has 0.5")
+        check_number("LayerDrop: rate", rate, "above 0", "the paper has 100")
         self.theta, self.rate, self.skip, self.scale, self.seed = theta, rate, list(skip or []), scale, seed
         self._names: list[str] = []
         self._probabilities: list[float] = []

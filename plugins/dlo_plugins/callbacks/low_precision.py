@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.mesh.parallelize import ParallelState
@@ -65,8 +65,7 @@ class LowPrecision(Callback):
         if emulate:
             check_emulation(self.scheme)
         check_torchao(self.scheme)
-        if min_features < 1:
-            raise DloError(f"LowPrecision: min_features must be at least 1, got {min_features}; 64 is usual")
+        check_number("LowPrecision: min_features", min_features, "at least 1", "64 is usual")
         self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
         self._installed: LowPrecisionForward | None = None
 

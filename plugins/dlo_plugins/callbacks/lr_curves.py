@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
 
 Decay = Literal["linear", "cosine", "sqrt", "exponential"]
@@ -135,8 +135,7 @@ class WarmRestarts(LearningRateSchedule):
     ) -> None:
         super().__init__(max_lr)
         _check_cycles("WarmRestarts", cycles)
-        if ratio <= 0:
-            raise DloError(f"WarmRestarts: ratio must be above 0, got {ratio}; 1 and 2 are usual")
+        check_number("WarmRestarts: ratio", ratio, "above 0", "1 and 2 are usual")
         _check_peaks("WarmRestarts", final, peak_decay)
         self.cycles, self.ratio, self.final, self.peak_decay = cycles, ratio, final, peak_decay
 
@@ -174,12 +173,9 @@ class Cyclic(LearningRateSchedule):
     ) -> None:
         super().__init__(max_lr)
         _check_cycles("Cyclic", cycles)
-        if mode not in MODES:
-            raise DloError(f"Cyclic: mode must be one of {', '.join(MODES)}, got {mode!r}; leave it out")
-        if not 0 <= low < 1:
-            raise DloError(f"Cyclic: low must be at least 0 and below 1, got {low}; 0.1 to 0.3 are usual")
-        if not 0 < gamma <= 1:
-            raise DloError(f"Cyclic: gamma must be above 0 and at most 1, got {gamma}; leave it out")
+        check_choice("Cyclic: mode", mode, MODES, "leave it out")
+        check_number("Cyclic: low", low, "at least 0 and below 1", "0.1 to 0.3 are usual")
+        check_number("Cyclic: gamma", gamma, "above 0 and at most 1", "leave it out")
         self.cycles, self.low, self.mode, self.gamma, self.momentum = cycles, low, mode, gamma, momentum
 
     def _height(self, fraction: float) -> float:
@@ -231,8 +227,7 @@ class Rewarm(LearningRateSchedule):
             raise DloError(
                 f"Rewarm: points must be ascending fractions below 1, the first 0, got {points}; set [0.0, 0.5]"
             )
-        if not 0 <= warmup < 1:
-            raise DloError(f"Rewarm: warmup must be at least 0 and below 1, got {warmup}; 0.02 is usual")
+        check_number("Rewarm: warmup", warmup, "at least 0 and below 1", "0.02 is usual")
         _check_peaks("Rewarm", final, peak_decay)
         self.warmup, self.final, self.peak_decay = warmup, final, peak_decay
 
@@ -249,19 +244,15 @@ class Rewarm(LearningRateSchedule):
 
 
 def _check_cycles(what: str, cycles: int) -> None:
-    if cycles < 1:
-        raise DloError(f"{what}: cycles must be at least 1, got {cycles}; 4 is the default")
+    check_number(f"{what}: cycles", cycles, "at least 1", "4 is the default")
 
 
 def _check_peaks(what: str, final: float, peak_decay: float) -> None:
-    if not 0 < peak_decay <= 1:
-        raise DloError(f"{what}: peak_decay must be above 0 and at most 1, got {peak_decay}; leave it out")
+    check_number(f"{what}: peak_decay", peak_decay, "above 0 and at most 1", "leave it out")
     _check_final(what, final, "cosine")
 
 
 def _check_final(what: str, final: float, shape: str) -> None:
-    if shape not in DECAYS:
-        raise DloError(f"{what}: shape must be one of {', '.join(DECAYS)}, got {shape!r}; leave it out")
+    check_choice(f"{what}: shape", shape, DECAYS, "leave it out")
     least = "above 0" if shape == "exponential" else "at least 0"
-    if not (0 <= final < 1) or (shape == "exponential" and final == 0):
-        raise DloError(f"{what}: final must be {least} and below 1, got {final}; 0.1 is usual")
+    check_number(f"{what}: final", final, f"{least} and below 1", "0.1 is usual")

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.registry.named_functions import NamedFunctions
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.runs import shown
@@ -92,15 +92,9 @@ class LRFinder(BeforeTraining):
                 f"LRFinder: min_lr must be above 0 and below max_lr, got {min_lr} and {max_lr}; the defaults are 1e-7"
                 " and 10"
             )
-        if num_steps < FEWEST_STEPS:
-            raise DloError(
-                f"LRFinder: num_steps must be at least {FEWEST_STEPS}, as both ends of the curve are left out, got"
-                f" {num_steps}; 100 is usual"
-            )
-        if not 0 <= beta < 1:
-            raise DloError(f"LRFinder: beta must be in [0, 1), got {beta}; 0.98 is usual")
-        if stop_factor <= 1:
-            raise DloError(f"LRFinder: stop_factor must be above 1, got {stop_factor}; 4 is usual")
+        check_number("LRFinder: num_steps", num_steps, f"at least {FEWEST_STEPS}", "its ends are left out; set 100")
+        check_number("LRFinder: beta", beta, "at least 0 and below 1", "0.98 is usual")
+        check_number("LRFinder: stop_factor", stop_factor, "above 1", "4 is usual")
         self.min_lr, self.max_lr, self.num_steps = min_lr, max_lr, num_steps
         self.suggestion, self.beta, self.stop_factor, self.apply = suggestion, beta, stop_factor, apply
         self.lr: float | None = None  # suggested rate of the group with the highest one

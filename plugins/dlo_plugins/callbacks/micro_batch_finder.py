@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.data import Position, data_parallel_coordinates
 from dlo_framework.distributed.norms import shards_state
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
 from dlo_framework.watch.memory import memory_peak, reset_memory_peak
@@ -92,10 +92,8 @@ class MicroBatchFinder(BeforeTraining):
             ("steps_per_trial", steps_per_trial),
             ("memory_limit_bytes", memory_limit_bytes),
         ):
-            if value is not None and value < 1:
-                raise DloError(f"MicroBatchFinder: {name} must be at least 1, got {value}; leave it out")
-        if not 0 <= margin < 1:
-            raise DloError(f"MicroBatchFinder: margin must be in [0, 1), got {margin}; 0.05 is usual")
+            check_number(f"MicroBatchFinder: {name}", value, "at least 1", "leave it out")
+        check_number("MicroBatchFinder: margin", margin, "at least 0 and below 1", "0.05 is usual")
         self.max_size, self.steps_per_trial, self.power_of_two = max_size, steps_per_trial, power_of_two
         self.margin, self.memory_limit_bytes, self.timeout = margin, memory_limit_bytes, timeout
         self.per_rank: int | None = None  # largest micro-batch in samples, once found

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice, check_number
 
 Mode = Literal["batch", "pair", "elem"]
 MODES: tuple[Mode, ...] = ("batch", "pair", "elem")
@@ -46,18 +46,10 @@ class MixRecipe:
 
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):
-            if getattr(self, name) < 0:
-                raise DloError(
-                    f"BatchMix: {name} must be at least 0, got {getattr(self, name)}; 0 turns it off, 0.8 is usual"
-                )
+            check_number(f"BatchMix: {name}", getattr(self, name), "at least 0", "0 turns it off, 0.8 is usual")
         for name in ("prob", "switch_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise DloError(
-                    f"BatchMix: {name} must be a probability, 0 to 1, got {getattr(self, name)}; leave it out for the"
-                    " default"
-                )
-        if self.mode not in MODES:
-            raise DloError(f"BatchMix: mode must be one of {', '.join(MODES)}, got {self.mode!r}; batch is the default")
+            check_number(f"BatchMix: {name}", getattr(self, name), "at least 0 and at most 1", "leave it out")
+        check_choice("BatchMix: mode", self.mode, MODES, "batch is the default")
         minmax = self.cutmix_minmax
         if minmax is not None and not (len(minmax) == 2 and 0 < minmax[0] < minmax[1] <= 1):
             raise DloError(

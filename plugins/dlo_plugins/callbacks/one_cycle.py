@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_choice, check_number
 from dlo_framework.progress import optimizer_steps
 from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
 
@@ -118,8 +118,7 @@ class OneCycle(LearningRateSchedule):
         cycle_momentum: bool = True,
         momentum: tuple[float, float] = (0.95, 0.85),
     ) -> None:
-        if preset not in PRESETS:
-            raise DloError(f"OneCycle: preset must be one of {', '.join(PRESETS)}, got {preset!r}; leave it out")
+        check_choice("OneCycle: preset", preset, PRESETS, "leave it out")
         super().__init__(max_lr)
         chosen = PRESETS[preset]
         self.pct_start = chosen.pct_start if pct_start is None else pct_start
@@ -132,17 +131,10 @@ class OneCycle(LearningRateSchedule):
         self.momentum = momentum
         self._ends: tuple[float, ...] = ()
         limit = 0.5 if three_phase else 1.0
-        if not 0 < self.pct_start <= limit:
-            raise DloError(
-                f"OneCycle: pct_start must be above 0 and at most {limit}"
-                f"{' with three phases' if three_phase else ''}, got {self.pct_start}; {chosen.pct_start} is the"
-                f" default of preset {preset}"
-            )
-        if min(self.div_factor, self.final_div_factor) < 1:
-            raise DloError(
-                "OneCycle: div_factor and final_div_factor must be at least 1, as the lr starts and ends below its"
-                f" maximum, got {self.div_factor} and {self.final_div_factor}; leave them out for the preset's"
-            )
+        rule = f"above 0 and at most {limit}" + (" with three phases" if three_phase else "")
+        check_number("OneCycle: pct_start", self.pct_start, rule, f"the default of {preset} is {chosen.pct_start}")
+        for name in ("div_factor", "final_div_factor"):  # The lr starts and ends below its maximum.
+            check_number(f"OneCycle: {name}", getattr(self, name), "at least 1", "leave it out for the preset's")
 
     def prepare(self, trainer: Trainer) -> None:
         """Sets the ends of the phases."""

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.run_position import RunPosition, any_percentage, check_max_epochs, parse_position, value_at
@@ -86,12 +86,8 @@ class ProgressiveResizing(BatchTransform):
                 f"ProgressiveResizing: end_size and stages must not be set with sizes, got {end_size} and {stages};"
                 " leave them out, or set start_size"
             )
-        if stages is not None and stages < 2:
-            raise DloError(
-                f"ProgressiveResizing: stages must be at least 2, the first and the last size, got {stages}; set 4"
-            )
-        if multiple is not None and multiple < 1:
-            raise DloError(f"ProgressiveResizing: multiple must be at least 1 pixel, got {multiple}; leave it out")
+        check_number("ProgressiveResizing: stages", stages, "at least 2, the first and the last size", "set 4")
+        check_number("ProgressiveResizing: multiple", multiple, "at least 1 pixel", "leave it out")
         self.start_size, self.end_size, self.stages = start_size, end_size, stages
         self.multiple, self.image_key = multiple, image_key
         self.begin, self.end = parse_position(begin, "ProgressiveResizing"), parse_position(end, "ProgressiveResizing")

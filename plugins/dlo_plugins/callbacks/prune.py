@@ -30,7 +30,7 @@ from dlo_framework.checkpoint import check
 from dlo_framework.checkpoint.loading import LazyStateDict
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.shards import Shard, local_data, shard_maker
@@ -136,10 +136,8 @@ class Prune(Callback):
                 f"Prune: amount must be left out with pattern '{self.pattern}', which prunes {self.pattern.sparsity:g},"
                 f" got {self.amount:g}; remove one of them"
             )
-        if self.every < 1:
-            raise DloError(f"Prune: every must be at least 1 step, got {self.every}; set 20")
-        if self.decay < 0:
-            raise DloError(f"Prune: decay must be at least 0, got {self.decay:g}; the paper has 2e-4")
+        check_number("Prune: every", self.every, "at least 1 step", "set 20")
+        check_number("Prune: decay", self.decay, "at least 0", "the paper has 2e-4")
         if self.begin.unit == self.end.unit and self.begin.value >= self.end.value and self.schedule == "gradual":
             raise DloError(
                 f"Prune: begin must be before end, got {_show(self.begin)} and {_show(self.end)}; set an earlier begin"
@@ -497,8 +495,7 @@ class TicketStart(Callback):
     left_out_of_parity = "it saves a checkpoint, and changes nothing"
 
     def __init__(self, folder: str, step: int = 0, skip: list[str] | None = None) -> None:
-        if step < 0:
-            raise DloError(f"ticket: --rewind must be at least 0 steps, got {step}; 0 is the initial weights")
+        check_number("ticket: --rewind", step, "at least 0 steps", "0 is the initial weights")
         self.folder, self.step, self.skip = Path(folder), step, skip
         self._saved_at = -1
 

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
 from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.run_position import parse_position
@@ -115,8 +115,7 @@ class Quantise(Callback):
                 "Quantise: when must be post for scheme int8_static, got aware: its scales of activations come from the"
                 " trained model; set scheme: int8"
             )
-        if calibration_batches < 1:
-            raise DloError(f"Quantise: calibration_batches must be at least 1, got {calibration_batches}; set 8")
+        check_number("Quantise: calibration_batches", calibration_batches, "at least 1", "set 8")
         for target in self.export:
             check_name(target)
         if self.export and not report:
@@ -159,8 +158,7 @@ class Quantise(Callback):
             least = f"from {bits + 1} to {_MOST_BITS}" if bits is not None else "unset for fp8"
             fix = f"set {min(bits * 2, _MOST_BITS)}" if bits is not None else "remove it"
             raise DloError(f"Quantise: start_bits must be {least}, got {self.start_bits}; {fix}")
-        if self.period is not None and self.period < 1:
-            raise DloError(f"Quantise: period must be at least 1, got {self.period}; leave it out")
+        check_number("Quantise: period", self.period, "at least 1", "leave it out")
 
     # --- before training -----------------------------------------------------------------------------------
 

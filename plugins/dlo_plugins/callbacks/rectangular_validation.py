@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torchmetrics import Metric
 
 from dlo_framework.data import ResumableLoader
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
 from dlo_framework.random_streams import random_state, restore_random_state
@@ -50,15 +50,9 @@ class RectangularValidation(Callback):
     """
 
     def __init__(self, every_n_epochs: int | None = None, multiple: int | None = None, max_ratio: float = 2.0) -> None:
-        if every_n_epochs is not None and every_n_epochs < 1:
-            raise DloError(
-                f"RectangularValidation: every_n_epochs must be at least 1, got {every_n_epochs}; leave it out for the"
-                " last epoch only"
-            )
-        if multiple is not None and multiple < 1:
-            raise DloError(f"RectangularValidation: multiple must be at least 1 pixel, got {multiple}; leave it out")
-        if max_ratio < 1:
-            raise DloError(f"RectangularValidation: max_ratio must be at least 1, a square, got {max_ratio}; set 2")
+        check_number("RectangularValidation: every_n_epochs", every_n_epochs, "at least 1", "leave it out for the last")
+        check_number("RectangularValidation: multiple", multiple, "at least 1 pixel", "leave it out")
+        check_number("RectangularValidation: max_ratio", max_ratio, "at least 1, a square", "set 2")
         self.every_n_epochs, self.multiple, self.max_ratio = every_n_epochs, multiple, max_ratio
         self._loader: ResumableLoader | None = None
         self._limited_loader: ResumableLoader | None = None

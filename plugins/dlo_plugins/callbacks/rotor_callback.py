@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.agreement import gather_then_scatter
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute, undo_recompute
 from dlo_framework.strategy_contract import contract_of
@@ -81,8 +81,7 @@ class Rotor(Callback):
     wait = 2
 
     def __init__(self, budget: str = "auto", offload: bool = False, link: str = "auto", slots: int = 500) -> None:
-        if slots < 10:
-            raise DloError(f"Rotor: slots must be at least 10, got {slots}; use 500")
+        check_number("Rotor: slots", slots, "at least 10", "use 500")
         self.budget, self.slots = Budget.parse(budget), slots
         self.offload, self.link = offload, parse_link(link)
         if self.link is not None and not offload:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.hashing import uniform
-from dlo_framework.errors import DloError, mark_agreed
+from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.progress import check_end, fraction_seen
 from dlo_plugins.callbacks.data_hook import DataHook
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
@@ -87,8 +87,7 @@ class SequenceLength(BatchTransform):
             )
         if method not in METHODS:
             raise DloError(f"SequenceLength: method must be split or truncate, got {method!r}; leave it out for split")
-        if multiple < 1:
-            raise DloError(f"SequenceLength: multiple must be at least 1, got {multiple}; leave it out")
+        check_number("SequenceLength: multiple", multiple, "at least 1", "leave it out")
         self.start, self.method, self.multiple, self.seed = start, method, multiple, seed
         self.until = parse_position(until, "SequenceLength: until")
         self.steps = {
@@ -104,10 +103,7 @@ class SequenceLength(BatchTransform):
         if start is not None and not self.until.value:
             raise DloError(f"SequenceLength: until must be above 0, got {until!r}; the default is '60%'")
         for size in [start, *(size for sizes in self.steps.values() for size in sizes)]:
-            if size is not None and size < multiple:
-                raise DloError(
-                    f"SequenceLength: a length must be at least multiple={multiple}, got {size}; set {multiple} or more"
-                )
+            check_number("SequenceLength: a length", size, f"at least {multiple}, the multiple", f"set {multiple}")
         if not all(self.steps.values()):
             raise DloError(f"SequenceLength: a list of lengths must not be empty, got {lengths}; add a length")
         used = [self.until] if start is not None else [point for point in self.steps if point.value]

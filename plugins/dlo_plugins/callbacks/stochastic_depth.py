@@ -13,7 +13,7 @@ from timm.layers import DropPath
 from torch import nn
 from torchvision.ops import StochasticDepth as TorchvisionDepth
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import is_compiled
@@ -71,10 +71,8 @@ class StochasticDepthSchedule(Callback):
                 f"StochasticDepthSchedule: start and end must be at least 0 and differ, got {start} and {end}; the"
                 " defaults are 0 and 1"
             )
-        if not 0 < until <= 1:
-            raise DloError(f"StochasticDepthSchedule: until must be above 0 and at most 1, got {until}; leave it out")
-        if stages is not None and stages < 2:
-            raise DloError(f"StochasticDepthSchedule: stages must be at least 2, got {stages}; set 4")
+        check_number("StochasticDepthSchedule: until", until, "above 0 and at most 1", "leave it out")
+        check_number("StochasticDepthSchedule: stages", stages, "at least 2", "set 4")
         self.start, self.end, self.until, self.stages = start, end, until, stages
         self._clock = StepFraction()
         self._rates: list[tuple[nn.Module, str, float]] = []

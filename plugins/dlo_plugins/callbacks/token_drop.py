@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dlo_framework.batches import chosen_tokens
 from dlo_framework.data.hashing import hash64
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import (
@@ -71,10 +71,8 @@ class TokenDrop(BlockSchedule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 < start < 1:
-            raise DloError(f"TokenDrop: start must be between 0 and 1, got {start}; 0.5 is the default")
-        if multiple < 1:
-            raise DloError(f"TokenDrop: multiple must be at least 1, got {multiple}; leave it out")
+        check_number("TokenDrop: start", start, "above 0 and below 1", "0.5 is the default")
+        check_number("TokenDrop: multiple", multiple, "at least 1", "leave it out")
         self.start, self.multiple, self.skip, self.seed = start, multiple, list(skip or []), seed
         self.until = parse_position(until, "TokenDrop: until")
         if self.until.unit == "samples" or not self.until.value:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice, did_you_mean
 from dlo_framework.yaml_text import read_yaml
 
 _HELP = """Print the file that `accelerate config` wrote as the trainer section of a config.
@@ -154,8 +154,7 @@ def _devices(content: Mapping[str, Any]) -> dict[str, Any]:
 def _precision(content: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     given = content.get("mixed_precision")
     name = "no" if given in (None, False) else str(given)  # YAML reads `no` as false.
-    if name not in _PRECISIONS:
-        raise DloError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, got {name}; choose one of them")
+    check_choice("mixed_precision", name, _PRECISIONS, "choose one of them")
     if name == "fp8" and content.get("fp8_config"):
         notes.append("fp8_config has no effect here: options of the callback LowPrecision replace it.")
     return {"precision": _PRECISIONS[name]}

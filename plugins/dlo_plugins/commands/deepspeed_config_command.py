@@ -12,7 +12,7 @@ import sys
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.cli.run import prepared_process
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 _HELP = """Translate between a config and a DeepSpeed JSON.
 
@@ -35,8 +35,7 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("dlo deepspeed-config", description=_HELP, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, help="number of ranks (default: from the config or the JSON)")
     options, words = parser.parse_known_args(argv)
-    if options.ranks is not None and options.ranks < 1:
-        raise DloError(f"deepspeed-config: --ranks must be at least 1, got {options.ranks}")
+    check_number("deepspeed-config: --ranks", options.ranks, "at least 1")
     files = [word for word in words if word.endswith((".json", ".hjson"))]
     if len(words) == 1 and not words[0].startswith("-"):
         from dlo_plugins.commands.deepspeed_translation import to_yaml

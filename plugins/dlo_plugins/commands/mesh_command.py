@@ -6,7 +6,7 @@ import json
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.strategy_contract import contract_of
 
 _HELP = """Draw the mesh of a config: the coordinates of each rank on the axes, and its shards of the model.
@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, help="number of ranks (default: trainer.devices x trainer.num_nodes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, found = parser.parse_with_run(argv)
-    if options.ranks is not None and options.ranks < 1:
-        raise DloError(f"mesh: --ranks must be at least 1, got {options.ranks}")
+    check_number("mesh: --ranks", options.ranks, "at least 1")
 
     with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
 from dlo_plugins.planner.machine import load_machine
 
@@ -98,8 +98,7 @@ def check_options(options: argparse.Namespace) -> None:
     """
     for name in ("gpus", "nodes", "batch", "top"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise DloError(f"plan: --{name} must be at least 1, got {value}")
+        check_number(f"plan: --{name}", value, "at least 1")
     if options.measure is not None and options.machine is not None:
         raise DloError(
             f"plan: --measure must come without --machine, got --machine {options.machine}; leave one of them out"

@@ -9,7 +9,7 @@ from dlo_framework import runs
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.run import prepared_process, train
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 _HELP = """Profile some steps of a config's training: where their time and memory go, what the machine allows, which
 lines wait for the device, which rank is slow; and the memory of larger batches and longer sequences.
@@ -91,13 +91,9 @@ def _steps(options: argparse.Namespace) -> int:
     Raises:
         DloError: There are too few for the recorded ones.
     """
-    if options.active < 1:
-        raise DloError(f"profile: --active must be at least 1, got {options.active}; set 3")
+    check_number("profile: --active", options.active, "at least 1", "set 3")
     least = options.active + 4  # Two of the run's first steps, one to warm up, one that is searched for waits.
-    if options.steps < least:
-        raise DloError(
-            f"profile: --steps must be at least {least} to record {options.active}, got {options.steps}; set {least}"
-        )
+    check_number("profile: --steps", options.steps, f"at least {least} to record {options.active}", f"set {least}")
     return int(options.steps)
 
 

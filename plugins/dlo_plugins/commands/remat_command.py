@@ -9,7 +9,7 @@ from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 _LINK = "50GB/s"
 _HELP = """Print which blocks of a config's model are kept and which are recomputed within a memory budget.
@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     options, found = parser.parse_with_run(argv)
     for key in ("ranks", "micro_batch"):
         value = getattr(options, key)
-        if value is not None and value < 1:
-            raise DloError(f"remat: --{key.replace('_', '-')} must be at least 1, got {value}; leave it out")
+        check_number(f"remat: --{key.replace('_', '-')}", value, "at least 1", "leave it out")
 
     with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun

@@ -19,7 +19,7 @@ import yaml
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.yaml_text import read_yaml
 
 _HELP = """Search the hyperparameters of a config: each trial is a run of `dlo fit` in a process of its own.
@@ -105,8 +105,7 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
         raise DloError("sweep: --space must name a YAML file of config keys and values, got none; add --space s.yaml")
     for name, least in (("trials", 1), ("jobs", 1), ("first", 1), ("factor", 2)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise DloError(f"sweep: --{name} must be at least {least}, got {value}; raise it")
+        check_number(f"sweep: --{name}", value, f"at least {least}", "raise it")
     if (options.metric is None) != (options.mode is None):
         raise DloError(
             f"sweep: --metric and --mode must be set together, got --metric {options.metric} and --mode {options.mode};"
@@ -304,8 +303,7 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--top", type=int, default=10, help="number of trials in the table (default: 10)")
     options = parser.parse_args(argv)
     check_installed()
-    if options.top < 1:
-        raise DloError(f"sweep: --top must be at least 1, got {options.top}; 10 is the default")
+    check_number("sweep: --top", options.top, "at least 1", "10 is the default")
     print_report(Path(options.folder), options.top)
     return 0
 

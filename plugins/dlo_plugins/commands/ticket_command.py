@@ -13,7 +13,7 @@ from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import read_config
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 _HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to early values, train again.
 
@@ -89,10 +89,8 @@ class Rounds:
         self.amount, self.number, self.rewind = parse_amount(options.amount), options.rounds, options.rewind
         self.scope, self.skip, self.reinit = options.scope, options.skip, options.reinit
         self.words = words
-        if self.number < 1:
-            raise DloError(f"ticket: --rounds must be at least 1, got {self.number}; set 5")
-        if self.rewind < 0:
-            raise DloError(f"ticket: --rewind must be at least 0 steps, got {self.rewind}; 0 is the initial weights")
+        check_number("ticket: --rounds", self.number, "at least 1", "set 5")
+        check_number("ticket: --rewind", self.rewind, "at least 0 steps", "0 is the initial weights")
         for word in words:
             name = word.partition("=")[0]
             if name in ("--ckpt_path", "--run.dir", "--run.name"):

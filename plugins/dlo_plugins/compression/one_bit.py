@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 
 class MomentumAverage(Protocol):
@@ -228,8 +228,7 @@ def check_settings(name: str, settings: dict[str, Any]) -> None:
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise DloError(f"betas of {name} must be in [0, 1), got {tuple(settings['betas'])}; use (0.9, 0.999)")
     for key in ("lr", "eps", "weight_decay"):
-        if not settings[key] >= 0:
-            raise DloError(f"{key} of {name} must be at least 0, got {settings[key]}; use 0 or a positive number")
+        check_number(f"{key} of {name}", settings[key], "at least 0", "use 0 or a positive number")
 
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 from dlo_plugins.compression.one_bit import OneBitOptimizer, frozen_denominators, gradients_of, limit_rms_
 
 
@@ -81,10 +81,8 @@ class OneBitAdam(OneBitOptimizer):
         max_rms: float = 1.0,
         foreach: bool | None = None,
     ) -> None:
-        if not 0 <= least_root <= 1:
-            raise DloError(f"least_root of OneBitAdam must be in [0, 1], got {least_root}; use 0.3")
-        if not max_rms > 0:
-            raise DloError(f"max_rms of OneBitAdam must be above 0, got {max_rms}; use 1")
+        check_number("least_root of OneBitAdam", least_root, "at least 0 and at most 1", "use 0.3")
+        check_number("max_rms of OneBitAdam", max_rms, "above 0", "use 1")
         self.least_root, self.max_rms, self.foreach = least_root, max_rms, foreach
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, freeze_step, refresh_every)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.distillation import ClassShard, LogitLoss
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice, check_number
 
 #: Names of the distances.
 LogitLossName = Literal["kl", "cross_entropy", "reverse_kl", "jsd", "wasserstein", "mse", "hard"]
@@ -59,20 +59,14 @@ class LogitDistance(LogitLoss):
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(LogitLossName):
-            raise DloError(f"Distill: loss must be one of {', '.join(get_args(LogitLossName))}, got {self.name}")
-        if not self.temperature > 0:
-            raise DloError(f"Distill: temperature must be above 0, got {self.temperature}; 1 to 4 is usual")
+        check_choice("Distill: loss", self.name, get_args(LogitLossName))
+        check_number("Distill: temperature", self.temperature, "above 0", "1 to 4 is usual")
         if self.name in WITHOUT_TEMPERATURE and self.temperature != 1:
             raise DloError(
                 f"Distill: temperature must be 1 with loss: {self.name}, which does not use it, got"
                 f" {self.temperature}; remove it, or set loss: kl"
             )
-        if not 0 < self.beta < 1:
-            raise DloError(
-                f"Distill: beta must be between 0 and 1, got {self.beta}; set loss: kl in place of 0, loss: reverse_kl"
-                " in place of 1"
-            )
+        check_number("Distill: beta", self.beta, "above 0 and below 1", "loss: kl for 0, loss: reverse_kl for 1")
 
     def losses_and_slope(
         self, student: Tensor, teacher: Tensor, shard: ClassShard | None = None, *, need_slope: bool

@@ -6,7 +6,7 @@ Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for m
 
 from __future__ import annotations
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 
 
 def cubic_sparsity(progress: float, final: float, initial: float = 0.0) -> float:
@@ -39,5 +39,4 @@ def check_fraction(value: float, what: str, usual: str) -> None:
     Raises:
         DloError: If it is not.
     """
-    if not 0 < value < 1:
-        raise DloError(f"{what} must be in (0, 1), a fraction of the weights, got {value:g}; {usual}")
+    check_number(what, value, "above 0 and below 1, a fraction of the weights", usual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_plugins.remat.chain import Chain
 from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.offload_program import OffloadProgram
@@ -43,8 +43,7 @@ def solve_offload(
             offloading.
     """
     for key, value, usual in (("states", states, 1000), ("places", places, 4)):
-        if value < 1:
-            raise DloError(f"{key} must be at least 1, got {value}; {usual} is the default")
+        check_number(key, value, "at least 1", f"{usual} is the default")
     best = known or _without_copies(chain, budget, slots)
     if best is not None and best.time <= keep_fastest(chain).time:
         return best

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 from dlo_plugins.remat.chain import Chain
 from dlo_plugins.remat.schedule import Keep, Node, Recompute
 
@@ -203,8 +203,7 @@ def choose_slot(chain: Chain, memory: int, slots: int) -> int:
     Raises:
         DloError: Fewer than one slot.
     """
-    if slots < 1:
-        raise DloError(f"slots must be at least 1, got {slots}; 500 are within a percent of the best schedule")
+    check_number("slots", slots, "at least 1", "500 are within a percent of the best schedule")
     smallest = max(1, -(-memory // slots))
     sizes = [stage.output for stage in chain.stages]
     sizes += [mode.saved for stage in chain.stages for mode in stage.modes]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "32": "float32", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}
@@ -25,8 +25,7 @@ def parse_dtype(option: str, name: str | None) -> torch.dtype | None:
     if name is None:
         return None
     name = _SHORT.get(name, name).removeprefix("torch.")
-    if name not in DTYPES:
-        raise DloError(f"{option} must be one of {', '.join(DTYPES)}, got '{name}'{did_you_mean(name, DTYPES)}")
+    check_choice(option, name, DTYPES)
     return DTYPES[name]
 
 

@@ -26,7 +26,7 @@ from dlo_framework.distributed.meta_init import Initialiser, check_initialisable
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
@@ -99,8 +99,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
                 f"offload: {offload} must come with stage 3, got stage {stage}, where every rank has full parameters;"
                 " set stage: 3, or offload: optimizer"
             )
-        if bucket_mb <= 0:
-            raise DloError(f"bucket_mb must be positive, got {bucket_mb}; use 25")
+        check_number("bucket_mb", bucket_mb, "above 0", "use 25")
         super().__init__(timeout_minutes=timeout_minutes)
         self.stage, self.offload, self.bucket_mb, self.find_unused, self.units = (
             stage,

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from dlo_framework.attention import Attention
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.experts.mixture_options import MixtureOptions, read_options
 from dlo_framework.experts.router_training import RouterTraining
 from dlo_framework.experts.routers import BIAS
@@ -137,8 +137,7 @@ class ImageClassifier(Task):
         self._check_values()
 
     def _check_values(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise DloError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
+        check_number("label_smoothing", self.label_smoothing, "at least 0 and below 1", "0.1 is usual")
         optim.check_rates(self.lr, self.lr_scaling, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
         optim.check_warmup(self.warmup_epochs, self.warmup_steps)
         optim.check_decays(self.weight_decay, self.layer_decay)
@@ -150,8 +149,7 @@ class ImageClassifier(Task):
             if self.loss_name != "bce":
                 raise DloError(f"bce_threshold must have loss_name: bce, got {self.loss_name}; set it")
             losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
-        if self.num_classes is not None and self.num_classes < 2:
-            raise DloError(f"num_classes must be at least 2, got {self.num_classes}; leave it out to read the data's")
+        check_number("num_classes", self.num_classes, "at least 2", "leave it out to read the data's")
 
     # --- before training -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -80,8 +80,7 @@ class ImageData(ResumableDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if image_size < 1:
-            raise DloError(f"image_size must be at least 1 pixel, got {image_size}")
+        check_number("image_size", image_size, "at least 1 pixel")
         _check_colours(mean, std)
         self.image_size = image_size
         self.mean = tuple(mean)

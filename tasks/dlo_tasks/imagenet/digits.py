@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from dlo_framework.data import Draw, ResumableLoader, hash64, uniform
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_tasks.imagenet.data_base import ImageData
 
 _PIXEL_MAX = 16  # the values of scikit-learn's 8 x 8 images are 0..16
@@ -182,17 +182,12 @@ class DigitsData(ImageData):
             num_workers=num_workers,
             seed=seed,
         )
-        if image_size < 8:
-            raise DloError(f"image_size must be at least 8, the size of the digits, got {image_size}; 16 is usual")
-        if not 0 < val_fraction < 1:
-            raise DloError(f"val_fraction must be between 0 and 1, got {val_fraction}; 0.2 is usual")
+        check_number("image_size", image_size, "at least 8, the size of the digits", "16 is usual")
+        check_number("val_fraction", val_fraction, "above 0 and below 1", "0.2 is usual")
         if not 0 <= max_shift < image_size:
             raise DloError(f"max_shift must be in 0..{image_size - 1} pixels, got {max_shift}; 0 switches it off")
-        if not 0 <= max_rotation <= 180 or not 0 <= max_zoom < 1:
-            raise DloError(
-                "max_rotation must be in 0..180 degrees, and max_zoom at least 0 and below 1,"
-                f" got {max_rotation} and {max_zoom}; 0 switches each off"
-            )
+        check_number("max_rotation", max_rotation, "at least 0 and at most 180 degrees", "0 switches it off")
+        check_number("max_zoom", max_zoom, "at least 0 and below 1", "0 switches it off")
         self.num_classes = 10
         self.class_names = [str(digit) for digit in range(10)]
         self.val_fraction = val_fraction

@@ -16,7 +16,7 @@ from dlo_framework.data.mixture import MixOptions, Ramp
 from dlo_framework.data.remote import BlockCache, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
 from dlo_tasks.imagenet.augment import build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
@@ -178,14 +178,11 @@ class ImageFolderData(ImageData):
         )
         _check_range("scale", scale, 1.0)
         _check_range("ratio", ratio, float("inf"))
-        if not 0 < crop_pct <= 1 or not 0 <= flip <= 1:
-            raise DloError(f"crop_pct must be in (0, 1] and flip in [0, 1], got {crop_pct} and {flip}; use 0.875, 0.5")
-        if eval_image_size is not None and eval_image_size < 1:
-            raise DloError(f"eval_image_size must be at least 1 pixel, got {eval_image_size}; leave it out")
-        if repeated_augment < 1:
-            raise DloError(f"repeated_augment must be at least 1, got {repeated_augment}; 1 switches it off")
-        if batches_ahead < 0:
-            raise DloError(f"batches_ahead must be at least 0, got {batches_ahead}; 0 switches it off")
+        check_number("crop_pct", crop_pct, "above 0 and at most 1", "use 0.875")
+        check_number("flip", flip, "at least 0 and at most 1", "use 0.5")
+        check_number("eval_image_size", eval_image_size, "at least 1 pixel", "leave it out")
+        check_number("repeated_augment", repeated_augment, "at least 1", "1 switches it off")
+        check_number("batches_ahead", batches_ahead, "at least 0", "0 switches it off")
         if sources is None and (mix is not None or mix_ramp != "step" or epoch_samples is not None):
             raise DloError("mix, mix_ramp and epoch_samples must be set with sources, got no sources; name them")
         if sources is not None and not sources:

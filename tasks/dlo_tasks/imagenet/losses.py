@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlo_framework.data import VOID
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 
 LossName = Literal["cross_entropy", "bce"]
 
@@ -76,8 +76,7 @@ def check_threshold(threshold: float, smoothing: float, num_classes: int | None)
     Raises:
         DloError: If it does not separate them.
     """
-    if not 0 <= threshold < 1:
-        raise DloError(f"bce_threshold must be in [0, 1), got {threshold}; DeiT III has 0, ResNet strikes back 0.2")
+    check_number("bce_threshold", threshold, "at least 0 and below 1", "DeiT III has 0, ResNet strikes back 0.2")
     others = smoothing / num_classes if num_classes else 0.0
     own = 1 - smoothing + others if num_classes else 1.0
     if not smoothing or others < threshold < own:

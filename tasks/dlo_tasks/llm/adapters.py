@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.four_bit_linear import LEVELS
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_tasks.llm import four_bit_base
@@ -58,12 +58,9 @@ class Lora:
     merge: bool = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise DloError(f"lora.rank must be at least 1, got {self.rank}; 8 is usual")
-        if not 0 <= self.dropout < 1:
-            raise DloError(f"lora.dropout must be in [0, 1), got {self.dropout}; 0 disables it")
-        if self.alpha is not None and self.alpha <= 0:
-            raise DloError(f"lora.alpha must be positive, got {self.alpha}; {2 * self.rank} is usual")
+        check_number("lora.rank", self.rank, "at least 1", "8 is usual")
+        check_number("lora.dropout", self.dropout, "at least 0 and below 1", "0 disables it")
+        check_number("lora.alpha", self.alpha, "above 0", f"{2 * self.rank} is usual")
         if self.base is not None and self.base not in LEVELS:
             hint = did_you_mean(self.base, LEVELS) or "; leave it out"
             raise DloError(f"lora.base must be {' or '.join(LEVELS)}, got {self.base}{hint}")

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data.build_lock import build_once
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_number
 from dlo_tasks.llm.cache_folder import cached_file
 from dlo_tasks.llm.records import content_hash, read_text
 from dlo_tasks.llm.tokenizer import require_transformers
@@ -89,10 +89,7 @@ def embedded_tokenizer(files: Sequence[Path], vocab_size: int, folder: Path) -> 
     Raises:
         DloError: If the vocabulary is smaller than the bytes, or the folder cannot be written to.
     """
-    if vocab_size < _SMALLEST:
-        raise DloError(
-            f"vocab_size must be at least {_SMALLEST} (256 bytes, two special tokens), got {vocab_size}; raise it"
-        )
+    check_number("vocab_size", vocab_size, f"at least {_SMALLEST} (256 bytes, two special tokens)", "raise it")
     require_transformers()
     path = folder / f"bpe-{vocab_size}-{_FORMAT}-{content_hash(files)[:24]}.json"
     if path.is_file():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import check_number
 from dlo_tasks.llm.positions import check_generation_length
 from dlo_tasks.llm.prompts import encode_prompts, format_prompt
 from dlo_tasks.llm.staged_generation import keeps_keys_and_values, staged_forward
@@ -41,18 +41,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise DloError(
-                f"sampling.max_new_tokens must be at least 1, got {self.max_new_tokens}; set it to 1 or more"
-            )
-        if self.temperature < 0:
-            raise DloError(
-                f"sampling.temperature must be at least 0, got {self.temperature}; 0 selects the most probable token"
-            )
-        if not 0 < self.top_p <= 1:
-            raise DloError(f"sampling.top_p must be in (0, 1], got {self.top_p}; 1 samples from all tokens")
-        if self.top_k is not None and self.top_k < 1:
-            raise DloError(f"sampling.top_k must be at least 1, got {self.top_k}; remove it to sample from all tokens")
+        check_number("sampling.max_new_tokens", self.max_new_tokens, "at least 1", "set it to 1 or more")
+        check_number("sampling.temperature", self.temperature, "at least 0", "0 selects the most probable token")
+        check_number("sampling.top_p", self.top_p, "above 0 and at most 1", "1 samples from all tokens")
+        check_number("sampling.top_k", self.top_k, "at least 1", "remove it to sample from all tokens")
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

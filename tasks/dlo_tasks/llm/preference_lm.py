@@ -19,7 +19,7 @@ from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.distributed.step_primitives import mean_over_data
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.strategy_contract import contract_of
 from dlo_tasks.llm import adapters, batch_counts, language_models, preference_losses
@@ -115,11 +115,9 @@ class PreferenceLM(CausalLM):
         **causal_lm: Any,
     ) -> None:
         super().__init__(lr=lr, weight_decay=weight_decay, **causal_lm)
-        if objective not in OBJECTIVES:
-            raise DloError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
+        check_choice("objective", objective, OBJECTIVES)
         for name, value in (("beta", beta), ("desirable_weight", desirable_weight)):
-            if value is not None and value <= 0:
-                raise DloError(f"{name} must be positive, got {value}; {DEFAULT_BETA[objective]} is usual")
+            check_number(name, value, "above 0", f"{DEFAULT_BETA[objective]} is usual")
         for name, value in (("gamma", gamma), ("undesirable_weight", undesirable_weight)):
             if value < 0:
                 raise DloError(f"{name} must not be negative, got {value}; 1.0 is the default")

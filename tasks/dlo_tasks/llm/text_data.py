@@ -21,7 +21,7 @@ from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
 from dlo_framework.data.remote import BlockCache
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.units import parse_bytes
 from dlo_tasks.llm import batch_counts
 from dlo_tasks.llm.batches import Prompts
@@ -193,8 +193,7 @@ class TextData(ResumableDataModule):
         )
         if seq_len < 1 or corpus_bytes < 1:
             raise DloError(f"seq_len and corpus_bytes must be at least 1, got {seq_len} and {corpus_bytes}")
-        if not 0 <= val_fraction < 1:
-            raise DloError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        check_number("val_fraction", val_fraction, "at least 0 and below 1")
         unknown = sorted(set(columns or {}) - set(self.column_names))
         if unknown:
             raise DloError(
@@ -202,8 +201,7 @@ class TextData(ResumableDataModule):
                 f"{did_you_mean(unknown[0], self.column_names) or '; remove it'}"
             )
         for name, number, least in (("batches_ahead", batches_ahead, 0), ("tokenize_processes", tokenize_processes, 1)):
-            if number is not None and number < least:
-                raise DloError(f"{name} must be at least {least}, got {number}")
+            check_number(name, number, f"at least {least}")
         self.sources: list[TextSource] = []
         self.mix_options = MixOptions(mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples)
         if sources is not None:

@@ -143,7 +143,7 @@ def test_a_run_resumes_in_the_middle_of_a_step(folder, tmp_path):
         (lambda: SequenceLength(), "exactly one of start and lengths must be set, got neither"),
         (lambda: SequenceLength(8, lengths={0: 8}), "exactly one of start and lengths must be set, got both"),
         (lambda: SequenceLength(8, method="mask"), "method must be split or truncate, got 'mask'"),
-        (lambda: SequenceLength(4), "a length must be at least multiple=8, got 4"),
+        (lambda: SequenceLength(4), "a length must be at least 8, the multiple, got 4"),
         (lambda: SequenceLength(lengths={"10%": 8}), "lengths must have the first length of the run under 0"),
         (lambda: SequenceLength(lengths={0: []}), "a list of lengths must not be empty"),
         (lambda: SequenceLength(8, until="9 samples"), "points must be in epochs or percent, got samples"),

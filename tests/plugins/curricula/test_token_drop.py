@@ -151,7 +151,7 @@ def test_a_run_resumes_exactly(folder, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TokenDrop(1.0), "start must be between 0 and 1, got 1.0"),
+        (lambda: TokenDrop(1.0), "start must be above 0 and below 1, got 1.0"),
         (lambda: TokenDrop(multiple=0), "multiple must be at least 1, got 0"),
         (lambda: TokenDrop(until="9 samples"), "until must be in epochs or percent and above 0"),
     ],

@@ -107,7 +107,7 @@ def test_classes_split_over_ranks_have_the_losses_and_gradients_of_one_process()
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be above 0, got nan"),
         ({"name": "mse", "temperature": 2.0}, "temperature must be 1 with loss: mse"),
-        ({"name": "jsd", "beta": 1.0}, "beta must be between 0 and 1, got 1.0"),
+        ({"name": "jsd", "beta": 1.0}, "beta must be above 0 and below 1, got 1.0"),
         ({"name": "cosine"}, "loss must be one of kl,"),
     ],
 )

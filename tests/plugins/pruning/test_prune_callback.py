@@ -334,8 +334,11 @@ def test_the_report_is_in_the_run_folder(tmp_path):
     ("settings", "message"),
     [
         ({}, "amount must be set without a pattern or masks"),
-        ({"amount": 1.5}, r"amount must be in \(0, 1\), a fraction of the weights, got 1.5; 0.8 prunes four of five"),
-        ({"amount": 0.0}, r"amount must be in \(0, 1\)"),
+        (
+            {"amount": 1.5},
+            "above 0 and below 1, a fraction of the weights, got 1.5; 0.8 prunes four of five",
+        ),
+        ({"amount": 0.0}, r"amount must be above 0 and below 1"),
         ({"pattern": "124"}, "pattern must be none or n:m in quotes, such as '2:4', got '124'"),
         ({"pattern": "4:4"}, "must have 1 <= n < m, got 4:4"),
         ({"pattern": "2:4", "amount": 0.5}, "amount must be left out with pattern '2:4', which prunes 0.5, got 0.5"),
