@@ -75,15 +75,10 @@ class RouterTraining(Callback):
         sums = {load.name: part for load, part in zip(self._loads, found, strict=True)}
         move_biases(self._routers, sums, self.options.bias_rate)
 
-    def _remove(self) -> None:
+    def _remove(self, *_: Any, **__: Any) -> None:
+        """Ends the watch."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._loads, self._routers = [], [], {}
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the watch."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the watch."""
-        self._remove()
+    on_train_end = on_exception = _remove

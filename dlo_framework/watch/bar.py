@@ -137,14 +137,6 @@ class RunBar(ProgressBar):
         """Excludes the validation's time from the rate."""
         self._began += time.perf_counter() - self._validating
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Closes the bar, which stays on the screen."""
-        self._close()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Closes the bar, which stays on the screen."""
-        self._close()
-
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints above the bar."""
         tqdm.write(" ".join(map(str, args)), file=self._stream)
@@ -219,10 +211,13 @@ class RunBar(ProgressBar):
         began, before = self._first
         return max(0.0, (total - done) * (time.perf_counter() - began) / (done - before))
 
-    def _close(self) -> None:
+    def _close(self, *_: Any, **__: Any) -> None:
+        """Closes the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    on_train_end = on_exception = _close
 
 
 def _count_batches(trainer: Trainer, done: int) -> int | None:

@@ -175,14 +175,13 @@ class StateReport(Callback):
             own = replace(self.found, activations=self._activations)
             self.found.activations = _max_over_ranks(trainer, own).activations
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def _end_watch(self, *_: Any, **__: Any) -> None:
         """Removes the hooks of a step that failed."""
-        self._end_watch()
-
-    def _end_watch(self) -> None:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)
+
+    on_exception = _end_watch
 
     def summary(self) -> dict[str, Any] | None:
         """Returns the measured bytes and the formula's, for ``summary.json``; None if the run was too short."""

@@ -59,18 +59,13 @@ class TrafficReport(Callback):
         self._is_new_step = trainer.global_step != self._steps
         self._steps = trainer.global_step
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drops the count of a step that a run did not complete."""
-        self._end()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drops the count of a step that failed."""
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
+        """Drops the count of a step that the run did not complete."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
+
+    on_train_end = on_exception = _end
 
     def summary(self) -> list[dict[str, Any]] | None:
         """Returns the communication for ``summary.json``; None if nothing was counted."""

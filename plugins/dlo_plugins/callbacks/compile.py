@@ -269,8 +269,8 @@ class Compile(Callback):
             for part, call in zip(self._parts.values(), self._calls, strict=True):
                 set_compiled_call(part, call if on else None)
 
-    def _end(self) -> None:
-        """Restores the modules and torch's settings."""
+    def _end(self, *_: Any, **__: Any) -> None:
+        """Restores the modules and torch's settings; Lightning calls no teardown after an exception."""
         self.tally.stop()
         for part in self._parts.values():
             set_compiled_call(part, None)
@@ -285,13 +285,7 @@ class Compile(Callback):
         self._counter, self._counting = None, False
         self._undo.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores the modules: Lightning calls no teardown after an exception."""
-        self._end()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restores the modules."""
-        self._end()
+    on_exception = teardown = _end
 
     # --- training ------------------------------------------------------------------------------------------
 
@@ -366,50 +360,27 @@ class Compile(Callback):
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
-    def _evaluation_start(self, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Switches to the mode of ``evaluate``."""
         if self.evaluate == "compiled":
             self._begin(pl_module)
         self._largest = {}
         self._switch(self.evaluate == "compiled")
 
-    def _evaluation_batch_start(self, batch: Any, loader: int) -> None:
-        """Makes a batch that is smaller than those before it run uncompiled."""
-        if self.evaluate == "compiled":
-            size = batch_size(batch)
-            self._largest[loader] = max(size, self._largest.get(loader, 0))
-            self._switch(size == self._largest[loader])
-            if self._cuda_graphs:
-                torch.compiler.cudagraph_mark_step_begin()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switches to the mode of ``evaluate``."""
-        self._evaluation_start(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As in validation."""
-        self._evaluation_start(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As in validation."""
-        self._evaluation_start(pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Makes the last batch run uncompiled if it is smaller."""
-        self._evaluation_batch_start(batch, dataloader_idx)
+        """Makes a batch that is smaller than those before it run uncompiled."""
+        if self.evaluate == "compiled":
+            size = batch_size(batch)
+            self._largest[dataloader_idx] = max(size, self._largest.get(dataloader_idx, 0))
+            self._switch(size == self._largest[dataloader_idx])
+            if self._cuda_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As in validation."""
-        self._evaluation_batch_start(batch, dataloader_idx)
-
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """As in validation."""
-        self._evaluation_batch_start(batch, dataloader_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches back to the mode of training."""

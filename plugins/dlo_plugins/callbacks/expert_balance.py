@@ -120,10 +120,6 @@ class ExpertBalance(Callback):
             )
         self._remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the watch."""
-        self._remove()
-
     def _plot(self, trainer: Trainer) -> Path | None:
         if not self.history or not trainer.is_global_zero:
             return None
@@ -136,10 +132,13 @@ class ExpertBalance(Callback):
         log_figure(trainer, "experts/load", figure)
         return path
 
-    def _remove(self) -> None:
+    def _remove(self, *_: Any, **__: Any) -> None:
+        """Ends the watch."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._loads = [], []
+
+    on_exception = _remove
 
 
 def _check(module: Any) -> None:

@@ -177,56 +177,30 @@ class LowPrecision(Callback):
             except DloError as error:
                 raise mark_agreed(error) from None
 
-    def _begin(self, module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Installs the products, after the strategy has cut and sharded the model; so in an evaluation of its own."""
         if self._installed is not None:
             return
-        state = ParallelState.of(module)
-        if isinstance(module, Task):
-            self._install(module.model, module.parallel_plan(), state, "model.")
+        state = ParallelState.of(pl_module)
+        if isinstance(pl_module, Task):
+            self._install(pl_module.model, pl_module.parallel_plan(), state, "model.")
         else:
-            self._install(module, ParallelPlan.infer(module), state, "")
+            self._install(pl_module, ParallelPlan.infer(pl_module), state, "")
 
-    def _remove(self) -> None:
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def _remove(self, *_: Any, **__: Any) -> None:
+        """Makes the layers compute as they did before."""
         if self._installed is not None:
             self._installed.remove()
             self._installed = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the products, after the strategy has cut and sharded the model."""
-        self._begin(pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the products for a validation of its own."""
-        self._begin(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the products, as in validation."""
-        self._begin(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the products, as in validation."""
-        self._begin(pl_module)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the layers compute as they did before."""
-        self._remove()
+    on_fit_end = on_test_end = on_predict_end = on_exception = _remove
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends what a validation of its own began."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._remove()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the layers compute as they did before."""
-        self._remove()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the layers compute as they did before."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the layers compute as they did before."""
-        self._remove()
 
 
 def _agree(names: list[str], all_names: list[str], ranks: Communicator, device: torch.device) -> list[str]:

@@ -214,21 +214,16 @@ class OptimizerInBackward(Callback):
             self._counts.rewind()
         self._clip_values([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Ends the steps in backward."""
-        self._end(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the steps in backward."""
-        self._end(trainer)
-
-    def _end(self, trainer: Trainer) -> None:
         if self._optimizer is not None:
             contract_of(trainer.strategy).watch_gradients(None)
             if self._counts is not None:
                 self._counts.remove()
                 self._counts = None
             trainer.gradient_clip_val, self._optimizer = self._clip, None
+
+    on_train_end = on_exception = _end
 
     def _clip_values(self, tensors: list[Tensor]) -> None:
         if self._clip is not None and tensors:

@@ -257,20 +257,19 @@ class Prune(Callback):
         self._pending = {MASKS: masks}
         self._done = self.amount is None and self.pattern is None
 
-    def _remove_hook(self) -> None:
+    def _remove_hook(self, *_: Any, **__: Any) -> None:
+        """Stops following the optimizer."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
+
+    on_exception = _remove_hook
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the report."""
         self._remove_hook()
         if self.shards is not None:
             self._report(trainer, self.shards.layer_sparsity())
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops following the optimizer."""
-        self._remove_hook()
 
     # --- steps ---------------------------------------------------------------------------------------------
 

@@ -315,10 +315,13 @@ class Quantise(Callback):
         self.quantiser = FakeQuantiser(self.options.scheme, self.options.group_size)
         self.quantiser.install([model.get_submodule(name) for name in self._names])
 
-    def _stop_rounding(self) -> None:
+    def _stop_rounding(self, *_: Any, **__: Any) -> None:
+        """Makes the layers compute as they did before."""
         if self.quantiser is not None:
             self.quantiser.remove()
             self.quantiser, self._last_bits = None, []
+
+    on_exception = _stop_rounding
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the step at which rounding began, the bits, and the measured curvature, for a resumed run."""
@@ -332,46 +335,23 @@ class Quantise(Callback):
         self._began, self._last_bits = state_dict["began"], list(state_dict.get("bits", ()))
         self._saved_curvature = state_dict.get("curvature") if self.mixed_bits else None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the layers compute as they did before."""
-        self._stop_rounding()
-
     # --- evaluation without training -----------------------------------------------------------------------
 
-    def _evaluation_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rounds in ``dlo validate``, ``test`` and ``predict`` too, at the scheme's bits."""
         if self.when == "aware" and trainer.state.fn != TrainerFn.FITTING and self.quantiser is None:
-            twin = fresh_copy(module) if isinstance(module, Task) else None
+            twin = fresh_copy(pl_module) if isinstance(pl_module, Task) else None
             self._names = named_layers(twin.on_meta(), self.options) if isinstance(twin, Task) else None
-            self._round(module)
+            self._round(pl_module)
 
-    def _evaluation_end(self, trainer: Trainer) -> None:
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends what an evaluation of its own began."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._stop_rounding()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rounds in a validation of its own too."""
-        self._evaluation_start(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what :meth:`on_validation_start` began."""
-        self._evaluation_end(trainer)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rounds, as in validation."""
-        self._evaluation_start(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what :meth:`on_test_start` began."""
-        self._evaluation_end(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rounds, as in validation."""
-        self._evaluation_start(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends what :meth:`on_predict_start` began."""
-        self._evaluation_end(trainer)
+    on_test_end = on_predict_end = on_validation_end
 
     # --- conversion ----------------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Rotor(Callback):
             blocks = [model.get_submodule(name) for name in names]
             self._surveys.append(BlockSurvey(blocks, names, is_last, parameters))
 
-    def _remove(self) -> None:
+    def _remove(self, *_: Any, **__: Any) -> None:
         """Makes the blocks run as they did before."""
         self._end_log()
         for survey in self._surveys:
@@ -140,13 +140,7 @@ class Rotor(Callback):
         undo_recompute(self._recomputed)
         self._surveys, self.executed, self._recomputed = [], [], []
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the blocks run as they did before."""
-        self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the blocks run as they did before."""
-        self._remove()
+    on_train_end = on_exception = _remove
 
     # --- measuring -----------------------------------------------------------------------------------------
 

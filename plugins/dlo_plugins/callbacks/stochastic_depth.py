@@ -139,18 +139,13 @@ class StochasticDepthSchedule(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({"stochastic_depth/factor": factor}, step=step)
 
-    def _restore(self) -> None:
+    def _restore(self, *_: Any, **__: Any) -> None:
+        """Restores the model's own rates."""
         for part, attribute, rate in self._rates:
             setattr(part, attribute, rate)
         self._rates = []
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the model's own rates."""
-        self._restore()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores the model's own rates."""
-        self._restore()
+    on_train_end = on_exception = _restore
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress at the last step."""
