@@ -20,17 +20,48 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dlo_framework import runs
 from dlo_framework.cli.lightning_cli import DloCLI
-from dlo_framework.cli.object_cli import ObjectCLI
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
 from dlo_framework.run_setup import check_data, check_parts, check_run
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.trainer import Trainer
 from dlo_framework.units import format_bytes, format_duration
 from dlo_framework.watch.state_bytes import paper_bytes
 
 MEMORY_GROUP = "dlo_framework.memory"
+
+
+class ObjectCLI(DloCLI):
+    """``dlo fit`` with a :class:`~dlo_framework.trainer.Trainer`, which makes the run folder when it fits."""
+
+    prog = "load_config"
+    trainer: Trainer
+
+    def _parse_ckpt_path(self) -> None:
+        """Refuses a checkpoint: the methods of the trainer take one."""
+        if self.config[self.command].ckpt_path:
+            raise DloError("load_config: ckpt_path must be unset; pass it to fit, validate, test or predict")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds the trainer."""
+        config = self.config[self.command]
+        self._runs()  # Sets the name.
+        options = {**self._get(self.config_init, "trainer"), **kwargs}
+        return Trainer(
+            run_name=config.run.name,
+            run_dir=config.run.dir,
+            async_checkpoints=config.run.async_checkpoints,
+            checkpoint_format=config.run.checkpoint_format,
+            stop_grace=config.run.stop_grace,
+            save_minutes=config.run.save_minutes,
+            config=self._config_to_keep(),
+            **options,
+        )
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
 
 
 class DryRun(ObjectCLI):

@@ -75,7 +75,7 @@ def _to_text(value: Any) -> str:
 def _build(found: ConfigScan) -> LoadedConfig:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from dlo_framework.cli.object_cli import ObjectCLI
+    from dlo_framework.cli.dry_run import ObjectCLI
 
     try:
         built = ObjectCLI(found)

@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
     found = scan(["fit", *("--help" if word == HELP_ALL else word for word in argv)])
 
     def build() -> None:
-        from dlo_plugins.commands.lr_find_cli import LRFindCLI
+        from dlo_plugins.commands.short_run import find_lr
 
-        LRFindCLI(found)
+        find_lr(found)
 
     return train(found, build)

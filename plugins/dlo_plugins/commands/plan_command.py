@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     if options.measure is None:
         load_machine(options.machine)
     with prepared_process(found):
-        from dlo_plugins.commands.unplanned_run import UnplannedRun
+        from dlo_plugins.commands.simulated_run import UnplannedRun
         from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
 
         run = UnplannedRun(found, 1, "dlo plan")

@@ -47,11 +47,9 @@ def main(argv: list[str]) -> int:
     folder: list[Path] = []
 
     def build() -> None:
-        from dlo_plugins.commands.profile_cli import ProfileCLI
+        from dlo_plugins.commands.short_run import profile
 
-        run = ProfileCLI(found, steps, options.active, options.machine)
-        assert run.run_folder is not None
-        folder.append(run.run_folder)
+        folder.append(profile(found, steps, options.active, options.machine))
 
     code = train(found, build)
     if code == 0 and folder and runs.is_first_process():
@@ -66,7 +64,7 @@ def _describe_model(
     if options.batches == "none" and not options.graph:
         return
     with prepared_process(found):
-        from dlo_plugins.commands.unplanned_run import UnplannedRun
+        from dlo_plugins.commands.simulated_run import UnplannedRun
         from dlo_plugins.profiling.memory_table import memory_table, write_memory_table
         from dlo_plugins.profiling.model_graph import draw_model
 
