@@ -115,7 +115,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("profiling", ("profiling/",)),
         ("commands", ("commands/",)),
     ),
-    "dlo_tasks": (("rates", ("lr_scaling",)), ("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
+    "dlo_tasks": (("shared", ("optim", "__init__")), ("tasks", ("imagenet/", "llm/"))),
 }
 
 #: Imports inside functions that go up, with the reason.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.batch_search import (
+from dlo_plugins.callbacks.micro_batch_finder import (
     ActivationBudget,
     BatchPool,
     concat_batches,

@@ -22,15 +22,15 @@ from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.callbacks.gradients import (
     AdaptiveGradientClipping,
     GradientNoise,
+    IndexedNoise,
     add_noise_,
     agc_scales,
     excluded_names,
     last_linear,
     noise_deviation,
     norm_scales,
+    overlaps,
 )
-from dlo_plugins.sharding import indexed_noise
-from dlo_plugins.sharding.indexed_noise import IndexedNoise, overlaps
 from dlo_plugins.sharding.stepped_gradients import SteppedGradient
 from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -287,7 +287,7 @@ def test_gradients_on_a_disk_are_refused():
 @pytest.mark.parametrize("chunk", [1, 6, 12, 1 << 20])
 def test_a_slices_noise_is_that_of_the_full_tensor(shape, chunk, monkeypatch):
     """Rows, columns, a flat range that begins inside a row, and interleaved runs of columns, in chunks of any size."""
-    monkeypatch.setattr(indexed_noise, "CHUNK", chunk)
+    monkeypatch.setattr("dlo_plugins.callbacks.gradients.CHUNK", chunk)
     full = torch.zeros(shape)
     IndexedNoise(1, 2, 3).add_("weight", full, 0.5)
     assert not (full == 0).any()
@@ -312,7 +312,7 @@ def test_a_slices_noise_is_that_of_the_full_tensor(shape, chunk, monkeypatch):
 
 def test_noise_draws_a_chunk_at_a_time(monkeypatch):
     """Each element of a box is in one overlap, and no draw is larger than a chunk."""
-    monkeypatch.setattr(indexed_noise, "CHUNK", 12)
+    monkeypatch.setattr("dlo_plugins.callbacks.gradients.CHUNK", 12)
     shape = (3, 50, 4)
     counts = torch.zeros(shape)
     for number, drawn, inside, part in overlaps(shape, Box((1, 3, 0), (2, 40, 3))):

@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from dlo_framework.data import VOID
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet import losses
+from dlo_tasks.imagenet import classifier
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 
 
@@ -24,7 +24,7 @@ SOFT = torch.softmax(torch.randn(6, 7, generator=torch.Generator().manual_seed(1
 @pytest.mark.parametrize("targets", [HARD, SOFT], ids=["hard", "soft"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_is_torchs(logits, targets, smoothing):
-    ours = losses.mean_of_real(losses.cross_entropy(logits, targets, smoothing), targets)
+    ours = classifier.mean_of_real(classifier.cross_entropy(logits, targets, smoothing), targets)
     torch.testing.assert_close(ours, F.cross_entropy(logits, targets, label_smoothing=smoothing))
 
 
@@ -32,7 +32,7 @@ def test_cross_entropy_is_torchs(logits, targets, smoothing):
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
 def test_bce_is_timms(logits, targets, threshold):
     theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold)(logits, targets)
-    ours = losses.mean_of_real(losses.binary_cross_entropy(logits, targets, 0.0, threshold), targets)
+    ours = classifier.mean_of_real(classifier.binary_cross_entropy(logits, targets, 0.0, threshold), targets)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -50,23 +50,23 @@ def test_bce_is_timms(logits, targets, threshold):
     ],
 )
 def test_a_threshold_that_tells_no_class_from_another_is_refused(threshold, smoothing, classes, words):
-    dense = losses.dense_targets(torch.arange(3), classes or 1000, smoothing)
+    dense = classifier.dense_targets(torch.arange(3), classes or 1000, smoothing)
     tells = ((dense > threshold).sum(1) == 1).all()
     if words is None:
         assert tells
-        losses.check_threshold(threshold, smoothing, classes)
+        classifier.check_threshold(threshold, smoothing, classes)
     else:
         assert not tells or not 0 <= threshold < 1
         with pytest.raises(DloError, match=words):
-            losses.check_threshold(threshold, smoothing, classes)
+            classifier.check_threshold(threshold, smoothing, classes)
 
 
-@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.binary_cross_entropy])
+@pytest.mark.parametrize("loss", [classifier.cross_entropy, classifier.binary_cross_entropy])
 def test_void_samples_change_neither_loss_nor_gradient(logits, loss):
     padded = torch.cat([logits, torch.full((2, 7), 9.0)]).requires_grad_()
     targets = torch.cat([HARD, torch.tensor([VOID, VOID])])
     real = logits.clone().requires_grad_()
-    ours, theirs = losses.mean_of_real(loss(padded, targets), targets), loss(real, HARD).mean()
+    ours, theirs = classifier.mean_of_real(loss(padded, targets), targets), loss(real, HARD).mean()
     ours.backward()
     theirs.backward()
     torch.testing.assert_close(ours, theirs)
@@ -74,19 +74,19 @@ def test_void_samples_change_neither_loss_nor_gradient(logits, loss):
     assert not padded.grad[6:].any()
 
 
-@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.binary_cross_entropy])
+@pytest.mark.parametrize("loss", [classifier.cross_entropy, classifier.binary_cross_entropy])
 def test_a_batch_of_nothing_but_padding_has_loss_zero_and_no_gradient(logits, loss):
     logits.requires_grad_()
     targets = torch.full((6,), VOID)
-    value = losses.mean_of_real(loss(logits, targets), targets)
+    value = classifier.mean_of_real(loss(logits, targets), targets)
     value.backward()
     assert value.item() == 0.0
     assert not logits.grad.any()
 
 
 def test_losses_are_float32_in_half_precision(logits):
-    assert losses.cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
-    assert losses.binary_cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
+    assert classifier.cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
+    assert classifier.binary_cross_entropy(logits.bfloat16(), HARD).dtype is torch.float32
 
 
 @settings(max_examples=30)
@@ -98,10 +98,10 @@ def test_metrics_do_not_depend_on_batches_or_padding(sizes, padding, seed):
     acc1, acc5, loss, confusion = SampleMean(), SampleMean(), SampleMean(), Confusion(7)
     for x, y in batches:
         x, y = torch.cat([x, torch.randn(padding, 7)]), torch.cat([y, torch.full((padding,), VOID)])
-        real, hits = losses.is_real(y), losses.hits_at(x, y, 5)
+        real, hits = classifier.is_real(y), classifier.hits_at(x, y, 5)
         acc1.update(hits[:, 0], real)
         acc5.update(hits.any(1), real)
-        loss.update(losses.cross_entropy(x, y), real)
+        loss.update(classifier.cross_entropy(x, y), real)
         confusion.update(x.argmax(1), y, real)
     assert acc1.compute() == MulticlassAccuracy(7, average="micro")(logits, targets)
     assert acc5.compute() == MulticlassAccuracy(7, average="micro", top_k=5)(logits, targets)

@@ -8,7 +8,7 @@ from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.lr_scaling import check_scaling, scale_factor
+from dlo_tasks.optim import check_scaling, scale_factor
 
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 

@@ -32,14 +32,17 @@ from dlo_framework.task import Task
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.distill_options import AttentionTransfer, HiddenStates, OnPolicy, layer_pairs
-from dlo_plugins.distillation.hidden_losses import (
+from dlo_plugins.distillation.layer_outputs import (
+    LayerOutputs,
     as_sequence,
     attention_distances,
+    check_layers,
     hidden_distances,
+    layer_shapes,
+    match_tensors,
+    parse_every,
     pool_to_same_grid,
 )
-from dlo_plugins.distillation.layer_copy import match_tensors, parse_every
-from dlo_plugins.distillation.layer_outputs import LayerOutputs, check_layers, layer_shapes
 from dlo_plugins.distillation.logit_losses import LogitDistance, LogitLossName
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.collectives import gather_sequence

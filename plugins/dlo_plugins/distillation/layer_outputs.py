@@ -1,16 +1,31 @@
-"""Outputs of named layers: their shapes before a run, and their values in a forward."""
+"""Layers of a student and its teacher: their outputs in a forward, the distances between them, and copied weights.
+
+* Hidden states: FitNets: Hints for Thin Deep Nets, Romero et al., 2014, arXiv 1412.6550: the mean squared difference
+  between the teacher's states and a trained projection of the student's. DistilBERT, Sanh et al., 2019, arXiv
+  1910.01108: one minus their cosine. Departure: FitNets' regressor is a convolution; here it is linear, over features.
+* Attention transfer: Paying More Attention to Attention, Zagoruyko & Komodakis, 2017, arXiv 1612.03928: a map is
+  the sum over features of its squared activations, at each position, divided by the map's norm. Departure: for a
+  transformer, positions are tokens.
+* Initial weights from every k-th layer: DistilBERT, section 3: the student has the teacher's width, and is initialised
+  from one layer out of two. Layers are the blocks of the parallel plans, so that it works for every model with a plan.
+
+Shapes: B samples, N positions (pixels or tokens), D features of the student, E of the teacher.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.distributed.collectives import sum_over_ranks
+from dlo_framework.errors import DloError, did_you_mean, shown_names
 from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
@@ -113,3 +128,142 @@ def layer_shapes(task: Task, batch: Any, names: Iterable[str]) -> dict[str, torc
                 " which does not, or is not called; name the layer around it"
             )
     return found
+
+
+#: Distance of hidden states.
+HiddenLossName = Literal["mse", "cosine"]
+
+
+def as_sequence(activation: Tensor) -> Tensor:
+    """Returns an activation `[B, N, D]` from `[B, D, H, W]`, `[B, N, D]` or `[B, D]`."""
+    if activation.ndim == 4:
+        return activation.flatten(2).transpose(1, 2)
+    return activation if activation.ndim == 3 else activation[:, None]
+
+
+def pool_to_same_grid(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Averages the larger of two grids, `[B, D, H, W]`, to the size of the smaller one, in each direction."""
+    if student.ndim != 4 or student.shape[2:] == teacher.shape[2:]:
+        return student, teacher
+    size = (min(student.shape[2], teacher.shape[2]), min(student.shape[3], teacher.shape[3]))
+    return F.adaptive_avg_pool2d(student, size), F.adaptive_avg_pool2d(teacher, size)
+
+
+def hidden_distances(projected: Tensor, teacher: Tensor, kind: HiddenLossName) -> Tensor:
+    """Returns the distance at each position, `[B, N]` in float32 at least.
+
+    Args:
+        projected: Student's states, projected to the teacher's width, `[B, N, E]`.
+        teacher: Teacher's states, `[B, N, E]`.
+        kind: `mse`, the mean over features of the squared difference; `cosine`, one minus the cosine.
+    """
+    dtype = torch.promote_types(projected.dtype, torch.float32)
+    ours, theirs = projected.to(dtype), teacher.to(dtype)
+    if kind == "mse":
+        return (ours - theirs).square().mean(dim=-1)
+    return 1 - F.cosine_similarity(ours, theirs, dim=-1)
+
+
+def attention_map(activation: Tensor, counted: Tensor | None = None, group: Any = None) -> Tensor:
+    """Returns the map of an activation, `[B, N]` in float32 at least, of norm 1 over all positions.
+
+    Args:
+        activation: Activation, `[B, D, H, W]` or `[B, N, D]`.
+        counted: Positions that belong to the map, 1 or 0, `[B, N]`; None for all.
+        group: Process group of the ranks that share the positions; None for one rank.
+    """
+    states = as_sequence(activation)
+    values = states.to(torch.promote_types(states.dtype, torch.float32)).square().mean(dim=-1)
+    if counted is not None:
+        values = values * counted
+    if group is None:
+        return F.normalize(values, dim=1)
+    squares = sum_over_ranks(values.square().sum(dim=1, keepdim=True), group)
+    return values / (squares + torch.finfo(values.dtype).tiny).sqrt().clamp_min(1e-12)
+
+
+def attention_distances(student: Tensor, teacher: Tensor, counted: Tensor | None = None, group: Any = None) -> Tensor:
+    """Returns the norm of the difference of both maps, `[B]`.
+
+    Args:
+        student: Activation of the student, `[B, D, H, W]` or `[B, N, D]`.
+        teacher: Activation of the teacher, with as many positions.
+        counted: Positions that belong to the maps, 1 or 0, `[B, N]`; None for all.
+        group: Process group of the ranks that share the positions; None for one rank.
+    """
+    apart = attention_map(student, counted, group) - attention_map(teacher, counted, group)
+    squares = sum_over_ranks(apart.square().sum(dim=1), group)
+    return (squares + torch.finfo(apart.dtype).tiny).sqrt()
+
+
+def parse_every(text: str) -> int:
+    """Returns the distance k of the copied layers from `every k`.
+
+    Raises:
+        DloError: The text is another.
+    """
+    found = re.fullmatch(r"every\s+([1-9]\d*)", text.strip())
+    if found is None:
+        raise DloError(f"Distill: init_from must be 'every' and a number of layers, got '{text}'; for example: every 2")
+    return int(found[1])
+
+
+def match_tensors(student: Task, teacher: Task, every: int, undecided: int | None = None) -> dict[str, str]:
+    """Returns the teacher's tensor for each tensor of the student that has one, names relative to the tasks.
+
+    Block i of the student gets the weights of the teacher's block `every * i`; other tensors those of the same name.
+    Tensors that the teacher lacks, such as a distillation token, are left out.
+
+    Args:
+        student: Task with its model, which may be on the meta device.
+        teacher: Task with its model, which may be on the meta device.
+        every: Distance of the copied layers in the teacher.
+        undecided: Size of the student's vocabulary that the data will replace; it fits any size of the teacher's.
+
+    Raises:
+        DloError: The teacher has another number of blocks, or blocks of other kinds or shapes.
+    """
+    ours, theirs = (task.parallel_plan().block_names(task.model) for task in (student, teacher))
+    if len(ours) != -(-len(theirs) // every):
+        raise DloError(
+            f"Distill: init_from: every {every} must give the student's {len(ours)} blocks, got"
+            f" {-(-len(theirs) // every)} of the teacher's {len(theirs)}; give the student"
+            f" {-(-len(theirs) // every)} blocks, or a teacher with {len(ours) * every}"
+        )
+    sources = dict(zip(ours, theirs[::every], strict=True))
+    own, others = _tensors(student), _tensors(teacher)
+    pairs: dict[str, str] = {}
+    resized = []
+    for name, tensor in own.items():
+        block = next((block for block in ours if name.startswith(f"model.{block}.")), None)
+        source = name if block is None else f"model.{sources[block]}" + name.removeprefix(f"model.{block}")
+        other = others.get(source)
+        if other is None:
+            if block is not None:
+                raise DloError(
+                    f"Distill: init_from must have a teacher with the student's kind of blocks, got one without"
+                    f" '{source}' for '{name}'; remove init_from, or use a teacher of the student's family"
+                )
+            continue
+        if not _fits(tensor.shape, other.shape, undecided):
+            resized.append(f"{name} {list(tensor.shape)} for {list(other.shape)}")
+        pairs[name] = source
+    if resized:
+        raise DloError(
+            f"Distill: init_from must have a teacher with the student's shapes, got {shown_names(resized)}; give the"
+            " student the teacher's width, or remove init_from"
+        )
+    return pairs
+
+
+def _fits(shape: torch.Size, other: torch.Size, undecided: int | None) -> bool:
+    """Returns whether two shapes are the same, but for a size that is undecided."""
+    return len(shape) == len(other) and all(a in (b, undecided) for a, b in zip(shape, other, strict=True))
+
+
+def _tensors(task: Task) -> dict[str, Tensor]:
+    return {
+        name.replace("_orig_mod.", ""): value
+        for name, value in task.state_dict().items()
+        if name.startswith("model.") and isinstance(value, Tensor)
+    }

@@ -1,4 +1,9 @@
-"""Task `ImageClassifier`: image classification with any timm model."""
+"""Task `ImageClassifier`: image classification with any timm model.
+
+Losses and top-k hits are those of each sample, so that means are exact. Shapes: B samples, C classes. Targets are class
+indices `[B]`, or soft targets `[B, C]` (each row a distribution, as MixUp produces them). A class of -1 (:data:`VOID`,
+with which datasets of earlier versions marked padding) is ignored.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -13,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.attention import Attention
+from dlo_framework.data import VOID
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.experts.mixture_options import MixtureOptions, read_options
@@ -21,14 +28,7 @@ from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import (
-    logged_images,
-    losses,
-    timm_channels,
-    timm_models,
-    vision_attention,
-    vision_mixtures,
-)
+from dlo_tasks.imagenet import logged_images, timm_channels, timm_models, vision_attention, vision_mixtures
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_plans import plan_for
 
@@ -93,7 +93,7 @@ class ImageClassifier(Task):
         num_classes: int | None = None,
         image_size: int | None = None,
         position_embedding: Literal["learned", "sincos2d"] = "learned",
-        loss_name: losses.LossName = "cross_entropy",
+        loss_name: LossName = "cross_entropy",
         label_smoothing: float = 0.0,
         bce_threshold: float | None = None,
         optimizer: str = "adamw",
@@ -123,7 +123,7 @@ class ImageClassifier(Task):
         self.model_name, self.model_args, self.pretrained = model, dict(model_args or {}), pretrained
         self.num_classes, self.image_size, self.channels_last = num_classes, image_size, channels_last
         self.position_embedding, self.log_images = position_embedding, log_images
-        self.loss_name: losses.LossName = loss_name
+        self.loss_name: LossName = loss_name
         self.label_smoothing, self.bce_threshold = label_smoothing, bce_threshold
         self.optimizer_name, self.optimizer_args = optimizer, dict(optimizer_args or {})
         self.lr, self.weight_decay, self.layer_decay = lr, weight_decay, layer_decay
@@ -148,7 +148,7 @@ class ImageClassifier(Task):
         if self.bce_threshold is not None:
             if self.loss_name != "bce":
                 raise DloError(f"bce_threshold must have loss_name: bce, got {self.loss_name}; set it")
-            losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
+            check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
         check_number("num_classes", self.num_classes, "at least 2", "leave it out to read the data's")
 
     # --- before training -----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class ImageClassifier(Task):
                 f" model.init_args.num_classes={theirs}, or leave it out to read the data's"
             )
         if self.bce_threshold is not None:
-            losses.check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
+            check_threshold(self.bce_threshold, self.label_smoothing, self.num_classes)
         channels, given = self.model_args.get("in_chans", 3), getattr(datamodule, "channels", None)
         if given is not None and channels != given:
             raise DloError(
@@ -320,10 +320,10 @@ class ImageClassifier(Task):
         """Returns the mean training loss of a batch's samples, in float32."""
         targets = batch[1]
         if self.loss_name == "bce":
-            values = losses.binary_cross_entropy(outputs, targets, self.label_smoothing, self.bce_threshold)
+            values = binary_cross_entropy(outputs, targets, self.label_smoothing, self.bce_threshold)
         else:
-            values = losses.cross_entropy(outputs, targets, self.label_smoothing)
-        return losses.mean_of_real(values, targets)
+            values = cross_entropy(outputs, targets, self.label_smoothing)
+        return mean_of_real(values, targets)
 
     @property
     def class_count(self) -> int | None:
@@ -333,8 +333,8 @@ class ImageClassifier(Task):
     def batch_mean(self, values: Tensor, batch: Any) -> Tensor:
         """Returns the mean over a batch's samples, without padding samples."""
         per_sample = values if values.ndim == 1 else values.flatten(1).mean(dim=1)
-        real = losses.is_real(batch[1])
-        return losses.mean_of_real(per_sample.masked_fill(~real, 0.0), batch[1])
+        real = is_real(batch[1])
+        return mean_of_real(per_sample.masked_fill(~real, 0.0), batch[1])
 
     def use_distillation_token(self, on: bool = True) -> bool:
         """Makes a distilled model of timm return the logits of both tokens in training, or their mean."""
@@ -347,9 +347,9 @@ class ImageClassifier(Task):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Metric | Tensor]:
         """Updates and returns loss, top-1 and top-5 of the stage; updates the confusion matrix too."""
         targets = batch[1]
-        real = losses.is_real(targets)
-        hits = losses.hits_at(outputs, targets, 5 if "acc5" in self.measures else 1)
-        values = {"loss": losses.cross_entropy(outputs, targets), "acc1": hits[:, 0], "acc5": hits.any(dim=1)}
+        real = is_real(targets)
+        hits = hits_at(outputs, targets, 5 if "acc5" in self.measures else 1)
+        values = {"loss": cross_entropy(outputs, targets), "acc1": hits[:, 0], "acc5": hits.any(dim=1)}
         found: dict[str, Metric | Tensor] = {}
         for name, measure in self.measures.items():
             assert isinstance(measure, SampleMean)
@@ -363,7 +363,7 @@ class ImageClassifier(Task):
         """Returns the class probabilities, `[B, C]`; independent ones with `bce`."""
         logits = super().predict_step(batch, batch_idx).float()
         if isinstance(batch, tuple | list):
-            logits = logits[losses.is_real(batch[1])]
+            logits = logits[is_real(batch[1])]
         return logits.sigmoid() if self.loss_name == "bce" else logits.softmax(dim=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -398,3 +398,93 @@ class ImageClassifier(Task):
     def on_train_end(self) -> None:
         """Shows the confusion matrix of the last validation."""
         logged_images.show_confusion(self.trainer, self.confusion, "val")
+
+
+LossName = Literal["cross_entropy", "bce"]
+
+
+def is_real(targets: Tensor) -> Tensor:
+    """Returns a mask of the samples that count, `[B]` of bool: all except those whose target is VOID."""
+    if targets.is_floating_point():
+        return torch.ones(len(targets), dtype=torch.bool, device=targets.device)
+    return targets != VOID
+
+
+def dense_targets(targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """Returns targets as `[B, C]` distributions, smoothed towards uniform; a VOID row becomes class 0.
+
+    Label smoothing (Szegedy et al. 2016, arXiv 1512.00567) gives each class `smoothing / C` and the target the rest. It
+    applies to soft targets too, so MixUp must not smooth them itself.
+    """
+    if not targets.is_floating_point():
+        targets = F.one_hot(targets.clamp(min=0), num_classes).float()
+    return targets * (1 - smoothing) + smoothing / num_classes
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Returns the cross-entropy of each sample, `[B]` in float32; 0 for a VOID sample."""
+    logits = logits.float()
+    if targets.is_floating_point():
+        return F.cross_entropy(logits, targets.float(), reduction="none", label_smoothing=smoothing)
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=VOID, label_smoothing=smoothing)
+
+
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, threshold: float | None = None
+) -> Tensor:
+    """Returns the binary cross-entropy of each sample, averaged over its classes: `[B]` in float32.
+
+    Each class is an independent binary target, as in "ResNet strikes back" (Wightman et al. 2021, arXiv 2110.00476) and
+    DeiT III, where a mixed image has both of its classes in full: `threshold=0`.
+
+    Args:
+        logits: Logits, `[B, C]`.
+        targets: Class indices or soft targets.
+        smoothing: Label smoothing, applied before the threshold.
+        threshold: Threshold above which targets become 1, and the others 0; None keeps them.
+    """
+    dense = dense_targets(targets, logits.shape[1], smoothing)
+    if threshold is not None:
+        dense = (dense > threshold).float()
+    losses = F.binary_cross_entropy_with_logits(logits.float(), dense, reduction="none").mean(dim=1)
+    return losses.masked_fill(~is_real(targets), 0.0)
+
+
+def check_threshold(threshold: float, smoothing: float, num_classes: int | None) -> None:
+    """Checks that a threshold separates a sample's class from the others after smoothing.
+
+    Args:
+        threshold: Threshold of :func:`binary_cross_entropy`.
+        smoothing: Label smoothing of :func:`binary_cross_entropy`.
+        num_classes: Number of classes; None if it is not known yet.
+
+    Raises:
+        DloError: If it does not separate them.
+    """
+    check_number("bce_threshold", threshold, "at least 0 and below 1", "DeiT III has 0, ResNet strikes back 0.2")
+    others = smoothing / num_classes if num_classes else 0.0
+    own = 1 - smoothing + others if num_classes else 1.0
+    if not smoothing or others < threshold < own:
+        return
+    side, value = ("above", 1) if threshold <= others else ("at or below", 0)
+    shares = f" ({own:.3g} for its own of {num_classes} classes, {others:.3g} for others)" if num_classes else ""
+    raise DloError(
+        f"bce_threshold must separate smoothed targets, got {threshold} with label_smoothing {smoothing}{shares}: all"
+        f" targets are {side} it and become {value}; set label_smoothing to 0: a threshold undoes it anyway"
+    )
+
+
+def mean_of_real(values: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean of `values`, `[B]` and 0 for VOID samples, over the samples that count; 0 if there are none."""
+    if targets.is_floating_point():
+        return values.mean()
+    return values.sum() / (targets != VOID).sum().clamp(min=1)
+
+
+def hits_at(logits: Tensor, targets: Tensor, k: int) -> Tensor:
+    """Returns a `[B, k]` bool tensor: whether the class of the j-th highest logit is the target.
+
+    The target of a soft row is its largest class. `hits[:, 0]` is a top-1 hit, `hits.any(1)` a top-k hit.
+    """
+    classes = targets.argmax(dim=1) if targets.is_floating_point() else targets
+    return logits.topk(k, dim=1).indices == classes[:, None]

@@ -39,8 +39,7 @@ from dlo_tasks.llm.step_tokens import (
     StreamBatchSampler,
     TextBatchSampler,
 )
-from dlo_tasks.llm.streams.source_layout import SourceStatistics, hold_out
-from dlo_tasks.llm.streams.text_sources import TextSource, read_sources
+from dlo_tasks.llm.streams.text_sources import SourceStatistics, TextSource, hold_out, read_sources
 from dlo_tasks.llm.streams.token_sources import Storage, list_token_files, open_tokens
 from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
 from dlo_tasks.llm.token_build import cached_tokens
