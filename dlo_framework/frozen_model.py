@@ -24,7 +24,7 @@ from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
-from dlo_framework.registry.import_policy import allowed_roots, check_class_path
+from dlo_framework.registry.registry import allowed_roots, check_class_path
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
 from dlo_framework.task import Task
 from dlo_framework.weight_average import AveragedModel

@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.config_scan import ConfigScan, list_shipped_configs
 from dlo_framework.cli.lightning_cli import ParseError
-from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest, unknown_hint
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class

@@ -9,11 +9,10 @@ position without an array of all samples; :mod:`dlo_framework.data.remote` reads
 """
 
 from dlo_framework.data.evaluation import step_samples
-from dlo_framework.data.hashing import hash64, uniform
 from dlo_framework.data.loader import CountedBatch, ReadAheadDataset, ResumableLoader, ignore_stop_signals
 from dlo_framework.data.mixture import Mixture, MixtureOrder, MixturePoint
 from dlo_framework.data.module import ResumableDataModule, data_parallel_coordinates, gradient_ranks
-from dlo_framework.data.order import BufferShuffle, GlobalShuffle, InOrder, Permutation, SampleOrder
+from dlo_framework.data.order import BufferShuffle, GlobalShuffle, InOrder, Permutation, SampleOrder, hash64, uniform
 from dlo_framework.data.sampler import VOID, Draw, Position, ResumableBatchSampler, Window
 from dlo_framework.random_streams import seed_all
 

@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dlo_framework.data.hashing import hash64
-from dlo_framework.data.order import BufferShuffle, GlobalShuffle, Placed, SampleOrder
+from dlo_framework.data.order import BufferShuffle, GlobalShuffle, Placed, SampleOrder, hash64
 from dlo_framework.errors import DloError, check_number, did_you_mean
 
 Ramp = Literal["step", "linear"]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import SequentialSampler
 
-from dlo_framework.data.hashing import hash64
-from dlo_framework.data.order import SampleOrder
+from dlo_framework.data.order import SampleOrder, hash64
 from dlo_framework.errors import DloError, check_number
 
 VOID = -1

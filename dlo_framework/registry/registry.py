@@ -16,6 +16,10 @@ or else below its own folder. That folder goes to the *end* of ``sys.path``, whe
 passes ``sys.path`` to the workers that it spawns, so that a dataset defined in such a file can be unpickled in a
 worker, and two files called ``plugin.py`` are two modules. Saved configs contain the names, which stay valid when the
 project's folder moves.
+
+The class paths that a config may name are on an allow-list. A class path in YAML is an import, and an import runs code.
+So dlo refuses every path outside of the plug-ins that the run has loaded, the modules that its user lists under
+``plugins:``, and the libraries below, before any of it is imported.
 """
 
 from __future__ import annotations
@@ -31,10 +35,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from dlo_framework.errors import DloError, did_you_mean, unknown_hint
+from dlo_framework.errors import DloError, did_you_mean, nearest, unknown_hint
 from dlo_framework.registry.class_source import find_spec
-from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, read_entry_points
-from dlo_framework.registry.import_policy import DENIED_PATHS, allowed_roots, check_class_path
+from dlo_framework.registry.entry_points import GROUP_PREFIX, KINDS, Plugin, own_packages, read_entry_points
 from dlo_framework.registry.named_functions import registering_modules
 
 BASES = {
@@ -201,7 +204,7 @@ class Registry:
 
         Raises:
             DloError: if the path is outside of the loaded plug-ins, the modules under ``plugins:`` and
-                :func:`dlo_framework.registry.import_policy.allowed_roots`.
+                :func:`dlo_framework.registry.registry.allowed_roots`.
         """
         check_class_path(path, self.allowed_import_paths())
 
@@ -423,3 +426,68 @@ def _import_alone(spec: str, file: Path) -> ModuleType:
         del sys.modules[name]
         raise DloError(f"plugins: '{spec}' failed to import: {type(error).__name__}: {error}") from error
     return module
+
+
+#: Libraries whose classes a config may always name.
+_LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers")
+
+#: Paths in them that run, unpickle or download what an argument names; training needs none of them in YAML.
+DENIED_PATHS = (
+    "torch.hub",
+    "torch.jit.load",
+    "torch.jit._serialization",
+    "torch.load",
+    "torch.multiprocessing",
+    "torch.package",
+    "torch.serialization",
+    "torch.distributed.launcher",
+    "torch.distributed.run",
+    "torch.utils.cpp_extension",
+    "torch.utils.model_zoo",
+)
+
+#: Packages with the same classes under names that Lightning's own type checks do not accept.
+_RENAMED = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def allowed_roots() -> tuple[str, ...]:
+    """Returns the packages whose classes a config may always name: libraries, and dlo's own."""
+    return (*_LIBRARIES, *own_packages())
+
+
+def check_class_path(path: str, allowed: Iterable[str]) -> None:
+    """Checks that a class path is under one of ``allowed``, and not under one of :data:`DENIED_PATHS`.
+
+    Args:
+        path: Class path from a config. A short name, without a dot, is accepted: only loaded classes have one.
+        allowed: Modules and packages, with everything below them. The longest prefix of the path decides.
+
+    Raises:
+        DloError: if the path is refused, with the fix.
+    """
+    if "." not in path:
+        return
+    verdicts = dict.fromkeys(allowed, True) | dict.fromkeys(DENIED_PATHS, False)
+    parts = path.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    if next((verdicts[prefix] for prefix in prefixes if prefix in verdicts), False):
+        return
+    denied = next((prefix for prefix in prefixes if prefix in DENIED_PATHS), None)
+    if denied:
+        raise DloError(
+            f"class_path '{path}' is refused: '{denied}' runs or loads what its arguments name; call it in a class of"
+            " your own"
+        )
+    raise DloError(
+        f"class_path '{path}' is refused: a config may name plug-ins, modules listed under plugins:, and "
+        f"{', '.join(allowed_roots())}; {_suggest_fix(path, parts)}"
+    )
+
+
+def _suggest_fix(path: str, parts: list[str]) -> str:
+    if parts[0] in _RENAMED:
+        return f"write '{'.'.join([_RENAMED[parts[0]], *parts[1:]])}'"
+    near = nearest(parts[0], allowed_roots())
+    if near:
+        return f"did you mean '{'.'.join([near, *parts[1:]])}'?"
+    return f"if you trust it, add 'plugins: [{path.rpartition('.')[0]}]' to the config"

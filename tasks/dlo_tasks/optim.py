@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dlo_framework.errors import DloError, check_number, did_you_mean, unknown_hint
 from dlo_framework.optimizers import OPTIMIZERS
 from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction_seen, steps_per_epoch
-from dlo_framework.registry.import_policy import allowed_roots, check_class_path
+from dlo_framework.registry.registry import allowed_roots, check_class_path
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

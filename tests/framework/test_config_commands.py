@@ -12,8 +12,8 @@ import yaml
 
 from dlo_framework.cli.commands.completion_command import make_parser, make_preamble
 from dlo_framework.cli.commands.schema_command import make_schema
+from dlo_framework.cli.config_scan import list_shipped_configs
 from dlo_framework.cli.main import main
-from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import Registry
 
 ONE = """

@@ -14,8 +14,8 @@ import yaml
 from lightning.pytorch import Trainer
 
 from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, installed_commands
+from dlo_framework.cli.config_scan import list_shipped_configs
 from dlo_framework.cli.parse_errors import list_parameters
-from dlo_framework.cli.shipped_configs import list_shipped_configs
 from dlo_framework.registry import GROUP_PREFIX, KINDS
 from support.doc_pages import read_page
 

@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from dlo_framework.data.hashing import hash64
+from dlo_framework.data.order import hash64
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError, check_number

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from dlo_framework.data.hashing import uniform
+from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import contract_of

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.data.hashing import uniform
+from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.progress import check_end, fraction_seen
 from dlo_plugins.callbacks.data_hook import DataHook

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.batches import chosen_tokens
-from dlo_framework.data.hashing import hash64
+from dlo_framework.data.order import hash64
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.task import Task

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from dlo_framework.attention import Attention, AttentionMask, DenseSparsity
 from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
-from dlo_framework.attention.masked_attention import masked_attention
-from dlo_framework.attention.scored_attention import Scores
+from dlo_framework.attention.masked_attention import Scores, masked_attention
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.size_substitution import derive
 

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dlo_framework.attention import Attention, AttentionMask, DenseSparsity, KernelChoice
 from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
 from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
-from dlo_framework.attention.masked_attention import cached_attention, masked_attention
-from dlo_framework.attention.scored_attention import Scores
+from dlo_framework.attention.masked_attention import Scores, cached_attention, masked_attention
 from dlo_framework.batches import ROW_PLACES
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import packed_attention
