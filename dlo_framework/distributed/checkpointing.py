@@ -183,16 +183,6 @@ class CanonicalStrategy(Strategy, StrategyContract):
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
 
-    def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
-        """Returns a tensor of an optimizer's state as a shard of the canonical tensor.
-
-        Args:
-            name: Name of the parameter.
-            tensor: Tensor that the optimizer steps for the parameter.
-            value: State tensor.
-        """
-        return value
-
     def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an empty shard on this rank for a state tensor to be loaded.
 
@@ -306,11 +296,6 @@ class CanonicalStrategy(Strategy, StrategyContract):
             group["params"] = names
         beside = {key: value for key, value in packed["state"].items() if not isinstance(key, int)}
         return {"state": state, "param_groups": groups} | ({"beside": beside} if beside else {})
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Returns the parameter names of each parameter group; the same on all ranks."""
-        names = {id(tensor): name for name, tensor in self.optimizer_tensors(optimizer).items()}
-        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a canonical checkpoint; called on all ranks.
