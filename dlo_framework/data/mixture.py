@@ -75,12 +75,6 @@ class Mixture:
         self._marks: dict[int, np.ndarray] = {}
         self._blocks: dict[int, Assignment] = {}
 
-    def weights_at(self, samples: int) -> dict[str, float]:
-        """Returns the weights after a number of samples of the run; their sum is 1."""
-        place, weights, slope = self._segment(float(samples))
-        now = weights + slope * (samples - self._times[place])
-        return dict(zip(self.names, now.tolist(), strict=True))
-
     def shares(self, samples: float) -> np.ndarray:
         """Returns how many of the run's first samples each source should give, float64 [sources]."""
         place, weights, slope = self._segment(samples)

@@ -189,7 +189,6 @@ def test_wrong_weights_are_refused(mix, message):
 
 def test_without_weights_sources_count_by_their_sizes():
     mixture = Mixture(["a", "b"], read_points(None, ["a", "b"], [100, 300]))
-    assert mixture.weights_at(5) == {"a": 0.25, "b": 0.75}
     assert mixture.counts(400).tolist() == [100, 300]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,8 +275,3 @@ def _outer_name(model: nn.Module, name: str) -> str:
         if parent and hasattr(model.get_submodule(parent), "base_layer"):
             return parent
     return name
-
-
-def tensor_inputs(call: BlockCall) -> Iterator[TensorInput]:
-    """Yields the tensors of a call."""
-    yield from (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, TensorInput))

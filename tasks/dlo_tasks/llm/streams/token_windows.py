@@ -8,7 +8,7 @@ the last full window of a shard are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +18,6 @@ from dlo_framework.data.remote import RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX, Batch, finish
 from dlo_tasks.llm.streams.token_shards import TokenShard, document_of
-
-
-class WindowDataset(Protocol):
-    """Dataset of windows of ``seq_len`` positions."""
-
-    def __len__(self) -> int: ...
-
-    def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns the batch of the drawn windows."""
-
-    def count_targets(self, index: np.ndarray) -> np.ndarray:
-        """Returns the number of targets of windows, int64 of the shape of ``index``."""
 
 
 class TokenWindows:
