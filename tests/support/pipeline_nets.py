@@ -126,7 +126,7 @@ def sequential(micro_batches: int) -> Case:
 def picture(name: str, micro_batches: int, size: int = 32, **options: Any) -> Case:
     import timm
 
-    from dlo_tasks.imagenet.timm_plans import plan_for
+    from dlo_tasks.imagenet.timm_models import plan_for
 
     model = timm.create_model(name, num_classes=7, **options)
     batches = [(torch.randn(3, 3, size, size), torch.randint(7, (3,))) for _ in range(micro_batches)]

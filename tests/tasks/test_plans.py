@@ -3,7 +3,7 @@ import timm
 import torch
 
 from dlo_framework.plan import Rule
-from dlo_tasks.imagenet.timm_plans import plan_for
+from dlo_tasks.imagenet.timm_models import plan_for
 
 
 def meta(name: str, **args) -> torch.nn.Module:

@@ -16,11 +16,11 @@ from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.task import Task
 from dlo_plugins.commands.simulated_run import SimulatedRun
-from dlo_plugins.pruning.channels import prune_channels
 from dlo_plugins.pruning.structured import (
     block_scores,
     find_units,
     kept_units,
+    prune_channels,
     remove_blocks,
     remove_units,
     unit_scores,

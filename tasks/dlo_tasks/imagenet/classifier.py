@@ -30,7 +30,7 @@ from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim
 from dlo_tasks.imagenet import logged_images, timm_channels, timm_models, vision_attention, vision_mixtures
 from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
-from dlo_tasks.imagenet.timm_plans import plan_for
+from dlo_tasks.imagenet.timm_models import plan_for
 
 
 class ImageClassifier(Task):
@@ -248,7 +248,7 @@ class ImageClassifier(Task):
             self.model.to(memory_format=torch.channels_last)
 
     def parallel_plan(self) -> ParallelPlan:
-        """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_plans`."""
+        """Returns the parallel plan of the timm model's family; see :mod:`dlo_tasks.imagenet.timm_models`."""
         return plan_for(self.model)
 
     def full_precision_buffers(self) -> list[str]:

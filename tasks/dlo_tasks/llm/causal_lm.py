@@ -58,8 +58,8 @@ from dlo_tasks.llm.generation import (
     pad_left,
     print_samples,
 )
+from dlo_tasks.llm.language_mixtures import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.language_plans import plan_for
-from dlo_tasks.llm.load_balancing import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
 from dlo_tasks.llm.prompts import warn_of_plain_prompts
 

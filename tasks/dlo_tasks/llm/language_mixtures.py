@@ -1,21 +1,31 @@
-"""Mixtures of experts in place of the MLPs of transformers' dense models: sparse upcycling, arXiv 2212.05055."""
+"""Mixtures of experts in place of the MLPs of transformers' dense models, and the load-balancing loss of a mixture.
+
+Sparse Upcycling: arXiv 2212.05055. The loss is computed with transformers' function for the model's family: Switch
+Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity. Fedus et al., 2021, arXiv
+2101.03961, equations 4 to 6; here over the router logits of all blocks together.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.experts.balance import check_routers, find_routers
 from dlo_framework.experts.capacity import limit_capacity
 from dlo_framework.experts.mixture_options import MixtureOptions
 from dlo_framework.experts.upcycling import DenseMLP, upcycle
-from dlo_tasks.llm.language_models import find_blocks
+from dlo_tasks.llm.language_models import find_base_model, find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 #: Linear layers of the MLPs of most families: Llama, Qwen, Mistral, Gemma, OLMo, ...
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -90,3 +100,61 @@ def read_mlp(mlp: nn.Module) -> DenseMLP | None:
     if activation is None or len({layer.bias is None for layer in (gate, up, down)}) > 1:
         return None
     return DenseMLP(up, down, activation, gate)
+
+
+#: Name and arguments of the loss in transformers (5.17 to 5.23), in the module of each family that has it.
+_FUNCTION = "load_balancing_loss_func"
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+@dataclass(frozen=True)
+class LoadBalancing:
+    """Load-balancing loss of a model: its coefficient and its function.
+
+    Attributes:
+        coefficient: Value of `router_aux_loss_coef` in the config.
+        measure: Function of transformers, of the router logits, `[B * L, experts]` each, and the mask.
+    """
+
+    coefficient: float
+    measure: Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
+
+    def hidden_states(self, model: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns the hidden states, `[B, L, D]`, and the batch's loss times its coefficient, a scalar.
+
+        Raises:
+            DloError: If the model does not return router logits.
+        """
+        found = find_base_model(model)(**inputs, use_cache=False, output_router_logits=True)
+        logits = getattr(found, "router_logits", None)
+        if not logits:
+            raise DloError(
+                "config.output_router_logits must be false for models that return no router logits, got true for"
+                f" {type(model).__name__}; set config.output_router_logits: false"
+            )
+        mask = inputs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # A mask of documents: all tokens count.
+            mask = None
+        return found[0], self.coefficient * self.measure(tuple(logits), mask)
+
+
+def find_load_balancing(model: PreTrainedModel) -> LoadBalancing | None:
+    """Returns a model's load-balancing loss, or None where its config does not set one.
+
+    Raises:
+        DloError: If the config sets one, and the family does not have it.
+    """
+    config: Any = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return None
+    function = getattr(sys.modules[type(model).__module__], _FUNCTION, None)
+    names = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+    coefficient, experts, top_k = (getattr(model, name, None) for name in names)
+    if function is None or list(inspect.signature(function).parameters) != _ARGUMENTS or None in (coefficient, experts):
+        raise DloError(
+            "config.output_router_logits must be false for families without the load-balancing loss of mixtral and"
+            f" qwen3_moe, got true for {type(model).__name__}; set config.output_router_logits: false"
+        )
+    if not coefficient:
+        return None
+    return LoadBalancing(float(coefficient), lambda logits, mask: function(logits, experts, top_k, mask))

@@ -8,8 +8,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_plugins.commands.pruned_run import _check_weights, prune_weights
-from dlo_plugins.pruning.channels import channel_scores, prune_channels
-from dlo_plugins.pruning.structured import kept_units
+from dlo_plugins.pruning.structured import channel_scores, kept_units, prune_channels
 from dlo_tasks.imagenet.classifier import ImageClassifier
 
 COATNET = {"embed_dim": [16, 32, 32, 32], "depths": [1, 2, 1, 1], "stem_width": 16, "transformer_dim_head": 16}
