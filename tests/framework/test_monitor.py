@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from dlo_framework import costs
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.watch import flops
 from dlo_framework.watch.clock import StepClock
 from dlo_framework.watch.flops import FlopCounter
 from dlo_framework.watch.monitor import RunMonitor, optimizer_scalars
@@ -59,7 +59,7 @@ def test_flops_are_the_models(tmp_path):
 
 def counted(run, device="cuda"):
     """Returns the FLOPs that are counted in a function of fake tensors on a device, and whether a formula refused."""
-    with FakeTensorMode(), torch.device(device), flops._Mode(display=False, custom_mapping=flops._formulas()) as mode:
+    with FakeTensorMode(), torch.device(device), costs.OperatorCounter() as mode:
         run()
     return mode.get_total_flops(), mode.refused
 
@@ -114,22 +114,22 @@ def test_flops_of_products_with_a_dtype_for_their_result():
     assert counted(multiply)[1] is False
     for packet, batch in ((torch.ops.aten.addmm, ()), (torch.ops.aten.baddbmm, (2,))):
         shapes = (torch.Size((*batch, 3, 5)), torch.Size((*batch, 3, 4)), torch.Size((*batch, 4, 5)))
-        assert flops._formulas()[packet](*shapes, torch.float32, out_shape=None) == 2 * 3 * 4 * 5 * (2 if batch else 1)
+        assert costs.operator_flops(packet, (*shapes, torch.float32), {}, None) == 2 * 3 * 4 * 5 * (2 if batch else 1)
 
 
 def test_flops_of_packed_attention_are_those_within_documents():
     ends = torch.tensor([0, 3, 10], dtype=torch.int32)
     q, k = torch.empty(10, 8, 16), torch.empty(10, 2, 16)
     forward = 2 * (3 * 3 + 7 * 7) * 8 * (16 + 16)
-    assert flops.packed_attention_flops(q, k, k, ends, ends) == forward
-    assert flops.packed_attention_backward_flops(q, q, k, k, q, q, ends, ends) == forward * 5 // 2
+    assert costs.packed_attention_flops(q, k, k, ends, ends) == forward
+    assert costs.packed_attention_backward_flops(q, q, k, k, q, q, ends, ends) == forward * 5 // 2
 
 
 def test_a_formula_that_refuses_ends_the_count_and_not_the_step(monkeypatch, caplog):
     def refuse(*_, **__):
         raise AssertionError("shapes are incompatible")
 
-    monkeypatch.setattr(flops, "_formulas", lambda: {torch.ops.aten.mm: refuse, torch.ops.aten.addmm: refuse})
+    monkeypatch.setattr(costs, "_formulas", lambda: {torch.ops.aten.mm: refuse, torch.ops.aten.addmm: refuse})
     counter = FlopCounter()
     counter.count_first()
     counter.start(torch.nn.Linear(2, 2), ((2,),))

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dlo_framework.costs import known_peak
 from dlo_framework.watch import flops
 from dlo_framework.watch.flops import peak_flops
-from dlo_framework.watch.peaks import known_peak
 
 #: TFLOP/s of dense products in bfloat16 (float16 where there is none), by names that torch.cuda.get_device_name tells.
 HALF = {

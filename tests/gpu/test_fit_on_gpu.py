@@ -34,7 +34,7 @@ def test_it_learns_and_logs_what_the_accelerator_does(dlo, curve, precision):
 
 
 def test_mfu_is_a_fraction_of_the_peak_where_it_is_known(dlo, curve):
-    from dlo_framework.watch.peaks import device_peak
+    from dlo_framework.costs import device_peak
 
     if not device_peak(torch.device("cuda", 0), torch.bfloat16, tf32=False):
         pytest.skip("the peak of this accelerator is not known")

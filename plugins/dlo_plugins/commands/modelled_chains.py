@@ -1,4 +1,7 @@
-"""Chains of a task's blocks on one rank of a strategy, on fake tensors: without memory for the model."""
+"""Chains of a task's blocks on one rank of a strategy, on fake tensors: without memory for the model.
+
+Only ratios between the times of blocks matter to a schedule. Their rates are those of an H100 by its data sheet.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,54 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.costs import known_peak, operator_flops
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import RankView, fix_split, simulated_rank
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.operator_costs import OperatorCosts
 from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank
 from dlo_plugins.strategies.mesh import MeshStrategy
+
+#: Bytes per second of the memory.
+_BYTE_RATE = 3.35e12
+
+
+class OperatorCosts(TorchDispatchMode):
+    """Mode that adds up the seconds of operators: the longer of their arithmetic and their traffic with the memory.
+
+    Attributes:
+        seconds: Sum since the mode was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        peak = known_peak("H100 80GB HBM3")
+        assert peak is not None, "the table has it"
+        self._rates = peak.rates(tf32=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator, and adds its seconds."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func._overloadpacket is torch.ops.aten.detach or func.is_view:
+            return result
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if tensors:
+            size = min((leaf.element_size() for leaf in tensors if leaf.is_floating_point()), default=4)
+            rate = self._rates["bfloat16" if size == 2 else "float32"]
+            flops = operator_flops(func._overloadpacket, args, kwargs, result)
+            self.seconds += max(flops / rate, sum(leaf.nbytes for leaf in tensors) / _BYTE_RATE)
+        return result
 
 
 def model_run(run: Any, rows: int | None) -> list[MeasuredRank]:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from dlo_framework.costs import OperatorCounter
 from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.watch.flops import grouped_flops
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     """
     blocks = plan.block_names(model)
     counts = [0.0] * len(blocks)
-    # torch 2.11 does not count a CPU's attention by itself.
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mapping = {attention: _attention_flops, torch.ops.aten._grouped_mm: grouped_flops}  # nor experts' matmuls
-    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    counter = OperatorCounter()
     begins: dict[str, int] = {}
     first_at: list[int] = []
 
@@ -136,7 +132,3 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for entries, key, tensor in replaced:
             entries[key] = tensor
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
