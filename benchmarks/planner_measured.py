@@ -1,13 +1,13 @@
 """How near are the predictions of `dlo plan` to what is measured here?
 
-    python benchmarks/planner_measured.py [--only memory time] [--ranks 1 2 4] [--rounds 5] [--seconds 60]
+    python benchmarks/planner_measured.py [--only memory time] [--ranks 1 2 4] [--rounds 5]
 
 Each run has the strategy that the plan would write, and Lightning's training loop. Models have random weights.
 
 - Memory: the peak of a step on the rank that needs most, of all tensors and of what else the heap has beside them,
   against the predicted one without the process's own memory. It is not timed, so other programs do not change it.
-- Time: the machine is measured by `dlo plan --measure` for each model and number of ranks, and the step time of each
-  layout is predicted from it. Layouts take turns; the median over the rounds counts. The first layout of each model
+- Time: the machine is measured by `dlo plan --measure` for each number of ranks, and the step time of each layout is
+  predicted from it. Layouts take turns; the median over the rounds counts. The first layout of each model
   runs twice, as the control.
 """
 
@@ -18,15 +18,15 @@ import itertools
 import statistics
 
 from measuring.catalogue import parse_options
-from measuring.planned_runs import ADAPTED, Case, case, measure_peaks, measure_steps, models_of, predicted
+from measuring.planned_runs import ADAPTED, case, measure_peaks, measure_steps, predicted
 from measuring.record import Record, Table
 from measuring.rounds import ELAPSED
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.machine import Machine, load_machine, parse_machine
+from dlo_plugins.planner.machine import load_machine, parse_machine
+from dlo_plugins.planner.measurement import measure_machine
 
-MEMORY_BAR, TIME_BAR = 0.02, 0.07  # Mean error of memory, median error of time.
+MEMORY_BAR, ORDER_BAR = 0.1, 0.9  # Mean error of memory, rank correlation of times.
 MEMORY = [
     case("llama", 16), case("llama", 16, recompute="full"), case("llama", 16, recompute="selective"),
     case("llama", 4, 4), case("gpt", 8), case("gpt", 8, recompute="full"), case("vit", 16),
@@ -77,13 +77,11 @@ def memory_tables(options: argparse.Namespace) -> list[Table]:
             guess = candidate.memory.total - candidate.memory.overhead
             errors.append(guess / measured - 1)
             table.add(f"{one}, {ranks} ranks", [guess / measured], ours=True, MB=measured / 1e6)
-    table.notes.append(summary(errors, "mean", statistics.mean(map(abs, errors)), MEMORY_BAR))
+    table.notes.append(
+        f"mean error {statistics.mean(map(abs, errors)):.1%} (to reach: {MEMORY_BAR:.0%}), largest"
+        f" {max(map(abs, errors)):.1%}, of {len(errors)}"
+    )
     return [table]
-
-
-def summary(errors: list[float], what: str, error: float, bar: float) -> str:
-    """Returns the sentence on the errors of a table."""
-    return f"{what} error {error:.1%} (to reach: {bar:.0%}), largest {max(map(abs, errors)):.1%}, of {len(errors)}"
 
 
 def time_tables(options: argparse.Namespace) -> list[Table]:
@@ -95,7 +93,7 @@ def time_tables(options: argparse.Namespace) -> list[Table]:
         cases = [one for one in TIME if one.ranks == ranks and one.kind == kind][: options.cases]
         if not cases:
             continue
-        machine = measured_machine(cases, ranks, options.seconds)
+        machine = parse_machine(measure_machine("float32", ranks, "cpu"), "measured")
         candidates = [(one.kind, predicted(one, machine)) for one in cases]
         runs = [*candidates, candidates[0]]
         found = run_distributed(measure_steps, ranks, runs, options.rounds, backend=None, timeout=2400)[0]
@@ -109,7 +107,7 @@ def time_tables(options: argparse.Namespace) -> list[Table]:
                 f"{one}, {ranks} ranks", [guess / value for value in seconds], ours=True, ms=measured * 1e3,
                 predicted_ms=guess * 1e3,
             )  # fmt: skip
-    table.notes.append(summary(errors, "median", statistics.median(map(abs, errors)), TIME_BAR))
+    table.notes.append(f"median error of times {statistics.median(map(abs, errors)):.1%}, of {len(errors)}")
     for name in dict.fromkeys(name for name, *_ in order):
         table.notes.append(choices(name, [(guess, measured) for other, guess, measured in order if other == name]))
     return [table]
@@ -119,7 +117,10 @@ def choices(name: str, pairs: list[tuple[float, float]]) -> str:
     """Returns the sentence on the order of predicted and measured times, and on the first choice."""
     chosen = min(pairs)[1] / min(measured for _, measured in pairs) - 1
     correlation = rank_correlation([guess for guess, _ in pairs], [measured for _, measured in pairs])
-    return f"{name}: rank correlation {correlation:.2f}; the first choice is {chosen:.1%} slower than the best."
+    return (
+        f"{name}: rank correlation {correlation:.2f} (to reach: {ORDER_BAR}); the first choice is {chosen:.1%} slower"
+        " than the best."
+    )
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
@@ -130,23 +131,12 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
     return statistics.correlation(*[[float(place) for place in found] for found in places])
 
 
-def measured_machine(cases: list[Case], ranks: int, seconds: float) -> Machine:
-    """Returns this machine, measured for the first case's model."""
-    from dlo_plugins.planner.machine_measurement import measure_machine
-
-    profile, calls = models_of(cases[0].kind)
-    layout: Layout = cases[0].layout
-    content = measure_machine(profile, calls, "float32", ranks, layout.global_batch, seconds, "cpu")
-    return parse_machine(content, "measured")
-
-
 def main() -> None:
     """Measures, and compares with what is predicted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("memory", "time"), default=["memory", "time"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring the machine")
     parser.add_argument("--kinds", nargs="+", help="of models, such as 'llama bf16'; all by default")
     parser.add_argument(
         "--cases", type=int, default=100, help="largest number of layouts of a model for a number of ranks"

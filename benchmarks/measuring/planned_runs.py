@@ -31,12 +31,10 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
-from dlo_plugins.planner.machine_measurement import BlockCalls
 from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.optimizer_state import measure_optimizer
 from dlo_plugins.planner.plan_config import candidate_config
 from dlo_plugins.planner.plan_report import profile_formats, state_format
-from dlo_plugins.planner.rank_measurement import BlockCall
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -141,12 +139,10 @@ def case(kind: str, rows: int, count: int = 1, zero: int = 3, recompute: str = "
 
 
 @functools.cache
-def models_of(kind: str) -> tuple[ModelProfile, list[BlockCall]]:
-    """Returns the profile of a kind of model, and the calls of its blocks."""
+def profile_of(kind: str) -> ModelProfile:
+    """Returns the profile of a kind of model."""
     task = make_task(kind).on_meta()
-    calls = BlockCalls(task.model)
-    found = profile_formats(task, make_batch(kind, 2), task.parallel_plan(), state_of(kind), "cpu", calls)
-    return found, calls.found
+    return profile_formats(task, make_batch(kind, 2), task.parallel_plan(), state_of(kind), "cpu")
 
 
 @functools.cache
@@ -159,7 +155,7 @@ def state_of(kind: str) -> StateFormat:
 
 def predicted(one: Case, machine: Machine) -> Candidate:
     """Returns a run with its predictions."""
-    profile, layout = models_of(one.kind)[0], one.layout
+    profile, layout = profile_of(one.kind), one.layout
     machine = replace(machine, ranks_per_node=one.ranks)
     times = TimeModel(profile, machine, state_of(one.kind))
     return Candidate(

@@ -37,7 +37,7 @@ data: {class_path: TextData, init_args: {seq_len: 64, batch_size: 16}}
 @pytest.mark.timeout(280)
 def test_dlo_plan_measures_a_gpu_in_the_precision_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "1", "--measure", "5s", "--json", "--top", "1"]
+    words = ["plan", "--config", str(tmp_path / "mine.yaml"), "--gpus", "1", "--measure", "--json", "--top", "1"]
     assert main([*words, "--out", str(tmp_path / "plans")]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["step_seconds"] > 0
     machine = parse_machine(yaml.safe_load((tmp_path / "plans" / "machine.yaml").read_text()), "machine.yaml")

@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--memory", help="memory of a GPU, such as 80GB (default: the machine's)")
     parser.add_argument("--machine", help="a100, h100, h200, v100, cpu, or a file (default: h100)")
     parser.add_argument(
-        "--measure", nargs="?", const="60s", metavar="SECONDS",
-        help="measure this machine for about this time (default: 60s), write machine.yaml, and plan for it",
-    )  # fmt: skip
+        "--measure", nargs="?", const="", help="measure this machine, write machine.yaml, and plan for it"
+    )
     parser.add_argument("--batch", type=int, help="rows of a step on all GPUs (default: the config's)")
     parser.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="fixed value, such as tp=8")
     parser.add_argument("--top", type=int, default=5, help="number of plans (default: 5)")
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
 
         run = UnplannedRun(found, 1, "dlo plan")
         gpus, nodes = count_gpus(run.user_config, options)
-        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, run.frozen_models)
+        planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, len(run.second_models()))
     files = planned.write(options.out) if options.out is not None else []
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
     if not options.json:
@@ -99,30 +98,16 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("gpus", "nodes", "batch", "top"):
         value = getattr(options, name)
         check_number(f"plan: --{name}", value, "at least 1")
+    if options.measure:
+        raise DloError(f"plan: --measure must come without a value, got {options.measure}; leave that out")
     if options.measure is not None and options.machine is not None:
         raise DloError(
             f"plan: --measure must come without --machine, got --machine {options.machine}; leave one of them out"
         )
     options.machine = options.machine or "h100"
-    options.measure = None if options.measure is None else parse_seconds(options.measure)
     options.memory = None if options.memory is None else parse_bytes(options.memory, "plan: --memory")
     pairs = [entry.partition("=") for entry in options.fix]
     wrong = next((entry for entry, (_, equals, _) in zip(options.fix, pairs, strict=True) if not equals), None)
     if wrong is not None:
         raise DloError(f"plan: --fix must be KEY=VALUE, got {wrong}; such as --fix tp=8")
     options.fix = {key: value for key, _, value in pairs}
-
-
-def parse_seconds(text: str) -> float:
-    """Returns the seconds of a text such as `60` or `60s`.
-
-    Raises:
-        DloError: It has another form.
-    """
-    try:
-        seconds = float(text.removesuffix("s"))
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= 3600:
-        raise DloError(f"plan: --measure must be 1 to 3600 seconds, got {text}; such as --measure 60s")
-    return seconds

@@ -15,7 +15,6 @@ from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_frozen_models
 from dlo_framework.run_setup import check_strategy, with_checkpoint_io
-from dlo_framework.task import Task
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.mesh.mesh_simulation import simulated_precision
 from dlo_plugins.strategies.mesh import MeshStrategy
@@ -112,22 +111,9 @@ class UnplannedRun(SimulatedRun):
 
     Attributes:
         user_config: Config as the user means it: all files and overrides, without Lightning's defaults.
-        frozen_models: Second models of the task and of callbacks, such as a teacher, each with its task on the meta
-            device.
     """
 
     user_config: dict[str, Any]
-    frozen_models: list[tuple[FrozenModel, Task]]
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Finds the second models, and builds a trainer without callbacks.
-
-        Raises:
-            DloError: A second model cannot be built, or the trainer cannot.
-        """
-        trainer = super().instantiate_trainer(**kwargs)
-        self.frozen_models = [(frozen, frozen.check(self.model, self.datamodule)) for frozen in self.second_models()]
-        return trainer
 
     def before_instantiate_classes(self) -> None:
         """Keeps the config, and removes from it what a plan chooses."""

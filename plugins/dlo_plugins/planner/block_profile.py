@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dlo_plugins.planner.kernel_fusion import fuse
-from dlo_plugins.planner.operation_recorder import Recorder, attention_core, needed, selected, summarise
-from dlo_plugins.planner.recorded_operation import Operation, Record
-from dlo_plugins.planner.work import Amount, Kernel, Kernels, Part, Peaks, Product, Recomputation, Work
+from dlo_plugins.planner.operation_recorder import (
+    Operation,
+    Record,
+    Recorder,
+    attention_core,
+    fuse,
+    needed,
+    selected,
+    summarise,
+)
+from dlo_plugins.planner.work import Amount, Kernels, Part, Peaks, Product, Recomputation, Work
 
 #: Matrix products of fused attention's backward: the scores again, and a gradient for each operand of the two products.
 _ATTENTION_BACKWARD = 5
@@ -26,12 +33,6 @@ class _Saved:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.sizes: dict[int, int] = {}
-        #: Whether a tensor was saved since activations left a region.
-        self.goes_on = False
-
-    def leave_region(self) -> None:
-        """Notes that activations leave a region."""
-        self.goes_on = False
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns hooks that count, to be entered around a forward."""
@@ -39,7 +40,6 @@ class _Saved:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.sizes[self._recorder.number(tensor)] = tensor.untyped_storage().nbytes()
-        self.goes_on = True
         return tensor
 
     def amount(self, left_out: set[int], only: set[int] | None = None) -> Amount:
@@ -101,10 +101,10 @@ def profile_block(
     saved, first = _Saved(recorder), Record()
     recorder.forget()
     regions.leave_block()
-    recorder.record, regions.on_leave = first, saved.leave_region
+    recorder.record = first
     with saved.hooks(), torch.enable_grad():
         outputs = forward(*args, **kwargs)
-    recorder.record = regions.on_leave = None
+    recorder.record = None
     found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     ends = {recorder.number(leaf) for leaf in found}
     left_out = fixed | given | ends
@@ -129,8 +129,7 @@ def profile_block(
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
         _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
-        inputs / rows, entered=passed.entered / rows, left=passed.left / rows, gathered_again=passed.again / rows,
-        key_value=passed.key_value / rows, repeats_last=saved.goes_on,
+        inputs / rows, entered=passed.entered / rows, left=passed.left / rows,
         gradients_at_peak=recorder.gradients_at_peak(turn),
     )  # fmt: skip
     return part, tree_map(
@@ -227,17 +226,16 @@ def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
                 products[product] += _ATTENTION_BACKWARD if product.is_attention else 1
     recorded, own = summarise(backward, set()), summarise(forward, set())
     return Work(
-        tuple(products.items()), _divided_as(own.moved, recorded.eager), _divided_as(own.fused, recorded.compiled)
+        tuple(products.items()),
+        _divided_as(own.eager.moved, recorded.eager),
+        _divided_as(own.compiled.moved, recorded.compiled),
     )
 
 
 def _divided_as(forward: Amount, kernels: Kernels) -> Kernels:
-    """Returns a backward's kernels, of each of which tensor parallelism divides the same fraction as of the forward."""
-    inside = forward.inside / forward.total if forward.total else 0.0
-    return tuple(
-        (Kernel(kernel.kind, Amount(kernel.moved.total * inside, kernel.moved.total * (1 - inside))), count)
-        for kernel, count in kernels
-    )
+    """Returns a backward's kernels, of whose bytes tensor parallelism divides the same fraction as of the forward's."""
+    inside, moved = forward.inside / forward.total if forward.total else 0.0, kernels.moved.total
+    return Kernels(Amount(moved * inside, moved * (1 - inside)), kernels.count)
 
 
 def _shape(product: Product) -> tuple[object, ...]:
@@ -336,7 +334,5 @@ def _times(amount: Amount, factor: float) -> Amount:
 def _per_row(work: Work, rows: int) -> Work:
     """Returns the work of one of several rows."""
     products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
-    eager, compiled = (
-        tuple((kernel.times(1 / rows), count) for kernel, count in kernels) for kernels in (work.eager, work.compiled)
-    )
+    eager, compiled = (Kernels(_times(k.moved, 1 / rows), k.count) for k in (work.eager, work.compiled))
     return Work(products, eager, compiled)

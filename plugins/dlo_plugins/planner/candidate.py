@@ -25,7 +25,6 @@ class Candidate:
         tokens: Tokens of a step, or rows where these have no length.
         reason: Sentence that compares it with the first.
         is_verified: Whether simulated ranks have run a step of it.
-        bounds: Measured over predicted step time of earlier runs, least and most.
         host_bytes: Bytes of activations in the host's memory, of the rank with most.
     """
 
@@ -38,7 +37,6 @@ class Candidate:
     tokens: int
     reason: str = ""
     is_verified: bool = False
-    bounds: tuple[float, float] = (1.0, 1.0)
     host_bytes: float = 0.0
 
     @property
@@ -50,11 +48,6 @@ class Candidate:
     def throughput(self) -> float:
         """Tokens or rows a second."""
         return self.tokens / self.time.total
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Seconds of a step, least and most."""
-        return self.time.total * self.bounds[0], self.time.total * self.bounds[1]
 
     @property
     def caveat(self) -> str:
@@ -75,7 +68,6 @@ class Candidate:
                 "split": self.split,
             },
             "step_seconds": self.time.total,
-            "interval_seconds": self.interval,
             "throughput": self.throughput,
             "mfu": self.mfu,
             "bubble": self.time.bubble / self.time.total,
@@ -143,7 +135,6 @@ _WORDS = {
     "gradients": "reduction of gradients",
     "bubble": "the pipeline's bubble",
     "optimizer": "the optimizer's step",
-    "second_model": "forwards of second models",
     "experts": "the exchange of tokens between the ranks of ep",
     "copies": "waits for copies of activations to and from the host",
 }

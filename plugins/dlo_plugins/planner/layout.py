@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.units import format_bytes
 from dlo_plugins.pipeline.pipeline_schedules import flushes
+from dlo_plugins.planner.work import Part
 
 #: Bytes of an element, by the name of its dtype.
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,6 +84,10 @@ class Layout:
         """Whether the run has ZeroStrategy, stage 1, in place of a mesh."""
         return self.zero == 1 and not self.delays
 
+    def exchanged_bytes(self, part: Part) -> float:
+        """Returns the bytes that a rank's micro-batch exchanges in a part's forward, its own share included."""
+        return part.exchanged * self.micro_batch / self.mesh.cp if self.mesh.ep > 1 else 0.0
+
     def stored_sharers(self, state: StateFormat) -> int:
         """Returns the number of ranks that share the stored parameters and the reduced gradients.
 
@@ -150,8 +155,6 @@ class StateFormat:
         accumulates_in_products: Whether the product that computes a weight's gradient adds it to the step's.
         steps_in_backward: Whether each unit's gradients are stepped and freed in backward, as OptimizerInBackward does.
         frees_sent: Whether a stage of a pipeline frees its output once it is sent, as Megatron does and dlo does not.
-        sequence_first: Whether tokens come before rows in memory, as in Megatron, so that the ranks of `tp` gather and
-            scatter them without copies; dlo's rows come first.
     """
 
     compute: str = "bfloat16"
@@ -167,7 +170,6 @@ class StateFormat:
     accumulates_in_products: bool = False
     steps_in_backward: bool = False
     frees_sent: bool = False
-    sequence_first: bool = False
 
     def casts(self, layout: Layout) -> int:
         """Returns the bytes of each parameter's cast that a step keeps; gathers in half precision need none."""

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout, StateFormat
-from dlo_plugins.planner.stage_parameters import Stage, expert_count, local_bytes, local_count
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.work import Part, Share
+from dlo_plugins.planner.work import Part, Share, Stage, expert_count, local_bytes, local_count
 
 
 class Moment(NamedTuple):
@@ -206,7 +204,7 @@ class MemoryWalk:
                 forward = max(0.0, part.peaks.selective.on(share) - saved)
             kept, again = saved + part.output.on(share), everything - saved
             # Tokens on their way to experts and back are alive when the experts' own tensors are not.
-            buffers = exchanged_bytes(part, layout)
+            buffers = layout.exchanged_bytes(part)
             forward, backward = max(forward, buffers), max(backward, buffers)
             repeated = again + max(part.peaks.forward.on(share), buffers) if again > 0 else 0.0
             is_block = part is not profile.stem

@@ -91,7 +91,6 @@ class ModelProfile:
 def profile_model(
     task: Any, batch: Any, plan: ParallelPlan | None, *, dtype: torch.dtype = torch.bfloat16,
     autocast: torch.dtype | None = None, device: str = "cuda",
-    on_block: Callable[[str, Any, Any], None] | None = None,
 ) -> ModelProfile:  # fmt: skip
     """Returns the profile of a task.
 
@@ -104,7 +103,6 @@ def profile_model(
             with the model and not with the rows.
         autocast: Dtype of autocast, by the rules of the device; None for no autocast.
         device: Type of the device whose kernels run.
-        on_block: Function that gets the name, the positional and the keyword arguments of each kind of block.
 
     Raises:
         DloError: A step fails on fake tensors, or is the module's own loop (manual optimization).
@@ -136,7 +134,7 @@ def profile_model(
                 cast = _Profiler(own, divided, whole, device).find_casts(repeated, autocast)
                 cast_parameters(whole, cast, autocast)
             profiler = _Profiler(own, divided, whole, device)
-            profiler.on_block, profiler.cast = on_block, cast
+            profiler.cast = cast
             profiler.run(repeated, dtype, autocast)
     except DloError:
         raise
@@ -194,7 +192,6 @@ class _Profiler:
         self.names = plan.block_names(model) if plan is not None else []
         self.known: dict[Any, tuple[Any, Any]] = {}
         self.blocks: list[Part] = []
-        self.on_block: Callable[[str, Any, Any], None] | None = None
         self.cast: set[str] = set()
         self._rest: dict[str, Any] = {}
 
@@ -320,8 +317,6 @@ class _Profiler:
         rest.pause()
         key = (_kind(block), _signature((args, kwargs)))
         if key not in self.known:
-            if self.on_block is not None:
-                self.on_block(name, args, kwargs)
             part, like = profile_block(
                 self.recorder, self.regions, name, block, forward, args, kwargs, ROWS, self.experts.parameters
             )
@@ -392,7 +387,7 @@ class _BlockPass(torch.autograd.Function):
 def _with_parameters(part: Part, counts: PartParameters) -> Part:
     return replace(
         part, parameters=counts.every, trained=counts.trained, fixed=counts.fixed, experts=counts.experts,
-        trained_experts=counts.trained_experts, cast=counts.cast, partial=counts.partial.outside,
+        trained_experts=counts.trained_experts, cast=counts.cast,
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.experts.grouped_linear import OPERATORS
-from dlo_plugins.planner.kernel_fusion import fuse
-from dlo_plugins.planner.operator_kind import kind_of
-from dlo_plugins.planner.recorded_operation import Operation, Record
-from dlo_plugins.planner.work import Amount, Dim, Kernel, Product, Work
+from dlo_plugins.planner.work import Amount, Dim, Kernels, Product, Work
 
 _aten = torch.ops.aten
 #: Operators that are matrix products.
@@ -37,6 +35,46 @@ _FREE = {
 }
 #: Operators whose outputs ActivationCheckpoint's mode `selective` keeps.
 _KEPT = {_aten.mm, _aten.addmm, _aten.convolution, _aten._grouped_mm, _EXPERTS}
+#: Normalisations, which write their result in the dtype to which it is cast for a product.
+_NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm}
+#: Operators after which a kernel of compiled code ends.
+_REDUCTIONS = {
+    *_NORMS,
+    *(_aten._softmax, _aten._log_softmax, _aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.native_layer_norm_backward, _aten.mean, _aten.sum, _aten.var, _aten.amax, _aten.logsumexp),
+    _aten.linalg_vector_norm,
+}
+
+
+@dataclass
+class Operation:
+    """Operation that was recorded.
+
+    Attributes:
+        packet: Operator; None for fused attention, which is intercepted.
+        reads: Bytes that it reads, by number of the storage.
+        writes: Bytes that it writes, by number of the storage.
+        is_inside: Whether tensor parallelism divides its results.
+        product: Matrix product, if it is one.
+    """
+
+    packet: Any
+    reads: dict[int, int]
+    writes: dict[int, int]
+    is_inside: bool
+    product: Product | None = None
+
+    @property
+    def moved(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+@dataclass
+class Record:
+    """Operations of a forward or a backward, in order."""
+
+    operations: list[Operation] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -121,8 +159,7 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket is _aten.copy_ and len(inputs) > 1:
             reads.pop(self.number(inputs[0]), None)
         writes = {self.number(tensor): _bytes(tensor) for tensor in outputs}
-        kind = kind_of(func.overloadpacket, inputs, outputs)
-        self.record.operations.append(Operation(func.overloadpacket, reads, writes, inside, product, kind))
+        self.record.operations.append(Operation(func.overloadpacket, reads, writes, inside, product))
 
     def _reads(self, inputs: list[Tensor]) -> dict[int, int]:
         """Returns the bytes that are read of each storage: all parts of it, and none twice."""
@@ -341,6 +378,142 @@ def _bytes(tensor: Tensor) -> int:
     return count * tensor.element_size() if tensor.numel() else 0
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """Kernels of a forward or a backward.
+
+    Attributes:
+        kernels: Kernels other than matrix products.
+        internal: Numbers of the storages that no kernel but their own needs.
+        kernel_of: Kernel of each internal storage; a cast's result has one of its own.
+        sources: Storages that each kernel reads from outside: number, bytes, and whether tensor parallelism divides it.
+    """
+
+    kernels: Kernels
+    internal: frozenset[int]
+    kernel_of: Mapping[int, int]
+    sources: Mapping[int, tuple[tuple[int, int, bool], ...]]
+
+    def saved(self, sizes: Mapping[int, tuple[int, bool]], known: set[int]) -> Amount:
+        """Returns the bytes that compiled code saves of what autograd would save.
+
+        A kernel's internal results are computed again from what the kernel reads, where that takes less memory.
+
+        Args:
+            sizes: Bytes that autograd saves, and whether tensor parallelism divides them, by number.
+            known: Numbers of storages that are in memory anyway.
+        """
+        found = {
+            number: entry for number, entry in sizes.items() if number not in self.internal and number not in known
+        }
+        by_kernel: dict[int, dict[int, tuple[int, bool]]] = {}
+        for number, entry in sizes.items():
+            if number in self.internal and number not in known:
+                by_kernel.setdefault(self.kernel_of[number], {})[number] = entry
+        for kernel, own in by_kernel.items():
+            reads = self.sources.get(kernel, ())
+            sources = {n: (size, inside) for n, size, inside in reads if n not in found and n not in known}
+            is_less = sum(size for size, _ in sources.values()) < sum(size for size, _ in own.values())
+            found |= sources if is_less else own
+        amounts = [0.0, 0.0]
+        for size, is_inside in found.values():
+            amounts[not is_inside] += size
+        return Amount(*amounts)
+
+
+def fuse(operations: Iterable[Operation], kept: set[int]) -> Fusion:
+    """Returns the kernels of compiled code: neighbouring operations are one, and only what others need is stored.
+
+    A kernel ends after a reduction, since what follows needs its result over all of a dim. A cast has no kernel of its
+    own: each kernel that reads its result reads its source.
+
+    Args:
+        operations: Operations in order.
+        kept: Numbers of the storages that are outputs: they are always written.
+    """
+    inlined, casts = _inline_casts(list(operations), kept)
+    group, maker, users = _groups(inlined)
+    seen = set[tuple[int, int]]()
+    moved: dict[int, list[float]] = {}
+    internal: set[int] = set(casts)
+    reads: dict[int, dict[int, tuple[int, int, bool]]] = {}
+    inside = {number: op.is_inside for op in inlined for number in op.writes}
+    for index, op in enumerate(inlined):
+        if op.product is not None:
+            continue
+        own = group[index]
+        amounts = moved.setdefault(own, [0.0, 0.0])
+        for number, size in op.reads.items():
+            before = maker.get(number)
+            is_outer = before is None or group[before] != own
+            if is_outer and (own, number) not in seen:
+                seen.add((own, number))
+                amounts[not op.is_inside] += size
+                reads.setdefault(own, {})[number] = (number, size, inside.get(number, False))
+        for number, size in op.writes.items():
+            apart = any(group[user] != own for user in users.get(number, ()))
+            if not apart and number not in kept:
+                internal.add(number)
+            elif (own, -number - 1) not in seen:
+                seen.add((own, -number - 1))
+                amounts[not op.is_inside] += size
+    kernel_of = {number: group[at] for number, at in maker.items() if number in internal and number not in casts}
+    sources = {kernel: tuple(found.values()) for kernel, found in reads.items()}
+    sources |= {len(inlined) + number: (source,) for number, source in casts.items()}
+    kernel_of |= {number: len(inlined) + number for number in casts}
+    kernels = Kernels(Amount(*(sum(amounts[at] for amounts in moved.values()) for at in (0, 1))), len(moved))
+    return Fusion(kernels, frozenset(internal), kernel_of, sources)
+
+
+def _groups(operations: list[Operation]) -> tuple[list[int], dict[int, int], dict[int, set[int]]]:
+    """Returns each operation's kernel, and the makers and users of each storage."""
+    parent = list(range(len(operations)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            index = parent[index]
+        return index
+
+    maker: dict[int, int] = {}
+    users: dict[int, set[int]] = {}
+    for index, op in enumerate(operations):
+        for number in op.reads:
+            before = maker.get(number)
+            if op.product is None and before is not None and _goes_on(operations[before], op):
+                parent[root(before)] = root(index)
+            users.setdefault(number, set()).add(index)
+        maker |= dict.fromkeys(op.writes, index)
+    return [root(index) for index in range(len(operations))], maker, users
+
+
+def _goes_on(operation: Operation, after: Operation) -> bool:
+    """Returns whether a kernel goes on from an operation to one that reads its result."""
+    if operation.product is not None:
+        return False
+    return operation.packet not in _REDUCTIONS or (operation.packet in _NORMS and after.packet is _aten._to_copy)
+
+
+def _inline_casts(
+    operations: list[Operation], kept: set[int]
+) -> tuple[list[Operation], dict[int, tuple[int, int, bool]]]:
+    """Returns the operations without casts that only kernels read, and the source of each cast's result."""
+    of_products = {number for op in operations if op.product is not None for number in op.reads}
+    casts: dict[int, tuple[int, int, bool]] = {}
+    found = []
+    for op in operations:
+        reads = {}
+        for number, size in op.reads.items():
+            source = casts.get(number)
+            reads[source[0] if source else number] = source[1] if source else size
+        written = next(iter(op.writes), -1)
+        if op.packet is _aten._to_copy and len(reads) == 1 and written not in of_products | kept:
+            number, size = next(iter(reads.items()))
+            casts[written] = (number, size, op.is_inside)
+        else:
+            found.append(replace(op, reads=reads))
+    return found, casts
+
+
 def summarise(operations: list[Operation], kept: set[int]) -> Work:
     """Returns the work of recorded operations.
 
@@ -352,13 +525,10 @@ def summarise(operations: list[Operation], kept: set[int]) -> Work:
     for op in operations:
         if op.product is not None:
             products[op.product] += 2 if op.product.is_attention else 1  # scores, and the values' mean
-    eager = Counter(
-        Kernel(op.kind, Amount(op.moved, 0.0) if op.is_inside else Amount(0.0, op.moved))
-        for op in operations
-        if op.product is None
-    )
-    compiled = Counter(fuse(operations, kept).kernels)
-    return Work(tuple(products.items()), tuple(eager.items()), tuple(compiled.items()))
+    others = [op for op in operations if op.product is None]
+    moved = [sum(op.moved for op in others if op.is_inside is inside) for inside in (True, False)]
+    eager = Kernels(Amount(*map(float, moved)), len(others))
+    return Work(tuple(products.items()), eager, fuse(operations, kept).kernels)
 
 
 def selected(operations: list[Operation], every: int = 1) -> tuple[set[int], list[Operation]]:

@@ -175,11 +175,10 @@ def _callbacks(config: dict[str, Any]) -> list[Any]:
 
 def write_yaml(candidate: Candidate, config: dict[str, Any], nodes: int, state: StateFormat, number: int) -> str:
     """Returns a candidate's config as text, with its prediction as a comment."""
-    low, high = candidate.interval
     head = [
         f"# Plan {number}: {candidate.layout}",
-        f"# predicted {candidate.time.total:.3g} s a step ({low:.3g} to {high:.3g}), {candidate.throughput:,.0f} a"
-        f" second, MFU {candidate.mfu:.1%}, {candidate.memory.total / 1e9:.1f} GB a rank",
+        f"# predicted {candidate.time.total:.3g} s a step, {candidate.throughput:,.0f} a second, MFU"
+        f" {candidate.mfu:.1%}, {candidate.memory.total / 1e9:.1f} GB a rank",
         f"# why       {candidate.reason}",
     ]
     return "\n".join([*head, yaml.safe_dump(candidate_config(candidate, config, nodes, state), sort_keys=False)])

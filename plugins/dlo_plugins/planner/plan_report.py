@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.planner.candidate import Candidate, Rejection
-from dlo_plugins.planner.interval import Interval, find_interval
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.machine import Machine, load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
@@ -28,7 +25,6 @@ from dlo_plugins.planner.plan_request import Request
 from dlo_plugins.planner.plan_search import PlanSearch, SearchResult, summarise_rejections
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification
-from dlo_plugins.planner.second_model import SecondModel
 from dlo_plugins.planner.unmodelled import find_unmodelled
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 from dlo_plugins.tensor.inference.inferred_rules import has_rules
@@ -55,7 +51,6 @@ class PlannedRun:
         result: Result of the search.
         config: Config of the user.
         state: Bytes of the run's tensors.
-        interval: Interval of the predicted times.
         unmodelled: Sentences on what of the run is not in the figures.
     """
 
@@ -66,7 +61,6 @@ class PlannedRun:
     result: SearchResult
     config: dict[str, Any]
     state: StateFormat
-    interval: Interval
     unmodelled: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> list[Path]:
@@ -88,7 +82,7 @@ class PlannedRun:
 
 def plan_run(
     config: dict[str, Any], model: Any, datamodule: Any, gpus: int, nodes: int | None, options: argparse.Namespace,
-    frozen: Sequence[tuple[FrozenModel, Task]] = (),
+    second_models: int = 0,
 ) -> PlannedRun:  # fmt: skip
     """Returns the plans of a run.
 
@@ -99,7 +93,7 @@ def plan_run(
         gpus: Number of GPUs of all nodes.
         nodes: Number of nodes; None for as few as the machine allows.
         options: Checked options of `dlo plan`.
-        frozen: Second models, each with its task on the meta device.
+        second_models: Number of second models, such as a teacher.
 
     Raises:
         DloError: The model cannot be profiled, no layout is possible, or nothing fits.
@@ -112,7 +106,7 @@ def plan_run(
         )
     state, optimizer = run_state(config, model, options.fix.get("gather"), options.fix.get("reduce"))
     if options.measure is not None:
-        options.machine = measure_here(config, model, datamodule, state, gpus, batch, options)
+        options.machine = measure_here(config, state, gpus, options.out)
     machine = load_machine(options.machine)
     nodes = nodes or -(-gpus // machine.ranks_per_node)
     if gpus % nodes:
@@ -127,12 +121,9 @@ def plan_run(
     verify = None
     if isinstance(model, Task) and profile.blocks:
         verify = RankVerification(model.on_meta(), datamodule, config, nodes, state, request.memory)
-    second = profile_frozen(frozen, model, datamodule, state, machine.device)
-    result = PlanSearch(profile, machine, state, request, second).run(verify)
-    interval = find_interval(machine.device)
-    result.candidates = [replace(candidate, bounds=interval.bounds) for candidate in result.candidates]
-    unmodelled = find_unmodelled(config, optimizer)
-    return PlannedRun(profile, machine, request, nodes, result, config, state, interval, unmodelled)
+    result = PlanSearch(profile, machine, state, request).run(verify)
+    unmodelled = find_unmodelled(config, optimizer, second_models)
+    return PlannedRun(profile, machine, request, nodes, result, config, state, unmodelled)
 
 
 def run_state(
@@ -164,39 +155,12 @@ def run_state(
     return replace(state, state=optimizer.moments * dtype.itemsize, steps_in_backward=in_backward), optimizer
 
 
-def profile_frozen(
-    frozen: Sequence[tuple[FrozenModel, Task]], model: Any, datamodule: Any, state: StateFormat, device: str
-) -> list[SecondModel]:
-    """Returns the profiles of second models, which get the batches of the run's own.
+def measure_here(config: dict[str, Any], state: StateFormat, gpus: int, out: Path | None) -> str:
+    """Measures this machine for a config, writes a machine file, and returns its path."""
+    from dlo_plugins.planner.measurement import measure_machine, write_machine
 
-    Raises:
-        DloError: The forward of one fails on fake tensors.
-    """
-    found = []
-    for one, twin in frozen:
-        name = None if one.dtype is None else str(one.dtype).removeprefix("torch.")
-        dtype = one.dtype or getattr(torch, state.compute)
-        profile = profile_model(
-            twin, batch_of(model, datamodule), twin.parallel_plan(), dtype=dtype,
-            autocast=dtype if one.dtype is None and state.autocasts else None, device=device,
-        )  # fmt: skip
-        found.append(SecondModel(profile, name, one.offload))
-    return found
-
-
-def measure_here(
-    config: dict[str, Any], model: Any, datamodule: Any, state: StateFormat, gpus: int, batch: int,
-    options: argparse.Namespace,
-) -> str:  # fmt: skip
-    """Measures this machine for a config's model, writes a machine file, and returns its path."""
-    from dlo_plugins.planner.machine_measurement import BlockCalls, measure_machine, write_machine
-
-    device = read_device(config)
-    calls = BlockCalls(model.on_meta().model if isinstance(model, Task) else model)
-    profile = profile_run(model, datamodule, state, device, calls)
-    content = measure_machine(profile, calls.found, state.compute, gpus, batch, options.measure, device)
-    path = (options.out or Path()) / "machine.yaml"
-    write_machine(content, path)
+    path = (out or Path()) / "machine.yaml"
+    write_machine(measure_machine(state.compute, gpus, read_device(config)), path)
     return str(path)
 
 
@@ -239,10 +203,8 @@ def state_format(precision: str, *, fused: bool, gather: str | None = None, redu
     )
 
 
-def profile_run(
-    model: Any, datamodule: Any, state: StateFormat, device: str = "cuda", on_block: Any = None
-) -> ModelProfile:
-    """Returns the profile of a config's model; `on_block` gets the calls of its blocks.
+def profile_run(model: Any, datamodule: Any, state: StateFormat, device: str = "cuda") -> ModelProfile:
+    """Returns the profile of a config's model.
 
     Under autocast a layout that gathers parameters in half precision has other activations than one that casts them.
 
@@ -254,27 +216,21 @@ def profile_run(
     model = on_meta(model)
     plan = _completed(model, datamodule) if isinstance(model, Task) else _inferred(model)
     batch = batch_of(model, datamodule)
-    found = profile_formats(model, batch, plan, state, device, on_block)
+    found = profile_formats(model, batch, plan, state, device)
     # Rules of projections that were inferred do not say what runs between them.
     has_own = isinstance(model, Task) and has_rules(model.parallel_plan())
     return found if has_own else replace(found, sequence_parallel=False)
 
 
-def profile_formats(
-    model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str, on_block: Any = None
-) -> ModelProfile:
+def profile_formats(model: Any, batch: Any, plan: ParallelPlan | None, state: StateFormat, device: str) -> ModelProfile:
     """Returns a model's profile on the parameters that a run gathers, and on those that autocast casts if there are."""
     dtype: torch.dtype = getattr(torch, state.compute)
     if not state.autocasts:
-        return profile_model(model, batch, plan, dtype=dtype, device=device, on_block=on_block)
-    gathers_half = state.gathered <= dtype.itemsize
-    uncast = profile_model(
-        model, batch, plan, dtype=torch.float32, autocast=dtype, device=device,
-        on_block=None if gathers_half else on_block,
-    )  # fmt: skip
-    if not gathers_half:
+        return profile_model(model, batch, plan, dtype=dtype, device=device)
+    uncast = profile_model(model, batch, plan, dtype=torch.float32, autocast=dtype, device=device)
+    if state.gathered > dtype.itemsize:
         return uncast
-    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device, on_block=on_block)
+    found = profile_model(model, batch, plan, dtype=dtype, autocast=dtype, device=device)
     return replace(found, uncast=uncast)
 
 
@@ -344,7 +300,6 @@ def report_json(planned: PlannedRun) -> dict[str, Any]:
         "global_batch": planned.request.global_batch,
         "parameters": planned.profile.parameters,
         "layouts": planned.result.count,
-        "interval": asdict(planned.interval),
         "not_in_figures": planned.unmodelled,
         "plans": [candidate.to_json() for candidate in planned.result.candidates],
         "rejected": [
@@ -367,7 +322,6 @@ def report_text(planned: PlannedRun) -> str:
     ]
     for number, candidate in enumerate(planned.result.candidates, 1):
         lines += _candidate_lines(number, candidate, unit)
-    lines.append(f"{planned.interval}")
     lines += [f"not in the figures: {what}" for what in planned.unmodelled]
     rejected = [f"  {rejection}" for rejection in _nearest(planned)]
     lines += ["", "rejected, the nearest:", *rejected] if rejected else []
@@ -383,15 +337,14 @@ def _nearest(planned: PlannedRun) -> list[Rejection]:
 
 def _candidate_lines(number: int, candidate: Candidate, unit: str) -> list[str]:
     time, memory = candidate.time, candidate.memory
-    low, high = candidate.interval
     seconds = [f"{name} {value / time.total:.0%}" for name, value in vars(time).items() if value / time.total >= 0.005]
     parts = [
         f"{f.name} {getattr(memory, f.name) / 1e9:.1f}" for f in fields(RankMemory) if getattr(memory, f.name) > 5e7
     ]
     return [
         f"{number}. {candidate.layout}",
-        f"   {time.total:.3g} s a step ({low:.3g} to {high:.3g}), {candidate.throughput:,.0f} {unit}, MFU"
-        f" {candidate.mfu:.1%}: {', '.join(seconds)}",
+        f"   {time.total:.3g} s a step, {candidate.throughput:,.0f} {unit}, MFU {candidate.mfu:.1%}:"
+        f" {', '.join(seconds)}",
         f"   {memory.total / 1e9:.1f} GB a rank: {', '.join(parts)}"
         + (f"; {format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
         f"   {candidate.reason}" + ("; simulated ranks run it" if candidate.is_verified else ""),

@@ -24,7 +24,6 @@ from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.plan_request import DELAYED, SCHEDULES, Request
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rotor_model import RotorModel, round_budget
-from dlo_plugins.planner.second_model import SecondModel, SecondModels
 from dlo_plugins.planner.step_time import TimeModel
 
 #: Ways to recompute, from none to the one that needs least memory.
@@ -66,21 +65,12 @@ class PlanSearch:
         machine: Machine.
         state: Bytes of the run's tensors.
         request: Resources and wishes.
-        second: Second models of the run.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        machine: Machine,
-        state: StateFormat,
-        request: Request,
-        second: Sequence[SecondModel] = (),
-    ) -> None:
+    def __init__(self, profile: ModelProfile, machine: Machine, state: StateFormat, request: Request) -> None:
         self.profile, self.machine, self.request = profile, machine, request
         self.times = TimeModel(profile, machine, state)
-        self.second = SecondModels(second, machine, state) if second else None
-        self.memory = MemoryModel(self.times, self.second)
+        self.memory = MemoryModel(self.times)
         self.rotor = RotorModel(self.times, self.memory)
         # On a CPU the callback's link is simulated.
         self._offloads = machine.host is not None and machine.device != "cpu"
@@ -218,14 +208,8 @@ class PlanSearch:
                     for zero, each in self._shardings(mesh, count, schedule):
                         shares = mesh.tp > 1 and self.profile.sequence_parallel
                         layout = Layout(mesh, micro_batch, count, schedule, chunks, None, zero, each, shares)
-                        if self._is_possible(layout):
+                        if not self.times.state.steps_in_backward or layout.allows_steps_in_backward:
                             yield layout
-
-    def _is_possible(self, layout: Layout) -> bool:
-        """Returns whether second models can be cut alike, and gradients stepped in backward if they are."""
-        if self.second is not None and not self.second.allows(layout):
-            return False
-        return not self.times.state.steps_in_backward or layout.allows_steps_in_backward
 
     def _shardings(self, mesh: MeshSpec, micro_batches: int, schedule: str) -> Iterator[tuple[int, bool]]:
         """Yields stages of ZeRO, and whether each micro-batch reduces its gradients.
@@ -386,8 +370,6 @@ class PlanSearch:
         time = self.times.step(
             layout, exact=exact, repeated=plan.repeated if plan else (), waits=plan.waits if plan else ()
         )
-        if self.second is not None:
-            time = replace(time, second_model=self.second.seconds(layout))
         return Candidate(
             layout, self.times.split(layout), time,
             memory or self.memory.largest(layout, plan.activations if plan else None),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.in_flight import InFlight, count_in_flight, replay_key
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.memory_walk import MemoryWalk
-from dlo_plugins.planner.second_model import SecondModels
-from dlo_plugins.planner.stage_parameters import Stage, local_bytes, local_count
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.planner.work import Part, Share
+from dlo_plugins.planner.work import Part, Share, Stage, local_bytes, local_count
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class RankMemory:
         working: Activations of the block that runs, and of what it recomputes.
         loss: Logits and the loss's gradients, beyond what the blocks need when they run.
         overhead: Context of the device, and what the allocator takes beyond the tensors.
-        second_model: Parameters of second models, such as a teacher, and what their forwards need beyond the step.
     """
 
     parameters: float
@@ -40,7 +36,6 @@ class RankMemory:
     working: float
     loss: float
     overhead: float
-    second_model: float = 0.0
 
     @property
     def total(self) -> float:
@@ -124,11 +119,10 @@ class MemoryModel:
 
     Args:
         times: Time model, which knows the stages.
-        second: Second models of the run; None for none.
     """
 
-    def __init__(self, times: TimeModel, second: SecondModels | None = None) -> None:
-        self._times, self.state, self._second = times, times.state, second
+    def __init__(self, times: TimeModel) -> None:
+        self._times, self.state = times, times.state
         self._counts: dict[tuple[object, ...], _RankParameters] = {}
         self._known: dict[tuple[object, ...], StageBytes] = {}
         self._groups: dict[tuple[object, ...], tuple[RankGroup, ...]] = {}
@@ -144,16 +138,7 @@ class MemoryModel:
         """
         walks = rotor is None and self._walks
         found = self._walked(layout) if walks else self._of_groups(layout, rotor)
-        return max((self._with_second(memory, layout) for memory in found), key=lambda memory: memory.total)
-
-    def _with_second(self, memory: RankMemory, layout: Layout) -> RankMemory:
-        """Returns a rank's memory with its second models, whose forwards come before the step's own."""
-        if self._second is None:
-            return memory
-        own = memory.gathered + memory.activations + memory.working + memory.loss
-        size = self._second.stored_bytes(layout) + max(0.0, self._second.working_bytes(layout) - own)
-        overhead = memory.overhead + self._times.machine.fragmentation * size
-        return replace(memory, second_model=size, overhead=overhead)
+        return max(found, key=lambda memory: memory.total)
 
     @property
     def _walks(self) -> bool:
@@ -197,9 +182,9 @@ class MemoryModel:
     def ranks(self, layout: Layout, rotor: RankActivations | None = None) -> list[RankMemory]:
         """Returns the memory of each rank of the pipeline."""
         if rotor is None and self._walks:
-            return [self._with_second(memory, layout) for memory in self._walked(layout)]
+            return self._walked(layout)
         by_stage = {
-            stages: self._with_second(memory, layout)
+            stages: memory
             for group, memory in zip(self.groups(layout), self._of_groups(layout, rotor), strict=True)
             for stages in group.ranks
         }
@@ -242,8 +227,6 @@ class MemoryModel:
         stages, machine = self._times.stages(layout), self._times.machine
         tensors = (memory - machine.reserved) / (1 + machine.fragmentation)
         groups = self.groups(layout)
-        if self._second is not None:
-            tensors -= self._second.stored_bytes(layout)
         return tensors - max(sum(self._state(layout, stages, group.ranks[0], region)) for group in groups)
 
     def _sum(self, state: tuple[float, float, float, float], activations: tuple[float, float, float]) -> RankMemory:
@@ -342,7 +325,7 @@ class MemoryModel:
                     loss = self.loss_bytes(layout)
                     continue
                 kept += times * (saved + part.output.on(share))
-                buffers = exchanged_bytes(part, layout)
+                buffers = layout.exchanged_bytes(part)
                 working = max(working, everything - saved + part.transient.on(share) + buffers)
             self._known[key] = StageBytes(kept, working, loss)
         return self._known[key]

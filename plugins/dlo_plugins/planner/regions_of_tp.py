@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ class PartParameters(NamedTuple):
         fixed: Bytes of frozen ones with a dtype of their own.
         experts: Number of those in `every` that `ep` divides.
         trained_experts: Number of trained ones.
-        partial: Number of trained ones whose gradients the ranks of `tp` sum.
         cast: Number of those that autocast casts.
     """
 
@@ -37,7 +36,6 @@ class PartParameters(NamedTuple):
     fixed: Amount
     experts: Amount
     trained_experts: Amount
-    partial: Amount
     cast: Amount
 
 
@@ -47,14 +45,10 @@ class PassedBytes(NamedTuple):
     Attributes:
         entered: Bytes of the region's input.
         left: Bytes of its output.
-        again: Bytes of the input that backward gathers once more.
-        key_value: Bytes of the one key and value of multi-query attention.
     """
 
     entered: float
     left: float = 0.0
-    again: float = 0.0
-    key_value: float = 0.0
 
 
 class TensorRegions:
@@ -67,7 +61,6 @@ class TensorRegions:
     Attributes:
         sizes: Sizes of the axis `tp` that divide the model.
         why_not: Reason why it cannot be divided, under the key `tp`.
-        on_leave: Function to call when activations leave a region.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan | None) -> None:
@@ -89,7 +82,6 @@ class TensorRegions:
         self._experts = set(found.experts)
         self._state: dict[str, str] = {}
         self._passed: dict[str, PassedBytes] = {}
-        self.on_leave: Callable[[], None] | None = None
 
     def _divides(self, tp: int) -> bool:
         assert self._found is not None
@@ -112,7 +104,7 @@ class TensorRegions:
             name: Name of the module.
             default: Bytes of each for a region of which no call was seen.
         """
-        unseen = PassedBytes(default, default, default)
+        unseen = PassedBytes(default, default)
         found = [self._passed.get(key, unseen) for key in self.regions_in(name)]
         return PassedBytes(*(sum(sizes) for sizes in zip(*found, strict=True))) if found else PassedBytes(0.0)
 
@@ -120,25 +112,18 @@ class TensorRegions:
     def watched(self) -> Iterator[None]:
         """Counts the bytes that enter and leave each region inside the block.
 
-        Autocast makes them differ: what enters has the dtype of the layer before, what leaves that of products, and so
-        has the input that backward gathers again for weight gradients.
+        Autocast makes them differ: what enters has the dtype of the layer before, what leaves that of products.
         """
         handles: list[Any] = []
         for name, region in (self._found or TPPlan()).regions.items():
             if not region.columns or not region.rows:
                 continue
-            columns = [self._model.get_submodule(column) for column in region.columns]
-            # Other projections save the gathered input.
-            defers = all(type(column) is nn.Linear and column.weight.requires_grad for column in columns)
-            features = region.gathered.get(region.columns[0], 0)
-            enter = functools.partial(self._enter, name, defers, features)
-            leave = functools.partial(self._leave, name)
-            handles.append(columns[0].register_forward_hook(enter, with_kwargs=True))
-            handles.append(self._model.get_submodule(region.rows[-1]).register_forward_hook(leave))
+            first, last = (self._model.get_submodule(end) for end in (region.columns[0], region.rows[-1]))
+            handles.append(first.register_forward_hook(functools.partial(self._enter, name), with_kwargs=True))
+            handles.append(last.register_forward_hook(functools.partial(self._leave, name)))
         for name in self._experts:
             experts = self._model.get_submodule(name)
-            enter = functools.partial(self._enter, name, True, 0)
-            handles.append(experts.register_forward_hook(enter, with_kwargs=True))
+            handles.append(experts.register_forward_hook(functools.partial(self._enter, name), with_kwargs=True))
             handles.append(experts.register_forward_hook(functools.partial(self._leave, name)))
         try:
             yield
@@ -146,19 +131,15 @@ class TensorRegions:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str, defers: bool, features: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, made = _first((args, kwargs)), _first(output)
         if given is not None and made is not None:
-            again = float(given.numel() * made.element_size()) if defers else 0.0
-            key_value = made.nbytes * features / made.shape[-1]
-            self._passed[name] = PassedBytes(float(given.nbytes), float(made.nbytes), again, key_value)
+            self._passed[name] = PassedBytes(float(given.nbytes), float(made.nbytes))
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         made = _first(output)
         if made is not None and name in self._passed:
             self._passed[name] = self._passed[name]._replace(left=float(made.nbytes))
-        if self.on_leave is not None:
-            self.on_leave()
 
     def classify(self, stack: list[nn.Module], is_product: bool) -> tuple[Dim, bool | None]:
         """Returns the dim of a product that is divided, and whether the result is divided: None if its operands decide.
@@ -210,7 +191,6 @@ class TensorRegions:
             cast: Names of the parameters that autocast casts.
         """
         divisions = self._found.divisions if self._found is not None else {}
-        summed = self._found.partial if self._found is not None else set()
         found = {name: [[0.0, 0.0] for _ in PartParameters._fields] for name in (*blocks, "stem", "head")}
         tied = [0.0, 0.0]
         owners: dict[int, str] = {}
@@ -225,13 +205,12 @@ class TensorRegions:
                     tied[at] += parameter.numel()
                 continue
             owners[id(parameter)] = part
-            every, trained, fixed, divided, trained_divided, partial, _ = found[part]
+            every, trained, fixed, divided, trained_divided, _ = found[part]
             if not parameter.requires_grad and parameter.dtype != torch.get_default_dtype():
                 fixed[at] += parameter.nbytes
                 continue
             every[at] += parameter.numel()
             trained[at] += parameter.numel() * parameter.requires_grad
-            partial[at] += parameter.numel() * (parameter.requires_grad and name in summed)
             if name in experts:
                 divided[at] += parameter.numel()
                 trained_divided[at] += parameter.numel() * parameter.requires_grad

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_framework.errors import DloError
-from dlo_plugins.planner.expert_exchange import exchanged_bytes
 from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.rank_memory import MemoryModel, RankActivations, RankGroup
 from dlo_plugins.planner.step_time import TimeModel
@@ -255,7 +254,7 @@ class RotorModel:
     def _stage(self, part: Part, layout: Layout) -> Stage:
         share, compiled = self._times.share(layout), self._times.state.compiled
         output = math.ceil(part.output.on(share))
-        transient = math.ceil(part.transient.on(share) + exchanged_bytes(part, layout))
+        transient = math.ceil(part.transient.on(share) + layout.exchanged_bytes(part))
         casts = math.ceil(self._times.cast_bytes(part, layout))
         inside = math.ceil(part.modes["none"].kept(compiled).on(share)) + casts
         modes = []

@@ -11,23 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
-from dlo_plugins.planner.expert_exchange import part_exchange
 from dlo_plugins.planner.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
-from dlo_plugins.planner.stage_parameters import (
-    Stage,
-    cast_count,
-    divides_end,
-    expert_count,
-    local_bytes,
-    local_count,
-    partial_count,
-)
-from dlo_plugins.planner.stage_split import split_blocks
-from dlo_plugins.planner.work import Part, Share
+from dlo_plugins.planner.work import Part, Share, Stage, cast_count, expert_count, local_bytes, local_count
 
 #: Seconds of a micro-batch in a stage: forward, backward, and the parts of a step that they are made of.
 _Seconds = tuple[float, float, dict[str, float]]
@@ -49,7 +39,6 @@ class StepTime:
         gradients: Exposed reduction of gradients.
         bubble: Wait for other stages of the pipeline, messages included.
         optimizer: Optimizer step.
-        second_model: Forwards of second models, such as a teacher.
         experts: Exchange of tokens between the ranks of `ep`.
         copies: Waits for activations on their way to the host and back.
     """
@@ -62,7 +51,6 @@ class StepTime:
     gradients: float
     bubble: float
     optimizer: float
-    second_model: float = 0.0
     experts: float = 0.0
     copies: float = 0.0
 
@@ -151,10 +139,10 @@ class TimeModel:
         return PartTime(
             seconds(part.forward) + cast,
             seconds(part.backward, backward=True) + cast,
-            seconds(way.repeated) + cast * (way.repeated.kernels > 0),
+            seconds(way.repeated) + cast * (way.repeated.eager.count > 0),
             (forward, backward, again if way.gathers_again else 0.0),
             self._ring(part, layout, mode),
-            part_exchange(self.machine, part, mode, layout),
+            self._exchange(part, layout, mode),
         )
 
     def _sums(self, part: Part, layout: Layout) -> tuple[float, float, float]:
@@ -168,32 +156,27 @@ class TimeModel:
             return 0.0, 0.0, 0.0
         if not part.collectives:
             return self._ends(part, layout)
-        rows = layout.micro_batch / mesh.cp
+        sizes = (part.left, part.entered)
         if layout.sequence_parallel:
-            size = (part.left + part.entered) / 2 * rows / part.collectives
-            copies = layout.micro_batch > 1 and not self.state.sequence_first
-            # Half of the products of backward are of inputs' gradients.
-            beside = sum(
-                count * self.machine.product_seconds(product.on(self.share(layout)), self.state.compute, backward=True)
-                for product, count in part.backward.products
-                if not product.is_attention
-            ) / (2 * part.collectives)  # fmt: skip
-            forward, backward = (
-                self.machine.region_seconds(size, mesh.tp, beside, backward=back, copies=copies)
-                for back in (False, True)
-            )
-        else:
-            forward, backward = (
-                self.machine.collective_seconds(size * rows / part.collectives, mesh.tp, 1, reduces_and_gathers=True)
-                for size in (part.left, part.entered)
-            )
-        last = 0.0 if part.repeats_last else forward * (0.5 if layout.sequence_parallel else 1.0)
-        key_value = [
-            self.machine.collective_seconds(part.key_value * rows, mesh.tp, 1, kind=kind)
-            for kind in ("all_gather", "reduce_scatter")
-        ]
-        forward, backward = part.collectives * forward + key_value[0], part.collectives * backward + key_value[1]
-        return forward, backward, forward - last
+            sizes = ((part.left + part.entered) / 2,) * 2
+        rows = layout.micro_batch / mesh.cp / part.collectives
+        forward, backward = (
+            part.collectives * self.machine.collective_seconds(size * rows, mesh.tp, 1, reduces_and_gathers=True)
+            for size in sizes
+        )
+        # Backward gathers a region's input once more, beside the products of its gradient.
+        again = (self.machine.overlap_slowdown - 1) * forward / 2 if layout.sequence_parallel else 0.0
+        return forward, backward + again, forward
+
+    def _exchange(self, part: Part, layout: Layout, mode: str) -> tuple[float, float, float]:
+        """Returns the seconds of a micro-batch's exchange under `ep`: forward, backward and what backward repeats.
+
+        With k experts of a token, a rank's T tokens of width D take 2 k T D (1 - 1 / ep) elements in forward, to the
+        experts and back, and as many in backward; routers are taken as balanced. Nothing overlaps it.
+        """
+        size, mesh = layout.exchanged_bytes(part), layout.mesh
+        once = 2 * self.machine.exchange_seconds(size / 2, mesh.ep, mesh.tp)
+        return once, once, once if repeats_messages(mode) else 0.0
 
     def _ends(self, part: Part, layout: Layout) -> tuple[float, float, float]:
         """Returns the time of the communication of a stem or a head that `tp` divides.
@@ -203,7 +186,9 @@ class TimeModel:
         """
         profile = self.profile_of(layout)
         is_head = part is profile.head
-        if not (profile.blocks and divides_end(part, profile)):
+        # A tied weight is among the stem's parameters.
+        divided = part.parameters.inside + (profile.tied.inside if is_head else 0.0)
+        if not (profile.blocks and divided and (is_head or part is profile.stem)):
             return 0.0, 0.0, 0.0
         size = profile.blocks[0].gathered * layout.micro_batch / layout.mesh.cp
         seconds = self.machine.collective_seconds(size, layout.mesh.tp, 1, reduces_and_gathers=True)
@@ -214,8 +199,7 @@ class TimeModel:
         """Returns the time in which autocast casts a part's weights, and backward their gradients back."""
         size = self.state.casts(layout)
         moved = self.cast_bytes(part, layout) * (1 + self.state.parameter / size) if size else 0.0
-        weights = sum(count for product, count in part.forward.products if not product.is_attention)
-        return self.machine.moving_seconds(moved, "cast", max(weights, 1))
+        return self.machine.moving_seconds(moved)
 
     def cast_bytes(self, part: Part, layout: Layout) -> float:
         """Returns the bytes of the casts of a part's weights on a rank."""
@@ -348,7 +332,6 @@ class TimeModel:
             makespan = max(busy, makespan / self.machine.contention)
         sums = {name: count * sum(costs[stage][2][name] for stage in own) for name in costs[0][2]}
         sums["recompute"] += count * sum(more[stage] + forward[stage] * (stage in again) for stage in own)
-        sums["tensor"] += self._partial_sums(layout, [stages[stage] for stage in own])
         copies = count * sum(waiting[stage] for stage in own)
         distinct = {id(stage): (stage, cost[1]) for stage, cost in zip(stages, costs, strict=True)}.values()
         gradients = max(self._gradient_sync(layout, stage, seconds) for stage, seconds in distinct)
@@ -520,23 +503,49 @@ class TimeModel:
             return seconds * times + once
         return self.machine.exposed(seconds + once, backward) + (times - 1) * self.machine.exposed(seconds, backward)
 
-    def _partial_sums(self, layout: Layout, stages: Sequence[Stage]) -> float:
-        """Returns the time in which the ranks of `tp` sum the gradients of parameters that all of them have."""
-        size = sum(partial_count(stage, layout) for stage in stages) * self.state.gradient
-        return self.machine.collective_seconds(size, layout.mesh.tp, 1, reduces_and_gathers=True)
-
     def _part_reduction(self, part: Part, layout: Layout) -> float:
         mesh, one = layout.mesh, ((part, "", 1),)
         experts = expert_count(one, mesh.tp, trained=True) if mesh.ep > 1 else 0.0
         size = (local_count(one, mesh.tp, trained=True) - experts) * self.state.reduced
-        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp, kind="reduce_scatter")
+        seconds = self.machine.collective_seconds(size, layout.sharers, mesh.tp)
         size = experts / mesh.ep * self.state.reduced
-        return seconds + self.machine.collective_seconds(
-            size, layout.expert_sharers, mesh.tp * mesh.ep, kind="reduce_scatter"
-        )
+        return seconds + self.machine.collective_seconds(size, layout.expert_sharers, mesh.tp * mesh.ep)
 
     def _optimizer(self, layout: Layout, stage: Stage) -> float:
         trained = local_count(stage, layout.mesh.tp, trained=True)
         own = trained / layout.state_sharers
         size = own * (self.state.parameter + self.state.gradient + self.state.state)
-        return self.machine.optimizer_seconds(own * self.state.parameter, _OPTIMIZER_TRAFFIC * size)
+        return self.machine.moving_seconds(_OPTIMIZER_TRAFFIC * size)
+
+
+def split_blocks(costs: Sequence[float], stages: int, stem: float, head: float) -> tuple[int, ...]:
+    """Returns the number of blocks of each stage, with the least cost of the most expensive stage.
+
+    Equal blocks need no search: among the splits with the least maximum, stages in the middle get the most blocks, as
+    the first stages have the most micro-batches in flight.
+
+    Args:
+        costs: Costs of the blocks.
+        stages: Number of stages.
+        stem: Cost of what the first stage runs before its blocks.
+        head: Cost of what the last stage runs after its blocks.
+    """
+    if max(costs) - min(costs) > 1e-9 * max(costs):
+        return tuple(balance_stages(costs, stages, stem, head))
+    cost, blocks = costs[0], len(costs)
+    around = [stem, *[0.0] * (stages - 2), head]
+    limits = {count * cost + extra for count in range(1, blocks + 1) for extra in (0.0, stem, head)}
+    for limit in sorted(limits):
+        most = [int((limit - extra) / cost + 1e-9) for extra in around]
+        if min(most) >= 1 and sum(most) >= blocks:
+            return tuple(_reduce(most, sum(most) - blocks))
+    return tuple(balance_stages(costs, stages, stem, head))
+
+
+def _reduce(counts: list[int], excess: int) -> list[int]:
+    """Returns counts with an excess taken off the largest ones, the first stages before the others."""
+    while excess:
+        at = counts.index(max(counts))
+        counts[at] -= 1
+        excess -= 1
+    return counts

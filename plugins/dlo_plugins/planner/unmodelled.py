@@ -36,12 +36,13 @@ _PARTS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
 )
 
 
-def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState) -> list[str]:
+def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState, second_models: int = 0) -> list[str]:
     """Returns a sentence for each part of a run that the figures lack.
 
     Args:
         config: Config of the user.
         optimizer: State of the run's optimizer.
+        second_models: Number of second models, such as a teacher.
     """
     found = []
     for name, counts, what in _PARTS:
@@ -51,6 +52,8 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState) -> list[s
     strategy = strategy_options((config.get("trainer") or {}).get("strategy"))
     if strategy.get("async_tp"):
         found.append("async_tp: communication of tp that overlaps computation; all of it is exposed")
+    if second_models:
+        found.append("the second model, such as a teacher: its parameters take memory, and its forward time")
     if optimizer.error:
         found.append(
             f"the optimizer, which could not be built without a trainer ({optimizer.error}): Adam's two moments"

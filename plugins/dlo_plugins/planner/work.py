@@ -6,13 +6,8 @@ of a mesh has, so that a model is profiled once for all meshes.
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
-
-from dlo_plugins.planner.kernel_kind import Kind
 
 #: Dim of a matrix product.
 Dim = Literal["", "m", "n", "k", "batch"]
@@ -142,24 +137,19 @@ class Product:
         return left, right
 
 
-class Kernel(NamedTuple):
-    """Kernel that memory bounds.
+class Kernels(NamedTuple):
+    """Kernels that memory bounds.
 
     Attributes:
-        kind: Kind of its work.
-        moved: Bytes that it reads and writes.
+        moved: Bytes that all of them read and write.
+        count: Number of kernels.
     """
 
-    kind: Kind
-    moved: Amount
-
-    def times(self, factor: float) -> Kernel:
-        """Returns a kernel that moves a multiple of the bytes."""
-        return Kernel(self.kind, _NOTHING.plus(self.moved, factor))
+    moved: Amount = _NOTHING
+    count: int = 0
 
 
-#: Kernels and how often each occurs.
-Kernels = tuple[tuple[Kernel, int], ...]
+_NO_KERNELS = Kernels()
 
 
 @dataclass(frozen=True)
@@ -173,59 +163,13 @@ class Work:
     """
 
     products: tuple[tuple[Product, int], ...] = ()
-    eager: Kernels = ()
-    compiled: Kernels = ()
+    eager: Kernels = _NO_KERNELS
+    compiled: Kernels = _NO_KERNELS
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the matrix products, without parallelism."""
         return sum(product.flops * count for product, count in self.products)
-
-    @functools.cached_property
-    def moved(self) -> Amount:
-        """Bytes that the other operations read and write, each as a kernel of its own."""
-        return _moved(self.eager)
-
-    @functools.cached_property
-    def fused(self) -> Amount:
-        """The same bytes if neighbouring operations are one kernel."""
-        return _moved(self.compiled)
-
-    @functools.cached_property
-    def kernels(self) -> int:
-        """Number of kernels, each operation as its own."""
-        return sum(count for _, count in self.eager)
-
-    @functools.cached_property
-    def fused_kernels(self) -> int:
-        """Number of kernels if neighbouring operations are one."""
-        return sum(count for _, count in self.compiled)
-
-    @classmethod
-    def sum(cls, parts: Iterable[Work]) -> Work:
-        """Returns the work of several parts."""
-        every = list(parts)
-        return cls(
-            _merged(part.products for part in every),
-            _merged(part.eager for part in every),
-            _merged(part.compiled for part in every),
-        )
-
-
-def _merged(parts: Iterable[tuple[tuple[Any, int], ...]]) -> tuple[tuple[Any, int], ...]:
-    """Returns how often each item occurs in all parts."""
-    found: Counter[Any] = Counter()
-    for part in parts:
-        for item, count in part:
-            found[item] += count
-    return tuple(found.items())
-
-
-def _moved(kernels: Kernels) -> Amount:
-    found = _NOTHING
-    for kernel, count in kernels:
-        found = found.plus(kernel.moved, count)
-    return found
 
 
 @dataclass(frozen=True)
@@ -292,17 +236,10 @@ class Part:
         trained_experts: Numbers of trained ones.
         exchanged: Bytes of the tokens that its mixtures send to experts in forward, and of the outputs that return.
         cast: Number of parameters that autocast casts in each forward.
-        partial: Number of trained parameters of its divided regions that all ranks of `tp` have, which sum the
-            gradients.
         collectives: Number of divided regions; each sums its output in forward, and its input's gradient in backward.
         gathered: Bytes of its input.
         entered: Bytes of the inputs of its divided regions.
         left: Bytes of their outputs.
-        gathered_again: Bytes of the inputs that backward gathers once more under a sharded sequence.
-        key_value: Bytes of the one key and value of multi-query attention, which the ranks of `tp` gather in forward;
-            backward scatters the sum of their gradients.
-        repeats_last: Whether a repeated forward needs the last region's output. torch ends it at the last tensor that
-            backward needs.
         gradients_at_peak: Share of the gradients of its parameters that exist at the peak of backward.
     """
 
@@ -322,10 +259,45 @@ class Part:
     trained_experts: Amount = _NOTHING
     exchanged: float = 0.0
     cast: Amount = _NOTHING
-    partial: float = 0.0
     entered: float = 0.0
     left: float = 0.0
-    gathered_again: float = 0.0
-    key_value: float = 0.0
-    repeats_last: bool = True
     gradients_at_peak: float = 1.0
+
+
+#: Parts of a stage, each with its mode of recomputation and how often it occurs.
+Stage = tuple[tuple[Part, str, int], ...]
+
+
+def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) -> float:
+    """Returns the number of parameters of a stage on a rank of the axes `tp` and `ep`, before they are sharded.
+
+    With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
+    """
+    amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
+    found = sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+    return found if ep == 1 else found - expert_count(stage, tp, trained=trained) * (1 - 1 / ep)
+
+
+def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
+    """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
+    amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
+    return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+
+
+def cast_count(part: Part, tp: int, ep: int) -> float:
+    """Returns the number of a part's parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
+    found = part.cast.inside / tp + part.cast.outside
+    return found - expert_count(((part, "", 1),), tp) * (1 - 1 / ep) if found else 0.0
+
+
+def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:
+    """Returns the bytes of a stage's parameters on a rank of the axes `tp` and `ep`, before they are sharded.
+
+    Args:
+        stage: Parts of the stage.
+        tp: Size of the axis.
+        element: Bytes of a parameter in the run's dtype; others have a size of their own.
+        ep: Size of the axis; see :func:`local_count`.
+    """
+    fixed = sum(times * (part.fixed.inside / tp + part.fixed.outside) for part, _, times in stage)
+    return element * local_count(stage, tp, ep=ep) + fixed

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from dlo_plugins.planner.expert_exchange import exchange_seconds
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_description import describe_mesh
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
-from dlo_plugins.planner.expert_exchange import exchange_seconds
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model

@@ -72,7 +72,7 @@ def test_backward_ends_at_the_first_trained_block() -> None:
     assert profile.blocks[3].backward.flops == full.blocks[3].backward.flops
     # Norms come first in a block, so that products need the gradients of their inputs, and the block does not.
     assert profile.blocks[2].backward.flops == profile.blocks[3].backward.flops
-    assert profile.blocks[2].backward.moved.total < profile.blocks[3].backward.moved.total
+    assert profile.blocks[2].backward.eager.moved.total < profile.blocks[3].backward.eager.moved.total
     assert len({block.gathered for block in profile.blocks}) == 1
 
 

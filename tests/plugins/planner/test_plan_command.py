@@ -43,7 +43,6 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
     assert found["global_batch"] == 16
     for plan in found["plans"]:
         assert sum(plan["seconds"].values()) == pytest.approx(plan["step_seconds"])
-        assert plan["interval_seconds"][0] < plan["step_seconds"] < plan["interval_seconds"][1]
         assert plan["verified"]
         parts = [size for name, size in plan["memory_bytes"].items() if name != "total"]
         assert sum(parts) == pytest.approx(plan["memory_bytes"]["total"])

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from dlo_plugins.planner.stage_split import split_blocks
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
@@ -13,7 +14,6 @@ from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Host, load_machine
 from dlo_plugins.planner.plan_request import Request
 from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
-from dlo_plugins.planner.stage_split import split_blocks
 from support.planner_models import llama
 
 

@@ -19,9 +19,7 @@ from support.planner_models import gpt, llama
 GIB = 2**30
 #: Megatron's kernels are fused by hand, and gradients are reduced after backward.
 MEGATRON_2021 = StateFormat("float16", 2, 2, 2, 2, 16.0, fused=True, overlaps=False)
-MEGATRON_2022 = replace(
-    MEGATRON_2021, gradient=4, state=12.0, accumulates_in_products=True, frees_sent=True, sequence_first=True
-)
+MEGATRON_2022 = replace(MEGATRON_2021, gradient=4, state=12.0, accumulates_in_products=True, frees_sent=True)
 TORCHTITAN = StateFormat()
 
 #: TP, PP, stages of a rank, micro-batch, global batch, layers, width, heads, GPUs, seconds.
