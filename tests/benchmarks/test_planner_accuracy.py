@@ -1,0 +1,48 @@
+"""What `dlo plan` predicts beside what was measured: the order of steps, and memory (benchmarks/planner_measured.py)."""
+
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlo_plugins.planner.machine import Link, Machine, load_machine
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STORED: dict[str, dict[str, float]] = json.loads((BENCHMARKS / "results" / "planner_measured.json").read_text())
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    import planner_measured
+
+    return planner_measured
+
+
+def _machine() -> Machine:
+    """Returns the two cores on which steps were measured: a rank waits a time slice for another that has its core."""
+    link = Link({1: 1e9}, 3e-3)
+    return replace(load_machine("cpu"), node=link, overlap_slowdown=2.0, cores=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_order_of_predicted_steps_is_that_of_measured_ones(benchmark: Any, ranks: int) -> None:
+    names = {f"{one}, {one.ranks} ranks": one for one in benchmark.TIME}
+    cases = [(names[name], seconds) for name, seconds in STORED["step_ms"].items() if names[name].ranks == ranks]
+    guesses = [benchmark.predicted(one, _machine()).time.total for one, _ in cases]
+    assert benchmark.rank_correlation(guesses, [seconds for _, seconds in cases]) >= 0.9
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_within_a_tenth_of_measured(benchmark: Any) -> None:
+    names, machine = {f"{one}, {one.ranks} ranks": one for one in benchmark.MEMORY}, load_machine("cpu")
+    errors = {}
+    for name, size in STORED["memory_mb"].items():
+        memory = benchmark.predicted(names[name], machine).memory
+        errors[name] = (memory.total - memory.overhead) / 1e6 / size - 1
+    assert max(map(abs, errors.values())) < 0.1, errors
+    assert statistics.mean(map(abs, errors.values())) < 0.03
