@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.host_link import LinkClock, SimulatedLink
-from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import keep_fastest, solve
 from dlo_plugins.remat.schedule import Schedule

@@ -28,13 +28,13 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import Layout, StateFormat
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile
 from dlo_plugins.planner.optimizer_state import measure_optimizer
 from dlo_plugins.planner.plan_config import candidate_config
 from dlo_plugins.planner.plan_report import profile_formats, state_format
+from dlo_plugins.planner.plan_search import Candidate
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.strategies.mesh import MeshStrategy

@@ -12,10 +12,9 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import profile_model
-from dlo_plugins.planner.plan_request import Request
 from dlo_plugins.planner.plan_search import PlanSearch
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.planner.step_time import StepTime

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import matplotlib
 
-from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import keep_fastest
 from dlo_plugins.remat.schedule_plot import draw_schedule

@@ -1,4 +1,4 @@
-"""What `dlo plan` predicts beside what was measured: the order of steps, and memory (benchmarks/planner_measured.py)."""
+"""Predictions of `dlo plan` beside what was measured: the order of steps, and memory; see planner_measured.py."""
 
 import json
 import statistics

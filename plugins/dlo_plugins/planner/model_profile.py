@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.batches import batch_size, map_rows
@@ -27,11 +29,109 @@ from dlo_framework.fake_kernels import FakeKernels
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
-from dlo_plugins.planner.device_autocast import CastWeights, cast_parameters, device_autocast
-from dlo_plugins.planner.expert_profile import ExpertProfile
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
-from dlo_plugins.planner.regions_of_tp import PartParameters, TensorRegions
+from dlo_plugins.planner.regions_of_tp import ExpertProfile, PartParameters, TensorRegions
 from dlo_plugins.planner.work import Amount, Part
+
+_HALF = (torch.bfloat16, torch.float16)
+#: Functions that autocast computes in single precision on a GPU (torch.amp, "CUDA Ops that can autocast to float32").
+#: Left out are a few losses for pairs and margins.
+_SINGLE = {
+    *("layer_norm", "group_norm", "rms_norm", "normalize", "norm", "softmax", "log_softmax", "softmin", "softplus"),
+    *(
+        "pow",
+        "square",
+        "__pow__",
+        "__rpow__",
+        "__rtruediv__",
+        "__rdiv__",
+        "exp",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "reciprocal",
+    ),
+    *("rsqrt", "sum", "prod", "cumsum", "cumprod", "cosine_similarity", "cdist", "dist", "tan", "sinh", "cosh"),
+    *("acos", "asin", "erfinv", "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "mse_loss"),
+    *("l1_loss", "smooth_l1_loss", "huber_loss", "cosine_embedding_loss", "margin_ranking_loss"),
+}
+
+
+@contextlib.contextmanager
+def device_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Chooses the dtypes of operations as autocast does on a type of device, for fake tensors of a CPU.
+
+    Args:
+        device: Type of the device.
+        dtype: Dtype of matrix products; None for no autocast.
+    """
+    if dtype is None:
+        yield
+        return
+    single = contextlib.nullcontext() if device == "cpu" else _SingleFunctions()
+    with torch.autocast("cpu", dtype=dtype), single:
+        yield
+
+
+class _SingleFunctions(TorchFunctionMode):
+    """Mode in which functions of the GPU's list get operands in single precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function of torch."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _SINGLE and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_single, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _single(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
+
+
+class CastWeights(TorchDispatchMode):
+    """Mode that finds the parameters that autocast casts to half precision; enter it inside a `FakeTensorMode`.
+
+    Args:
+        module: Module with fake parameters.
+        stack: Modules whose forward is running, the innermost last.
+
+    Attributes:
+        found: Names of the parameters. Of tied ones only those of the modules that cast them.
+    """
+
+    def __init__(self, module: nn.Module, stack: list[nn.Module]) -> None:
+        super().__init__()
+        self._stack = stack
+        self._names: Mapping[int, str] = {id(part): name for name, part in module.named_modules()}
+        self._owners: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(parameter), []).append(name)
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator."""
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in _HALF:
+            names = self._owners.get(id(args[0]), [])
+            running = self._names.get(id(self._stack[-1])) if self._stack else None
+            own = [name for name in names if name.rpartition(".")[0] == running] if len(names) > 1 else names
+            self.found.update(own)
+        return func(*args, **(kwargs or {}))
+
+
+def cast_parameters(module: nn.Module, names: set[str], dtype: torch.dtype) -> None:
+    """Replaces fake parameters by ones of another dtype; a tied one only where its module is named."""
+    made: dict[int, nn.Parameter] = {}
+    for name in sorted(names):
+        parent, _, key = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        old = owner._parameters[key]
+        assert old is not None
+        if id(old) not in made:
+            made[id(old)] = nn.Parameter(torch.empty_like(old, dtype=dtype), requires_grad=old.requires_grad)
+        owner._parameters[key] = made[id(old)]
+
 
 #: Rows of the profiled micro-batch: batch norm needs more than one value.
 ROWS = 2

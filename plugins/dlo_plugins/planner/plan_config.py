@@ -10,8 +10,8 @@ import yaml
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.planner.candidate import Candidate
 from dlo_plugins.planner.layout import StateFormat
+from dlo_plugins.planner.plan_search import Candidate
 
 #: Appliers of a config that the plan replaces; others, such as CompileBlocks, stay.
 _REPLACED = ("ActivationCheckpoint", "FullyShard", "TensorParallel", "ContextParallel", "ExpertParallel")

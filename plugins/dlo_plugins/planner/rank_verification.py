@@ -26,9 +26,9 @@ from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
 from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches, simulated_precision
-from dlo_plugins.planner.candidate import Candidate, Rejection
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.plan_config import mesh_strategy
+from dlo_plugins.planner.plan_search import Candidate, Rejection
 from dlo_plugins.planner.rank_memory import RankMemory
 from dlo_plugins.strategies.mesh import MeshStrategy
 

@@ -14,12 +14,10 @@ from dlo_plugins.planner.layout import Layout
 from dlo_plugins.planner.rank_memory import MemoryModel, RankActivations, RankGroup
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Part
-from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.least_memory import LeastMemory
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.planning import MeasuredChain
-from dlo_plugins.remat.rotor import solve
+from dlo_plugins.remat.rotor import LeastMemory, solve
 from dlo_plugins.remat.schedule import Node, Recompute, Schedule
 from dlo_plugins.remat.transfer_plan import offloaded_bytes
 

@@ -26,7 +26,7 @@ from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.plan_config import read_batch, read_device
 from dlo_plugins.planner.plan_report import first_batch, profile_formats, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
-from dlo_plugins.planner.run_layout import read_layout
+from dlo_plugins.planner.run_memory import read_layout
 from dlo_plugins.planner.step_time import TimeModel
 
 if TYPE_CHECKING:

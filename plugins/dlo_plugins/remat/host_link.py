@@ -12,7 +12,7 @@ from dlo_framework.copy_streams import copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError
 from dlo_framework.units import parse_bytes
 from dlo_plugins.remat.allocation_log import host_memory
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Link
 
 _MEASURED_BYTES, _MEASURED_COPIES = 2**26, 4
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 from dlo_plugins.remat.budget import Budget
-from dlo_plugins.remat.chain import Chain, Stage
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link, Stage
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import BudgetTooSmall, keep_fastest, solve, solve_units
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule

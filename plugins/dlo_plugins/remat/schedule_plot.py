@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from dlo_plugins.remat.chain import Chain
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link
 from dlo_plugins.remat.schedule import OperationKind, Schedule
 from dlo_plugins.remat.schedule_simulation import Simulation, simulate
 from dlo_plugins.remat.transfer_plan import node_costs

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link
 from dlo_plugins.remat.schedule import (
     Keep,
     Node,

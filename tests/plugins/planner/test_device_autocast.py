@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.planner.device_autocast import CastWeights, cast_parameters, device_autocast
+from dlo_plugins.planner.model_profile import CastWeights, cast_parameters, device_autocast
 from dlo_plugins.planner.operation_recorder import running_modules
 
 _WIDTH = 8

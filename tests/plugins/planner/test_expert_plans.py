@@ -16,14 +16,13 @@ from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_description import describe_mesh
 from dlo_plugins.mesh.mesh_simulation import simulate_ranks
-from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_request import Request
 from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.rank_verification import shorten_axes
-from dlo_plugins.planner.run_layout import read_layout
+from dlo_plugins.planner.run_memory import read_layout
 from dlo_plugins.planner.step_time import TimeModel
 from dlo_plugins.planner.work import Share
 from dlo_plugins.strategies.mesh import MeshStrategy

@@ -8,12 +8,10 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner import rank_verification
-from dlo_plugins.planner.candidate import Candidate, Rejection
-from dlo_plugins.planner.layout import Layout, StateFormat
+from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
-from dlo_plugins.planner.plan_request import Request
-from dlo_plugins.planner.plan_search import PlanSearch
+from dlo_plugins.planner.plan_search import Candidate, PlanSearch, Rejection
 from dlo_plugins.planner.rank_memory import MemoryModel, RankMemory
 from dlo_plugins.planner.rank_verification import RankVerification, shorten_axes
 from dlo_plugins.planner.step_time import TimeModel

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.least_memory import LeastMemory
-from dlo_plugins.remat.link import Link
-from dlo_plugins.remat.offload import solve_offload
-from dlo_plugins.remat.offload_program import LinkQueues, OffloadProgram
-from dlo_plugins.remat.rotor import keep_fastest, solve
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
+from dlo_plugins.remat.offload import LinkQueues, OffloadProgram, solve_offload
+from dlo_plugins.remat.rotor import LeastMemory, keep_fastest, solve
 from dlo_plugins.remat.rotor_table import RotorTable
 from dlo_plugins.remat.schedule import Keep, Transfer
 from dlo_plugins.remat.schedule_simulation import predict, simulate

@@ -13,9 +13,8 @@ from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.remat import host_link
 from dlo_plugins.remat.allocation_log import AllocationLog
-from dlo_plugins.remat.chain import Chain, Mode, Stage
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.host_link import LinkClock, SimulatedLink, StreamLink
-from dlo_plugins.remat.link import Link
 from dlo_plugins.remat.rotor import keep_fastest
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_plot import draw_schedule

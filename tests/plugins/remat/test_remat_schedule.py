@@ -6,8 +6,7 @@ import random
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.link import Link
+from dlo_plugins.remat.chain import Chain, Link, Mode, Stage
 from dlo_plugins.remat.schedule import Keep, OperationKind, Recompute, Transfer
 from dlo_plugins.remat.schedule_simulation import predict, simulate, simulate_nodes
 from support.remat_chains import equal_chain, random_chain, random_nodes, time_and_peak

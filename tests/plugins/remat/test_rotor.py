@@ -12,8 +12,7 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.least_memory import LeastMemory
-from dlo_plugins.remat.rotor import keep_fastest, solve
+from dlo_plugins.remat.rotor import LeastMemory, keep_fastest, solve
 from dlo_plugins.remat.rotor_table import RotorTable
 from dlo_plugins.remat.schedule import Keep, Recompute
 from dlo_plugins.remat.schedule_simulation import predict, simulate
