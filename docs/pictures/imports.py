@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "process_setup",
                 "random_streams",
                 "copy_streams",
+                "costs",
             ),
         ),
         (
