@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def operator_flops(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns the FLOPs of a call of an operator; 0 for those that are no products.
+    """Returns the FLOPs of a call of an operator; 0 for those without a formula.
 
     Args:
         operator: Operator without its overload, such as `torch.ops.aten.mm`.

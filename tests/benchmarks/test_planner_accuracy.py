@@ -3,13 +3,12 @@
 import json
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlo_plugins.planner.machine import Link, Machine, load_machine
+from dlo_plugins.planner.machine import load_machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STORED: dict[str, dict[str, float]] = json.loads((BENCHMARKS / "results" / "planner_measured.json").read_text())
@@ -23,17 +22,11 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return planner_measured
 
 
-def _machine() -> Machine:
-    """Returns the two cores on which steps were measured: a rank waits a time slice for another that has its core."""
-    link = Link({1: 1e9}, 3e-3)
-    return replace(load_machine("cpu"), node=link, overlap_slowdown=2.0, cores=2)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_order_of_predicted_steps_is_that_of_measured_ones(benchmark: Any, ranks: int) -> None:
     names = {f"{one}, {one.ranks} ranks": one for one in benchmark.TIME}
     cases = [(names[name], seconds) for name, seconds in STORED["step_ms"].items() if names[name].ranks == ranks]
-    guesses = [benchmark.predicted(one, _machine()).time.total for one, _ in cases]
+    guesses = [benchmark.predicted(one, load_machine("cpu")).time.total for one, _ in cases]
     assert benchmark.rank_correlation(guesses, [seconds for _, seconds in cases]) >= 0.9
 
 

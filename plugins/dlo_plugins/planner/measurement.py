@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
@@ -40,7 +41,7 @@ class RankMeasurement:
         peak: Floating-point operations a second of the fastest product.
         bandwidth: Bytes a second that a copy of a large tensor reads and writes.
         launch: Seconds of an operation on a tensor of one element, with gradients.
-        sums: Seconds of an all-reduce by bytes; none on one rank.
+        sums: Seconds that an all-reduce adds to computation, by bytes; none on one rank.
         process: Bytes of the process before anything is allocated; on a GPU, those outside torch's allocator.
     """
 
@@ -88,10 +89,17 @@ def measure_rank(rank: int, world_size: int, device: str, dtype: str) -> RankMea
     bandwidth = 2.0 * source.nbytes / seconds(lambda: target.copy_(source))
     launch = seconds(lambda: one * 2, 100)
     sums = {}
+    if world_size > 1:
+        communicator, alone = Communicator(dist.group.WORLD), seconds(lambda: torch.mm(matrix, matrix))
     for length in _SUMS if world_size > 1 else ():
-        communicator = Communicator(dist.group.WORLD)
         parts = torch.zeros(world_size, length // 4 // world_size, device=device)
-        sums[length] = seconds(lambda c=communicator, p=parts: c.all_gather_parts(c.reduce_scatter_parts(p)))  # type: ignore[misc]
+
+        def between(parts: Tensor = parts) -> None:
+            """Sums between computation, as in a run: ranks that share a core wait for each other's turn."""
+            torch.mm(matrix, matrix)
+            communicator.all_gather_parts(communicator.reduce_scatter_parts(parts))
+
+        sums[length] = max(seconds(between) - alone, 1e-7)
     return RankMeasurement(peak, bandwidth, launch, sums, process if device == "cpu" else memory_outside_allocator())
 
 

@@ -70,7 +70,7 @@ def test_a_bandwidth_may_depend_on_the_number_of_nodes() -> None:
     [
         (("links", "node"), "must have links.node"),
         (("attention", "forward"), "must have attention.forward"),
-        (("peak",), "must have peak"),
+        (("accelerator",), "must have peak"),
         (("links", "network", "latency"), "must have links.network.latency"),
     ],
 )
