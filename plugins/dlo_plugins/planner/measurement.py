@@ -28,7 +28,7 @@ from dlo_framework.watch.memory import process_peak
 _MOST_RANKS = 8  # Of a CPU.
 _CALLS = 9
 #: Rows and columns of the products, and bytes of the copy, by type of device.
-_PRODUCT, _COPY = {"cpu": (512, 1024), "cuda": (4096, 8192)}, {"cpu": 1 << 26, "cuda": 1 << 29}
+_PRODUCT, _COPY = {"cpu": (1024, 512), "cuda": (8192, 4096)}, {"cpu": 1 << 26, "cuda": 1 << 29}
 #: Bytes of the tensors that ranks sum: the time of the small ones is latency, that of the large ones bandwidth.
 _SUMS = (1 << 12, 1 << 23)
 
