@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from dlo_plugins.planner.expert_exchange import exchange_seconds
 
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
@@ -141,22 +140,22 @@ def test_predicted_traffic_is_what_simulated_ranks_send() -> None:
 def test_an_all_to_all_takes_the_links_that_it_crosses() -> None:
     node, network = H100.node, H100.network
     assert network is not None
-    within = exchange_seconds(H100, 1e9, 4, 1)
+    within = H100.exchange_seconds(1e9, 4, 1)
     assert within == pytest.approx(3 * node.latency + 0.75e9 / node.rate(1))
-    across = exchange_seconds(H100, 1e9, 8, 1)  # Half of the bytes leave the node, over the rank's own card.
+    across = H100.exchange_seconds(1e9, 8, 1)  # Half of the bytes leave the node, over the rank's own card.
     assert across == pytest.approx(7 * network.latency + 0.5e9 / network.rate(2))
     # Ranks of tp are between those of ep.
-    assert exchange_seconds(H100, 1e9, 4, 4) == pytest.approx(3 * network.latency + 0.75e9 / network.rate(4))
-    assert exchange_seconds(H100, 1e9, 1, 1) == exchange_seconds(H100, 0, 4, 1) == 0
+    assert H100.exchange_seconds(1e9, 4, 4) == pytest.approx(3 * network.latency + 0.75e9 / network.rate(4))
+    assert H100.exchange_seconds(1e9, 1, 1) == H100.exchange_seconds(0, 4, 1) == 0
     with pytest.raises(DloError, match=r"must have links.network"):
-        exchange_seconds(replace(H100, network=None), 1e9, 8, 1)
+        replace(H100, network=None).exchange_seconds(1e9, 8, 1)
 
 
 def test_the_exchange_is_part_of_a_step_and_experts_have_more_rows() -> None:
     times = TimeModel(_small(), H100, StateFormat())
     alone, divided = (times.step(Layout(MeshSpec(dp_shard=4, ep=ep), 4, 2, zero=3)) for ep in (1, 4))
     block = _small().blocks[0]
-    once = exchange_seconds(H100, 4 * block.exchanged / 2, 4, 1)
+    once = H100.exchange_seconds(4 * block.exchanged / 2, 4, 1)
     assert alone.experts == 0
     assert divided.experts == pytest.approx(2 * LAYERS * 4 * once)
     again = times.step(Layout(MeshSpec(dp_shard=4, ep=4), 4, 2, zero=3, recompute="full"))

@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from dlo_plugins.planner.stage_split import split_blocks
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import Host, load_machine
 from dlo_plugins.planner.plan_search import _RECOMPUTE, PlanSearch
+from dlo_plugins.planner.step_time import split_blocks
 from support.planner_models import llama
 
 
