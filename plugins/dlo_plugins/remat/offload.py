@@ -1,4 +1,30 @@
-"""Rotor with offloading: the fastest schedule that keeps, recomputes and offloads within a memory budget."""
+"""Rotor with offloading: the program that chooses which nodes of a chain are kept, recomputed and offloaded.
+
+Efficient Combination of Rematerialization and Offloading for Training DNNs. Beaumont, Eyraud-Dubois & Shilova, NeurIPS
+2021. The decisions are the paper's; the program is not.
+
+**Model.** A schedule's outermost nodes cover the chain. From its forward to its backward a node keeps a bundle of
+bytes: its input, and, if it is a Keep, what it saves besides input and output. The output is the next node's input, and
+in that node's bundle: that node's backward needs it, and comes first. A bundle stays on the device, or is copied to the
+host after the node's forward, and back before the node's backward. Copies of one direction run one after another. A
+bundle's memory is released when all of it is copied to the host, and allocated when its copy to the device begins.
+
+**Program.** Both passes of a node are charged at once, because backward is planned in reversed time: there, the copy
+back of a bundle begins at the node's backward, and its memory is released when the copy ends, as in forward. A state
+after a node has the bytes that stay on the device, a queue of bundles that the link to the host has yet to copy, a
+queue of those that the link from the host has yet to copy in reversed time, and the seconds so far. A node changes it::
+
+    forward:  wait until resident bytes + bundles in the queue + bytes of the forward <= budget; run, while the link
+              copies
+    backward: the same in reversed time, with the other queue and the bytes of the backward
+    then:     add the bundle to the resident bytes, or to both queues
+    at the end of the forward: wait until both queues are empty
+
+A region's backward takes C(first, last, m) seconds of Rotor's table, where m is the memory that is left; every number
+of bundles that it may wait for is tried. The charge is the simulator's time with the copies of
+:func:`~dlo_plugins.remat.transfer_plan.plan_transfers`: operations and what they wait for are one graph, whose longest
+path is the same in reversed time.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ The model calls its blocks itself. The first block's call of a region runs the f
 blocks return its output. Each block runs with its hooks, such as the gathering of FSDP and ZeRO 3, once for each
 execution. A region inside a region is a checkpoint inside a checkpoint; torch's early stop may leave out the trailing
 operations of a recomputation.
+
+Of an offloaded node, autograd holds handles in place of the tensors that it saves: hooks for saved tensors pack them. A
+handle's storage is copied to the host after the node's forward, its memory is released where the schedule says, and it
+is copied back before the node's backward. What else refers to a tensor keeps it in memory, and reads right values.
 """
 
 from __future__ import annotations
