@@ -3,9 +3,9 @@
 The model runs forward and backward once, without values or memory. Of the blocks, each kind runs once: a block with the
 same class, parameters, settings and inputs as an earlier one has the same work.
 
-CPUs and GPUs have lists of autocast of their own: a GPU computes norms, softmax and powers in single precision, a CPU in
-the dtype of the operands. Fake tensors of a GPU would have its list, but torch (2.11 to 2.15) cannot run their backward
-without one: fake tensors of a CPU get it here.
+CPUs and GPUs have lists of autocast of their own: a GPU computes norms, softmax and powers in single precision, a CPU
+in the dtype of the operands. Fake tensors of a GPU would have its list, but torch (2.11 to 2.15) cannot run their
+backward without one: fake tensors of a CPU get it here.
 """
 
 from __future__ import annotations

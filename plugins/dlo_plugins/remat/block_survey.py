@@ -1,9 +1,9 @@
 """Survey of a chain of blocks in real steps: bytes in one step, seconds in another, and whether regions are possible.
 
 While it is on, each block recomputes its activations, so that the steps need little memory; their results are those of
-any other step. A block is measured on detached inputs, forward and backward, without an effect on the step: gradients are
-returned and dropped, and random state and buffers are restored. The gradients of parameters are not counted, as a step
-keeps them in any mode.
+any other step. A block is measured on detached inputs, forward and backward, without an effect on the step: gradients
+are returned and dropped, and random state and buffers are restored. The gradients of parameters are not counted, as a
+step keeps them in any mode.
 """
 
 from __future__ import annotations
