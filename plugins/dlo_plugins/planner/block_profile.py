@@ -235,7 +235,7 @@ def _backward_work(forward: list[Operation], backward: list[Operation]) -> Work:
 def _divided_as(forward: Amount, kernels: Kernels) -> Kernels:
     """Returns a backward's kernels, of whose bytes tensor parallelism divides the same fraction as of the forward's."""
     inside, moved = forward.inside / forward.total if forward.total else 0.0, kernels.moved.total
-    return Kernels(Amount(moved * inside, moved * (1 - inside)), kernels.count)
+    return Kernels(Amount(moved * inside, moved * (1 - inside)), kernels.number)
 
 
 def _shape(product: Product) -> tuple[object, ...]:
@@ -334,5 +334,5 @@ def _times(amount: Amount, factor: float) -> Amount:
 def _per_row(work: Work, rows: int) -> Work:
     """Returns the work of one of several rows."""
     products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
-    eager, compiled = (Kernels(_times(k.moved, 1 / rows), k.count) for k in (work.eager, work.compiled))
+    eager, compiled = (Kernels(_times(k.moved, 1 / rows), k.number) for k in (work.eager, work.compiled))
     return Work(products, eager, compiled)

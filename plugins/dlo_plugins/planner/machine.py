@@ -139,7 +139,7 @@ class Machine:
             for product, count in work.products
         )
         others = work.compiled if fused else work.eager
-        return products + self.moving_seconds(others.moved.on(share)) + others.count * self.launch
+        return products + self.moving_seconds(others.moved.on(share)) + others.number * self.launch
 
     def moving_seconds(self, moved: float) -> float:
         """Returns the time of operations that read and write a number of bytes."""

@@ -139,7 +139,7 @@ class TimeModel:
         return PartTime(
             seconds(part.forward) + cast,
             seconds(part.backward, backward=True) + cast,
-            seconds(way.repeated) + cast * (way.repeated.eager.count > 0),
+            seconds(way.repeated) + cast * (way.repeated.eager.number > 0),
             (forward, backward, again if way.gathers_again else 0.0),
             self._ring(part, layout, mode),
             self._exchange(part, layout, mode),

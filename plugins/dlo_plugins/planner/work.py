@@ -142,11 +142,11 @@ class Kernels(NamedTuple):
 
     Attributes:
         moved: Bytes that all of them read and write.
-        count: Number of kernels.
+        number: Number of kernels.
     """
 
     moved: Amount = _NOTHING
-    count: int = 0
+    number: int = 0
 
 
 _NO_KERNELS = Kernels()

@@ -54,7 +54,7 @@ def test_selective_recomputation_keeps_products_and_compiled_code_keeps_less() -
     assert selective.saved.total - selective.fused.total == block.output.total
     assert selective.repeated.flops == 0 < alternate.repeated.flops < block.forward.flops / 2
     assert block.forward.eager.moved.total > block.forward.compiled.moved.total
-    assert block.forward.eager.count > block.forward.compiled.count > 0
+    assert block.forward.eager.number > block.forward.compiled.number > 0
 
 
 def test_a_forward_of_selective_recomputation_holds_what_it_keeps_once() -> None:

@@ -33,9 +33,9 @@ def test_a_compiled_kernel_reads_and_writes_once() -> None:
         return torch.mm(torch.cat([x, x + 1], dim=-1), last)
 
     work = summarise(_recorded(run), set())
-    assert work.compiled.count == 1
+    assert work.compiled.number == 1
     assert work.compiled.moved.total == 4 * (32 * 32 + 32 * 64)  # It reads the product, and writes the joined tensors.
-    assert work.eager.count == 3
+    assert work.eager.number == 3
     assert work.eager.moved.total == 4 * (2 + 2 + 2 + 2) * 32 * 32
 
 
@@ -44,5 +44,5 @@ def test_a_compiled_normalisation_writes_the_dtype_of_the_product_alone() -> Non
     work = summarise(
         _recorded(lambda: nn.functional.layer_norm(X, [16], WEIGHT, BIAS).bfloat16().reshape(32, 16) @ weight), set()
     )
-    assert work.compiled.count == 1
+    assert work.compiled.number == 1
     assert work.compiled.moved.total == X.numel() * (4 + 2) + 4 * (16 + 16)
