@@ -96,7 +96,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class Fault(Callback):
-    """At one place and step, on one rank: raises, hangs, leaves, calls the model alone, compiles, or gets a signal."""
+    """At one place and step, on one rank: raises, hangs, leaves, uses the model alone, compiles, or gets a signal."""
 
     def __init__(self, at: str = "step", rank: int = 1, what: str = "raise", after: int = 3, once: str = "") -> None:
         self.at, self.rank, self.what, self.after, self.once = at, rank, what, after, once
@@ -124,6 +124,9 @@ class Fault(Callback):
             module = trainer.lightning_module
             with torch.no_grad():
                 module.model(torch.zeros(4, 8))
+            return
+        if self.what == "read":
+            next(trainer.lightning_module.parameters()).norm()
             return
         os.kill(os.getpid(), getattr(signal, self.what))
         time.sleep(5)

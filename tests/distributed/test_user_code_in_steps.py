@@ -209,6 +209,14 @@ class ClipsByHand(ByHand):
     way = "before"
 
 
+class ClampsInHook(Module):
+    """Weights that a hook between steps bounds through ``data``."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
 BF16 = {"precision": "bf16-mixed"}
 BY_OPTIMIZER, FROM_GROUP = "must be written by its optimizer alone", "from add_param_group"
 GRADIENTS = "must be read and changed through the optimizer"
@@ -223,10 +231,11 @@ REFUSED: list[tuple[type[Module], Any, dict[str, Any], str]] = [
     (Module, _zero(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
     (Module, _deepspeed(2), {"callbacks": [Reads("on_train_start", "group")]}, FROM_GROUP),
     *(
-        (Normalising, _zero(stage, param_dtype="bfloat16"), BF16, "must be gathered in torch.float32")
+        (kind, _zero(stage, param_dtype="bfloat16"), BF16, "must be gathered in torch.float32")
         for stage in (1, 3)
+        for kind in (Normalising, ClampsInHook)
     ),
-    (Normalising, _deepspeed(1), BF16, BY_OPTIMIZER),
+    *((kind, _deepspeed(1), BF16, BY_OPTIMIZER) for kind in (Normalising, ClampsInHook)),
     (Normalising, _deepspeed(3), {}, BY_OPTIMIZER),
     (Momentum, _deepspeed(3), {}, BY_OPTIMIZER),
     (Empty, _zero(3), {}, "stage 3 must have elements, got none of shape [0, 3]"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -488,6 +489,18 @@ def scales(self: Any) -> None:
             parameter.grad.mul_(0.5)
 
 
+def decays(self: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for parameter in self.model.blocks.parameters():
+            parameter.mul_(0.9)
+
+
+class Clamps(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.model.blocks.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
 TABLE = torch.linspace(0.5, 1.5, WIDTH)
 MODULES: dict[str, type[Odd]] = {
     "plain": odd(),
@@ -750,6 +763,8 @@ MODULES: dict[str, type[Odd]] = {
     "sharpness": Sharpness,
     "decays by hand": after_batches(lambda p: p.mul_(0.9)),
     "clamps weights": after_batches(lambda p: p.data.clamp_(-0.2, 0.2)),
+    "callback that clamps weights": odd(configure_callbacks=lambda s: [Clamps()]),
+    "decays before the step": odd(on_before_optimizer_step=decays),
     "momentum encoder": MomentumEncoder,
     "prototypes": odd(net=net(normalised)),
     "largest norm": odd(

@@ -89,7 +89,7 @@ class DeepSpeedEngine:
         self._frozen = {plain_name(n): p for n, p in module.named_parameters() if not p.requires_grad}
         self._sync = self._complete = False
         self.sync = True
-        self._halves, self._versions = _halves(config), self._find_versions()
+        self.halves, self._versions = _halves(config), self._find_versions()
         if isinstance(self.master_weights, Stage0Weights):
             self.master_weights.undo_first_step()
         if self.master_weights is not None and before:
@@ -143,7 +143,7 @@ class DeepSpeedEngine:
         Raises:
             DloError: They are, as the partitions are in higher precision or elsewhere.
         """
-        if names and (self.stage == 3 or self._halves):
+        if names and (self.stage == 3 or self.halves):
             where = "stage 3" if self.stage == 3 else "half precision"
             raise DloError(
                 f"parameters under DeepSpeed in {where} must be written by its optimizer alone, got"
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
         self.check_written(written)
         if self.trains and self.stage > 0:
             check_groups(self.optimizer, self.names)
-        if isinstance(self.master_weights, Stage12Weights) and not self._halves:
+        if isinstance(self.master_weights, Stage12Weights) and not self.halves:
             self.master_weights.store_writes(always=bool(written))
 
     def before_backward(self) -> None:

@@ -6,7 +6,9 @@ padding, and ``ds_shape`` and ``ds_numel`` of the full tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.distributed.checkpointing import plain_name
+from dlo_framework.distributed.failure import is_lost_connection
+from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
+from dlo_plugins.sharding.outside_use import OutsideUse, calling_module
+
+#: Packages that use partitioned parameters as DeepSpeed wants it.
+_LIBRARIES = ("deepspeed.", "dlo_framework.", "dlo_plugins.", "lightning.")
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -81,3 +89,53 @@ def gather_params(module: nn.Module, attributes: Mapping[int, dict[str, Any]]) -
     for child in module.modules():
         if "_original_parameters" in vars(child):
             child._parameters = vars(child).pop("_original_parameters")
+
+
+@contextlib.contextmanager
+def refuse_empty(module: nn.Module, where: str, *, allows_data: bool = False) -> Iterator[None]:
+    """Refuses uses of partitioned parameters inside the block, which DeepSpeed gathers for their own modules alone.
+
+    Args:
+        module: Module with the parameters.
+        where: Name of the code in the block, for the message.
+        allows_data: Whether the ``data`` of gathered parameters may be read, and so be written unseen.
+
+    Raises:
+        DloError: The user's code uses a parameter that is not gathered, or the ``data`` of one.
+    """
+    known: dict[int, tuple[str, Any]] = {id(p): (plain_name(name), p) for name, p in module.named_parameters()}
+
+    def on_use(parameter: int, by_data: bool) -> None:
+        name, tensor = known[parameter]
+        is_gathered = not is_partitioned(tensor) or tensor.ds_status.name == "AVAILABLE"
+        if not (is_gathered and (allows_data or not by_data)) and not calling_module().startswith(_LIBRARIES):
+            raise DloError(
+                "weights under DeepSpeed's stage 3 must be used in their own module's forward, got a use of"
+                f" {name}{'.data' * by_data} in {where}; use strategy zero3, which gathers them there, or a lower stage"
+            )
+
+    with OutsideUse(set(known), on_use):
+        yield
+
+
+@contextlib.contextmanager
+def explain_step() -> Iterator[None]:
+    """Explains an error of a step that DeepSpeed or a backward raises, as where weights are used after their release.
+
+    Raises:
+        DloError: Such an error was raised.
+    """
+    try:
+        yield
+    except (DloError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        raiser = next((name for name in frames if not name.startswith(("torch.", "dlo_plugins."))), "")
+        if is_lost_connection(error) or not (raiser.startswith("deepspeed.") or frames[0] == "torch.autograd.graph"):
+            raise
+        raise DloError(
+            "a step under DeepSpeed's stage 3 must use weights in their own module's forward, and take one backward of"
+            f" it, got {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}; use strategy zero3, or"
+            " ddp where the error may be the model's own"
+        ) from error

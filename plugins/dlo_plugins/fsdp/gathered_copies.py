@@ -1,22 +1,41 @@
-"""Gathered copies of FSDP2: what a step writes to them is stored in this rank's shards before they are freed.
+"""Gathered copies of FSDP2: what a step's code uses of them, and what it writes to them.
 
 FSDP2 gathers into parameters of its own, and frees them without a look at their values. A module that normalises a
-weight in its forward, or a step that updates a momentum encoder, writes to these copies.
+weight in its forward, or a step that updates a momentum encoder, writes to these copies: :class:`GatheredCopies` stores
+it in this rank's shards before they are freed. Each rank stores its own part, so all must write the same, which
+:class:`WrittenValues` compares. :class:`ShardUse` gathers what a step uses outside of a unit's forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.local_memory import local_tensor
-from dlo_framework.errors import DloError
+from dlo_framework.distributed.stacks import own_line
+from dlo_framework.errors import DloError, shown_names
 from dlo_plugins.fsdp.step_state import own_groups
+from dlo_plugins.sharding.outside_use import attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import share_hooks
+
+#: In-place functions that draw numbers or look at other elements: shards would get other values than the full tensor.
+_NOT_ELEMENTWISE = {"normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
+_NOT_ELEMENTWISE |= {"random_", "renorm_", "cumsum_", "cumprod_", "sort_", "index_fill_", "scatter_", "set_"}
+#: Difference of the sums of two ranks' values, relative to the values' norm, up to which they count as the same.
+_TOLERANCE = 1e-5
+#: Number of parts of a tensor that are summed.
+_PARTS = 4
+#: Added to a norm before it divides, as torch does.
+_EPSILON = 1e-7
 
 
 class GatheredCopies:
@@ -157,3 +176,160 @@ def gathered_copies(
 ) -> list[GatheredCopies]:
     """Returns the gathered copies of a module that ``fully_shard`` was called with."""
     return [GatheredCopies(unit, group, on_free) for group in own_groups(unit._get_fsdp_state())]
+
+
+class ShardUse(TorchFunctionMode):
+    """Replaces sharded parameters by their gathered copies in each function that uses values of them.
+
+    Functions that write in place, element by element, to shards alone stay on shards: they need no gathering, as in the
+    update of a momentum encoder. Only first steps are watched, as with
+    :class:`~dlo_plugins.sharding.outside_use.OutsideUse`.
+
+    Args:
+        copies: Gathered copies of all sharded parameters.
+        keep: Function that gathers copies, now and for each full step.
+    """
+
+    def __init__(self, copies: Iterable[GatheredCopies], keep: Callable[[GatheredCopies], None]) -> None:
+        super().__init__()
+        self._keep = keep
+        self._homes = {id(p.sharded_param): (home, p) for home in copies for p in home.group.fsdp_params}
+        self._aliases: dict[int, Tensor] = {}  # Results of ``data`` and ``detach`` by id, which stays theirs.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function, with gathered copies in place of shards."""
+        kwargs = kwargs or {}
+        name, attribute = getattr(func, "__name__", ""), attribute_of(func)
+        assigns_data = name == "__set__" and attribute == "data"
+        if uses_values(func) or assigns_data:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            homes = [self._homes.get(id(leaf)) for leaf in tensors]
+            if attribute == "data":
+                self._note_data(tensors[0])
+            if any(homes):
+                are_shards = all(
+                    isinstance(leaf, DTensor) and (home is None or not home[0].group.is_unsharded)
+                    for leaf, home in zip(tensors, homes, strict=True)
+                )
+                if are_shards and (name == "detach" or (attribute == "data" and not assigns_data)):
+                    alias: Tensor = func(*args, **kwargs)
+                    self._aliases[id(alias)], self._homes[id(alias)] = alias, self._homes[id(tensors[0])]
+                    return alias
+                in_place = name.endswith("_") and not name.endswith("__") and name not in _NOT_ELEMENTWISE
+                # Beside a shard of the user's own, such as a gradient's, the operation is one on shards.
+                on_shards = in_place or (not all(homes) and not torch.is_grad_enabled())
+                if not (are_shards and on_shards):
+                    for home in homes:
+                        if home is not None:
+                            self._keep(home[0])
+                    args, kwargs = tree_map(self._gathered, (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "RegisterPostBackwardFunction" not in str(error):  # FSDP2's view of a unit's inputs (2.11 to 2.15).
+                raise
+            raise DloError(
+                "a module that FSDP gathers must not write to its inputs in place, got"
+                f" {name} ({own_line(sys._getframe())}); use x = x * scale for x.mul_(scale), for example, or strategy"
+                " zero1, zero2 or zero3"
+            ) from error
+
+    def _note_data(self, tensor: Tensor) -> None:
+        """Notes that the code reads the ``data`` of a copy, or of a shard that a later step may have gathered."""
+        if isinstance(tensor, nn.Parameter):
+            for home, parameter in self._homes.values():
+                if tensor is parameter.sharded_param or tensor is getattr(parameter, "_unsharded_param", None):
+                    home.reads_data = True
+
+    def _gathered(self, leaf: Any) -> Any:
+        home = self._homes.get(id(leaf))
+        if home is None:
+            return leaf
+        copy = home[1]._unsharded_param
+        return copy.data if id(leaf) in self._aliases else copy
+
+
+class WrittenValues:
+    """Sums of the values that a rank's full parameters have at the end of their use, by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that have been added."""
+        return list(self._sums)
+
+    @torch.no_grad()
+    def add(self, name: str, full: Tensor) -> None:
+        """Adds a parameter, or replaces its sums.
+
+        Args:
+            name: Name of the parameter.
+            full: Full tensor.
+        """
+        if full.is_floating_point() and full.numel():
+            flat = full.detach().reshape(-1)
+            parts = [part.sum(dtype=torch.float64) for part in flat.chunk(_PARTS)]
+            parts += [torch.zeros_like(parts[0])] * (_PARTS - len(parts))
+            self._sums[name] = torch.stack([*parts, torch.linalg.vector_norm(flat).double()])
+
+    def check(self, ranks: Communicator) -> None:
+        """Compares the sums with those of other ranks, and drops them; a collective call.
+
+        Args:
+            ranks: Communicator of the ranks that must have the same values.
+
+        Raises:
+            DloError: A parameter has other values on another rank.
+        """
+        names, sums = self.names, list(self._sums.values())
+        self._sums.clear()
+        if not names or ranks.size == 1:
+            return
+        own = torch.stack(sums)  # [parameters, parts + 1]
+        highest, lowest = ranks.maximum(own.clone()), -ranks.maximum(-own)
+        differs = ((highest - lowest) > _TOLERANCE * highest[:, -1:]).any(1)
+        found = [name for name, one in zip(names, differs.tolist(), strict=True) if one]
+        if found:
+            raise DloError(
+                "what a step writes to sharded parameters must be the same on all ranks, got other values on each for"
+                f" {shown_names(found)}; compute it from what all ranks have, such as a mean by self.all_gather or"
+                " torch.distributed.all_reduce, or write it before the run"
+            )
+
+
+def bound_rows_alike(module: nn.Module, ranks: Communicator) -> None:
+    """Makes embeddings with ``max_norm`` bound the rows that any rank's inputs use, before each forward.
+
+    torch bounds those of the rank's own inputs, so that ranks would write other values to one table.
+
+    Args:
+        module: Module with such embeddings, whose forwards all ranks call alike.
+        ranks: Communicator of the ranks that share the tables, and have other inputs.
+    """
+
+    def bound(table: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        indices = args[0] if args else kwargs["input"]
+        used = torch.zeros(table.num_embeddings, dtype=torch.uint8, device=indices.device)
+        used[indices.reshape(-1)] = 1
+        bound_rows(table.weight, ranks.maximum(used).bool(), table.max_norm, table.norm_type)
+
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            part.register_forward_pre_hook(bound, with_kwargs=True)
+
+
+@torch.no_grad()
+def bound_rows(weight: Tensor, used: Tensor, max_norm: float, norm_type: float) -> None:
+    """Scales the rows that are used down to a norm, in place, as ``torch.embedding_renorm_`` does.
+
+    Args:
+        weight: Table [rows, features].
+        used: Whether each row is used [rows].
+        max_norm: Largest norm.
+        norm_type: Order of the norm.
+    """
+    norms = torch.linalg.vector_norm(weight, norm_type, dim=1)
+    scales = torch.where(used & (norms > max_norm), max_norm / (norms + _EPSILON), 1.0)
+    weight.mul_(scales.to(weight.dtype).unsqueeze(1))

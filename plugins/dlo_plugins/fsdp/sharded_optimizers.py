@@ -23,10 +23,9 @@ from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Shard, attach_slice, place_in_slice
 from dlo_framework.tensor_slice import TensorSlice
-from dlo_plugins.fsdp.expert_full_tensors import SeparateShards
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
-from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard
+from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard, SeparateShards
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
 from dlo_plugins.sharding.outside_use import attribute_of

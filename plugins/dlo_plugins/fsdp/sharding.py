@@ -27,19 +27,27 @@ from dlo_framework.recompute import recompute
 from dlo_framework.shards import attach_slice, held_boxes, slice_view
 from dlo_framework.shards import full_box as whole_box
 from dlo_framework.tensor_slice import Layout
-from dlo_plugins.fsdp.complete_gradients import accumulate_gradients, complete_gradients
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
-from dlo_plugins.fsdp.gathered_copies import GatheredCopies, gathered_copies
+from dlo_plugins.fsdp.gathered_copies import (
+    GatheredCopies,
+    ShardUse,
+    WrittenValues,
+    bound_rows_alike,
+    gathered_copies,
+)
 from dlo_plugins.fsdp.held_parameters import check_held
 from dlo_plugins.fsdp.master_rows import MasterRows, like_gradient
 from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
 from dlo_plugins.fsdp.row_shards import shard_dim
-from dlo_plugins.fsdp.shard_use import ShardUse
-from dlo_plugins.fsdp.step_state import begin_root, drop_step_state, resume_forward
+from dlo_plugins.fsdp.step_state import (
+    accumulate_gradients,
+    begin_root,
+    complete_gradients,
+    drop_step_state,
+    resume_forward,
+)
 from dlo_plugins.sharding.parameter_hooks import move_hooks
-from dlo_plugins.sharding.shared_max_norm import bound_rows_alike
-from dlo_plugins.sharding.written_values import WrittenValues
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -346,9 +354,13 @@ class ShardedModule:
             copies.reports_all = every
 
     def finish_backward(self) -> None:
-        """Reduces the gradients of kept parameters that FSDP2 has not seen a backward of."""
-        for copies in self.kept:
-            copies.finish_backward()
+        """Reduces the gradients of gathered parameters that FSDP2 has not seen a backward of.
+
+        These are kept ones; and by hand those that a module's forward has gathered, whose outputs another loss uses.
+        """
+        for copies in self.kept if self.options.whole_steps else self.copies:
+            if copies in self.kept or any(copy.grad is not None for _, copy in copies.pairs):
+                copies.finish_backward()
 
     def check_writes(self) -> None:
         """Checks that all ranks have written the same to parameters; a collective call.

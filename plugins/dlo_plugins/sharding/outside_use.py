@@ -1,10 +1,14 @@
-"""Detects parameters that a step uses outside their unit's forward, such as a penalty on all weights or a tied head."""
+"""Detects parameters that are used outside their unit's forward: in a step, as by a penalty, or in a hook."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,6 +64,70 @@ def uses_values(function: Any) -> bool:
     return name not in _NOT_VALUES
 
 
+def calling_module() -> str:
+    """Returns the name of the module that has called a torch function, given to function modes inside each other."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name in ("__torch_function__", "on_use") or frame.f_globals["__name__"] == "torch.overrides":
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def attribute_of(function: Any) -> str:
     """Returns the name of the attribute that a function reads or writes; empty for other functions."""
     return str(getattr(getattr(function, "__self__", None), "__name__", ""))
+
+
+#: Packages whose code reads weights through the strategy only.
+ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
+#: Names of all hooks of a module or callback that run outside of its steps.
+HOOKS = tuple(name for name in dir(LightningModule) if name.startswith("on_") or name == "lr_scheduler_step")
+
+
+def users_hooks(owners: Iterable[Any], names: Iterable[str] = HOOKS) -> Iterator[tuple[Any, str]]:
+    """Yields each owner and name of a hook that the user has written.
+
+    Args:
+        owners: Module and callbacks.
+        names: Names of hooks.
+    """
+    for owner in owners:
+        for name in names:
+            home = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
+            own = name in vars(owner)  # As LambdaCallback has them.
+            if own or (home is not None and not home.__module__.startswith(ASKING)):
+                yield owner, name
+
+
+class HookContext:
+    """Runs a hook of the user's inside a context.
+
+    Args:
+        owner: Module or callback.
+        name: Name of the hook.
+        around: Function that returns the context, given a description of the hook.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._owner, self._name, self._before = owner, name, vars(owner).get(name)
+        hook, shown = getattr(owner, name), f"{name} of {type(owner).__name__}"
+
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around(shown):
+                return hook(*args, **kwargs)
+
+        vars(owner)[name] = call
+
+    def remove(self) -> None:
+        """Runs the hook as before."""
+        if self._before is None:
+            vars(self._owner).pop(self._name, None)
+        else:
+            vars(self._owner)[self._name] = self._before
+
+
+def watch_hooks(trainer: Trainer, around: Callable[[str], AbstractContextManager[Any]]) -> list[HookContext]:
+    """Runs all hooks of the user's code inside contexts, until these are removed."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [trainer.lightning_module, *callbacks]
+    return [HookContext(owner, name, around) for owner, name in list(users_hooks(owners))]

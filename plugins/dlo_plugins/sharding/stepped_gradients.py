@@ -7,7 +7,6 @@ that changes gradients by unit or by element writes to these slices; nothing is 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.flops import is_compiled
+from dlo_plugins.sharding.outside_use import calling_module, watch_hooks
 
 #: Packages whose code reads gradients of parameters in their places, or only drops them.
 _LIBRARIES = (
@@ -115,7 +115,7 @@ class UserAccess(TorchFunctionMode):
         attribute, name = getattr(func, "__self__", None), self._names.get(id(args[0])) if args else None
         if name is None or (attribute is not Tensor.grad and attribute is not Tensor.data):
             return func(*args, **(kwargs or {}))
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        caller = calling_module()
         in_backward = torch._C._current_graph_task_id() != -1  # As torch's own hooks ask (2.11 to 2.15).
         is_users = not caller.startswith(_LIBRARIES) and not in_backward
         if is_users and attribute is Tensor.grad:
@@ -142,6 +142,21 @@ class WatchedSteps:
 
     def watched_names(self) -> dict[int, str]:
         """Returns the names of the parameters whose gradients are in other tensors, by id; empty to watch none."""
+        raise NotImplementedError
+
+    def guard_forwards(self, trainer: Trainer) -> None:
+        """Watches forwards outside of steps, and the user's hooks."""
+        super().guard_forwards(trainer)  # type: ignore[misc]
+        if self.watches_hooks:
+            self._guards += watch_hooks(trainer, self.around_hook)  # type: ignore[attr-defined]
+
+    @property
+    def watches_hooks(self) -> bool:
+        """Whether parameters have no values between uses, or are copies of weights in higher precision."""
+        raise NotImplementedError
+
+    def around_hook(self, hook: str) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context of a hook of the user's, if these are watched."""
         raise NotImplementedError
 
     def check_written(self, names: list[str]) -> None:

@@ -32,6 +32,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.task import Task
+from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.config import merge_options
@@ -41,7 +42,7 @@ from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_confi
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
-from dlo_plugins.deepspeed.partitioned_params import full_shape, local_tensor, segments
+from dlo_plugins.deepspeed.partitioned_params import explain_step, full_shape, local_tensor, refuse_empty, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
@@ -356,6 +357,34 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         return self.engine
 
     # --- a step --------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's training step.
+
+        Raises:
+            DloError: It uses weights in a way that stage 3 does not support.
+        """
+        module = self._module()
+        with contextlib.ExitStack() as step:
+            if self.stage == 3:
+                step.enter_context(explain_step())
+                if not (self.has_stepped or is_compiled(module)):
+                    step.enter_context(refuse_empty(module, "training_step", allows_data=True))
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward."""
+        with explain_step() if self.stage == 3 else contextlib.nullcontext():
+            return super().backward(*args, **kwargs)
+
+    @property
+    def watches_hooks(self) -> bool:
+        """Whether hooks are watched: in stage 3, and where parameters are in half precision."""
+        return self.stage == 3 or (self.engine is not None and self.engine.halves)
+
+    def around_hook(self, hook: str) -> contextlib.AbstractContextManager[Any]:
+        """Refuses weights that a hook of the user's uses in stage 3, or writes through ``data``."""
+        return refuse_empty(self._module(), hook) if self.stage == 3 else self.guard_hooks()
 
     def watched_names(self) -> dict[int, str]:
         """Returns the names of the parameters whose gradients are in DeepSpeed's partitions, by id."""

@@ -31,6 +31,7 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
+from dlo_plugins.sharding.outside_use import ASKING, users_hooks
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.frozen_zero import FrozenZero
@@ -111,6 +112,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         self.dtypes, self.meta_init, self.bf16_weights = (param_dtype, reduce_dtype), meta_init, bf16_weights
         self._rounding: StochasticSteps | None = None
         self._sent_dtype: torch.dtype | None = None
+        self._met: set[str] = set()  # Hooks that all ranks have used weights in.
         self.engine: ZeroEngine | None = None
 
     def check_model(
@@ -342,6 +344,29 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         if kind == "training" and not self._module().automatic_optimization:
             gathering.release_all()
 
+    @property
+    def watches_hooks(self) -> bool:
+        """Whether hooks are watched: in stage 3, and where shards are not memory of the parameters."""
+        return self.engine is not None and not all(group.shares_memory for group in self.engine.groups)
+
+    @contextlib.contextmanager
+    def around_hook(self, hook: str) -> Iterator[None]:
+        """Gathers the weights that a hook of the user's reads or writes, and stores what it has written."""
+        assert self.engine is not None
+
+        def meet() -> None:
+            missing = "" if hook in self._met else self.meet(f"{hook}, which uses weights")
+            self._met.add(hook)
+            if missing:
+                raise DloError(
+                    f"weights under ZeRO stage 3 must be used on all ranks alike, got a use on rank {self.global_rank}"
+                    f" in {hook}, while {missing}; take it out of a condition on the rank"
+                )
+
+        gathering, arrivals = self.engine.gathering, self.engine.arrivals
+        with gathering.gather_used(meet) if gathering is not None else arrivals.watch_data():  # type: ignore[union-attr]
+            yield
+
     def _free_gathered(self) -> None:
         self.finish_step()
         if self.engine is not None and self.engine.gathering is not None:
@@ -544,8 +569,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
 
 #: Lightning's callbacks that read weights, or call a user's functions, between a step and the next forward.
 _READERS = (WeightAveraging, StochasticWeightAveraging, LambdaCallback, ModelPruning)
-#: Packages whose code reads weights through the strategy only.
-_ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
 #: Hooks of a module that run between a step and the next forward.
 _BETWEEN = (
     *("on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
@@ -562,9 +585,6 @@ def _may_read_weights(trainer: Trainer, module: nn.Module) -> bool:
     They read the module's own parameters, which cannot be intercepted; so all gathers end with the step.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(c, _READERS) or not type(c).__module__.startswith(_ASKING) for c in callbacks):
-        return True
-    known = type(module).__mro__
-    homes = [home for name in _BETWEEN if (home := next((c for c in known if name in vars(c)), None)) is not None]
+    reads = any(isinstance(one, _READERS) or not type(one).__module__.startswith(ASKING) for one in callbacks)
     by_hand = not getattr(module, "automatic_optimization", True)
-    return by_hand or any(not home.__module__.startswith(_ASKING) for home in homes)
+    return reads or by_hand or any(users_hooks([module], _BETWEEN))

@@ -7,7 +7,6 @@ from torch import nn
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.tensor import (
     expert_slices,
-    gathered_features,
     head_operands,
     local_shapes,
     parameter_sharding,
@@ -52,7 +51,7 @@ def install_plan(
         if region.operands:
             head_operands.install_operands(around, region.operands, region.heads, made)
         for column, features in region.gathered.items():
-            gathered_features.install_gather(module.get_submodule(column), features, made)
+            shared_features.install_gather(module.get_submodule(column), features, made)
         for projection, features in region.shared_features.items():
             shared_features.install_sharing(module.get_submodule(projection), features, made)
         if region.local_shapes:

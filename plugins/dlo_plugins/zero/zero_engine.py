@@ -8,7 +8,7 @@ One step with N ranks and psi parameters:
 - Stages 1 and 2: when a bucket's gradients are complete in backward, they are reduce-scattered (psi elements in all),
   and each rank keeps its 1/N. The optimizer steps this rank's shard, which replaces the parameters in its parameter
   groups. Then the new values are all-gathered (psi); the next forward waits for them unit by unit
-  (:mod:`dlo_plugins.zero.gather_overlap`). Stage 1 keeps full gradients and reduces them at the last micro-batch of an
+  (:mod:`dlo_plugins.zero.unit_gathering`). Stage 1 keeps full gradients and reduces them at the last micro-batch of an
   accumulation; stage 2 reduces those of each micro-batch and keeps 1/N.
 - Stage 3: parameters are kept as 1/N too (:mod:`dlo_plugins.zero.unit_gathering`): two all-gathers of psi, one in
   forward
@@ -48,9 +48,8 @@ from dlo_plugins.sharding.optimizer_shards import (
 from dlo_plugins.sharding.stepped_gradients import check_groups, gradients_message
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.gather_overlap import GatherOverlap
 from dlo_plugins.zero.gradient_reduction import GradientReducer
-from dlo_plugins.zero.unit_gathering import Unit, UnitGatherer
+from dlo_plugins.zero.unit_gathering import GatherOverlap, Unit, UnitGatherer
 
 
 @dataclass(frozen=True)
