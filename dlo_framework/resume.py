@@ -144,6 +144,11 @@ class ExactResume(Callback):
             restore_logged_sums(trainer, own["sums"])
         if plateau is not None:
             _step_plateau_schedules(trainer, plateau)
+        if "loaded" in loaded["position"]:  # Else the epochs until loaders are made again count from this one.
+            train, validation = loaded["position"]["loaded"]
+            if stage != "epoch":  # An epoch that has begun keeps its loader.
+                train = max(train, trainer.current_epoch + 1 - trainer.reload_dataloaders_every_n_epochs)
+            fit_loop._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch = train, validation
         decided = any(isinstance(c, EarlyStopping) and (c.stopping_reason.value or c.stopped_epoch) for c in callbacks)
         if loaded["position"]["should_stop"] and decided:
             # An epoch that has begun ends first: Lightning's loop would do nothing at all.
@@ -376,7 +381,8 @@ def _set_position(trainer: Trainer, fit_loop: dict[str, Any], in_validation: boo
     Returns:
         ``stage``: what comes next, ``epoch``, ``batch``, ``validation`` or the ``end`` of an epoch. ``plateau``:
         interval of the ReduceLROnPlateau that is to be stepped before; None for none. ``batches``: number of the
-        epoch's batches that are done. ``should_stop``: whether a callback has asked for the run's end.
+        epoch's batches that are done. ``should_stop``: whether a callback has asked for the run's end. ``loaded``:
+        epochs in which the loaders of training and of validation were made.
     """
     loop, plateau = trainer.fit_loop.epoch_loop, None
     epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
@@ -408,4 +414,10 @@ def _set_position(trainer: Trainer, fit_loop: dict[str, Any], in_validation: boo
     begun = int(stage == "validation")
     counts = {"ready": begun, "started": begun, "processed": 0, "completed": 0}
     fit_loop["epoch_loop.val_loop.batch_progress"] = {"total": counts, "current": dict(counts), "is_last_batch": False}
-    return {"stage": stage, "plateau": plateau, "batches": batch["processed"], "should_stop": trainer.should_stop}
+    return {
+        "stage": stage,
+        "plateau": plateau,
+        "batches": batch["processed"],
+        "should_stop": trainer.should_stop,
+        "loaded": [trainer.fit_loop._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch],
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import traceback
 import weakref
 from collections import OrderedDict
@@ -276,7 +277,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
 
         The state comes from the optimizer's own ``state_dict``, where a wrapper (Lookahead) exports it too. The
         parameter groups name all their parameters, those without a shard on this rank included. State under keys that
-        are not parameters is in ``beside``.
+        are not parameters is in ``beside``, the names of the optimizer's classes are in ``kinds``.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -295,7 +296,8 @@ class CanonicalStrategy(Strategy, StrategyContract):
         for group, names in zip(groups, self.group_names(optimizer), strict=True):
             group["params"] = names
         beside = {key: value for key, value in packed["state"].items() if not isinstance(key, int)}
-        return {"state": state, "param_groups": groups} | ({"beside": beside} if beside else {})
+        saved = {"state": state, "param_groups": groups, "kinds": _kinds(optimizer)}
+        return saved | ({"beside": beside} if beside else {})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a canonical checkpoint; called on all ranks.
@@ -602,6 +604,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
         lacking = {key for group in optimizer.param_groups for key in needed - group.keys()}
         if lacking:
             raise _other_optimizer(optimizer, f"{', '.join(sorted(lacking))} in its parameter groups, got none")
+        kinds, own = saved.get("kinds") or _kinds(optimizer), _kinds(optimizer)
+        if own[0] not in kinds and kinds[0] not in own and _algorithm(own[0]) != _algorithm(kinds[0]):
+            raise _other_optimizer(optimizer, f"the settings and state of {kinds[0]}")
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Reads one parameter's optimizer state on this rank."""
@@ -620,6 +625,16 @@ def _numbers(optimizer: Optimizer) -> dict[int, int]:
     """Returns each stepped tensor's number in the optimizer's ``state_dict``, by the tensor's id."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {id(parameter): number for number, parameter in enumerate(stepped)}
+
+
+def _kinds(optimizer: Optimizer) -> list[str]:
+    """Returns the names of an optimizer's class and of those that it derives from, up to torch's."""
+    return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
+
+
+def _algorithm(kind: str) -> str:
+    """Returns the name of a class without words for its implementation; a decoupled decay of Adam's is a setting."""
+    return re.sub("fused|paged|cpu|[48]bit|fp8", "", kind.lower()).replace("adamw", "adam")
 
 
 def _packed(optimizer: Optimizer) -> dict[str, Any]:
@@ -746,6 +761,7 @@ def _by_name(saved: Mapping[str, Any], names: list[list[str]]) -> Mapping[str, A
         for number, name in zip(group["params"], group_names, strict=True)
     }
     return {
+        **saved,
         "state": {name_of[key]: state for key, state in saved["state"].items() if key in name_of},
         "param_groups": [{**g, "params": [name_of[number] for number in g["params"]]} for g in groups],
         "beside": {key: state for key, state in saved["state"].items() if key not in name_of},

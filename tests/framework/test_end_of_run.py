@@ -361,6 +361,10 @@ class Grouped(Net):
         groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, self.decays, strict=True)]
         return self.kind(groups, lr=0.01)
 
+    def on_save_checkpoint(self, checkpoint):
+        if self.kind.__name__ == "Unnamed":  # As one of an earlier version, or of Lightning.
+            del checkpoint["optimizer_states"][0]["kinds"]
+
 
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 #: Optimizer and weight decay of each parameter group, in the run and as it is resumed; the error.
@@ -386,8 +390,21 @@ REGROUPED = {
         (torch.optim.RMSprop, (0.1,)),
         "optimizer must be .*alpha ",
     ),
-    "adam to adamax": (
+    "adam to adamax": ((_ADAM, (0.1,)), (torch.optim.Adamax, (0.1,)), "the settings and state of Adam for Adamax;"),
+    "adamw to lion, which has a part of it": (
+        (_ADAMW, (0.1,)),
+        (Lion, (0.1,)),
+        "state of AdamW for Lion; choose",
+    ),
+    "radam to adam, whose state is alike": (
+        (torch.optim.RAdam, (0.1,)),
         (_ADAM, (0.1,)),
+        "state of RAdam for Adam;",
+    ),
+    "adam of a class of one's own": ((_ADAM, (0.1,)), (type("OwnAdam", (_ADAM,), {}), (0.1,)), ""),
+    "adam of another implementation": ((_ADAM, (0.1,)), (type("FusedAdam", (torch.optim.RAdam,), {}), (0.1,)), ""),
+    "adam to adamax, of a checkpoint without names": (
+        (type("Unnamed", (_ADAM,), {}), (0.1,)),
         (torch.optim.Adamax, (0.1,)),
         "with 'exp_inf' in its state, got exp_avg, exp_avg_sq, step for Adamax",
     ),

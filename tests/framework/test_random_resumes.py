@@ -62,6 +62,13 @@ CASES = {
     "an early stop by a limit, whose validation is left": Scenario(
         15, check=3, min_steps=9, callbacks=("early limit",), events=(Event("on_train_batch_end", 9, False),)
     ),
+    "a shuffled loader that is made again every two epochs": Scenario(
+        17,
+        loader="shuffled",
+        reload=2,
+        epochs=4,
+        events=(Event("on_train_batch_end", 11, True), Event("on_train_batch_end", 9, False)),
+    ),
     "a scaler of losses": Scenario(
         16,
         precision="16-mixed",

@@ -56,11 +56,12 @@ FEATURES, CLASSES = 6, 3
 
 @dataclass(frozen=True)
 class Event:
-    """Interruption of a run: at the ``count``-th call of a hook, a save and a kill, or a SIGTERM."""
+    """Interruption of a run: at the ``count``-th call of a hook, a save and a kill, a SIGTERM, or an error."""
 
     hook: str
     count: int
     kills: bool
+    raises: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Scenario:
     max_steps: int = -1
     min_steps: int = 0
     check: float | int = 1.0
+    reload: int = 0
     callbacks: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
     strategy: str = "auto"
@@ -95,6 +97,7 @@ OPTIMIZERS = ("adamw", "sgd", "adam", "rmsprop", "lookahead_adamw", "lion", "ada
 PRECISIONS = ("32-true", "32-true", "bf16-mixed", "bf16-true", "64-true", "16-mixed")
 IMAGES = ("resize", "mix", "freeze", "drop tokens", "drop layers", "prune", "quantise", "noise")
 KILLS = (*["on_train_batch_end"] * 4, "on_validation_end", "on_train_epoch_end", "on_train_epoch_start")
+ERRORS = ("on_train_batch_start", "on_before_backward")
 STOPS = ("on_train_batch_start", "on_train_batch_end", *KILLS[-2:], "on_validation_batch_start")
 
 
@@ -125,9 +128,10 @@ def choose(seed: int) -> Scenario:
         schedule = "cosine"
     events = []
     for _ in range(one([1, 1, 2, 3])):
-        kills = chance() < 0.5
-        hook = one(KILLS if kills else STOPS)
-        events.append(Event(hook, draw.randint(1, 14 if "batch" in hook else 2), kills))
+        kills, raises = chance() < 0.4, chance() < 0.2
+        hook = one(ERRORS if raises else KILLS if kills else STOPS)
+        calls = 14 if "batch" in hook or "backward" in hook else 2
+        events.append(Event(hook, draw.randint(1, calls), kills, raises))
     return Scenario(
         seed,
         workload,
@@ -139,6 +143,7 @@ def choose(seed: int) -> Scenario:
         one(LOADERS) if workload == "plain" else "dlo",
         max_steps=one([-1, -1, -1, 11, 17]),
         check=one([1.0, 1.0, 0.5, 3, 0 if workload == "plain" else 1.0]),
+        reload=one([0, 0, 0, 1, 2]),
         callbacks=tuple(callbacks),
         events=tuple(events),
     )
@@ -156,8 +161,12 @@ def choose_ranks(seed: int) -> Scenario:
     if strategy == "pp":
         callbacks = tuple(name for name in callbacks if name not in left_out)
     events = tuple(
-        # A checkpoint inside an accumulation window of several ranks agrees to rounding only.
-        replace(event, count=event.count * one.accumulate) if event.hook == "on_train_batch_end" else event
+        # A checkpoint inside an accumulation window of several ranks agrees to rounding only; stages raise one by one.
+        replace(
+            event,
+            count=event.count * (one.accumulate if event.hook == "on_train_batch_end" else 1),
+            raises=False,
+        )
         for event in one.events
     )
     return replace(
@@ -402,6 +411,10 @@ class Killed(BaseException):
     """The process is killed here."""
 
 
+class Failed(Exception):
+    """The user's code has an error here."""
+
+
 class Interrupt(Checkpoint):
     """Interrupts the run at an event; a :class:`Checkpoint`, so that it comes after all other callbacks.
 
@@ -422,6 +435,8 @@ class Interrupt(Checkpoint):
         self.calls += 1
         if self.calls != event.count:
             return
+        if event.raises:
+            raise Failed
         if event.kills:
             trainer.save_checkpoint(self.aside)
             self.is_saved = True
@@ -430,6 +445,9 @@ class Interrupt(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._at("on_train_batch_start", trainer)
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self._at("on_before_backward", trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._at("on_train_batch_end", trainer)
@@ -499,6 +517,8 @@ def build(scenario: Scenario, folder: Path) -> tuple[Any, Any, list[Callback]]:
 
 def run(scenario: Scenario, folder: Path, seen: dict[Any, Any], event: Event | None, resumes: bool) -> bool:
     """Trains until the event or the end; returns whether it came to its end."""
+    last = folder / "run" / "version_0" / runs.CHECKPOINTS / runs.LAST
+    resumes = resumes and last.exists()  # After an error before the first step the run starts again.
     seed_everything(1, workers=True, verbose=False)
     if resumes:  # A resumed process comes from elsewhere.
         torch.rand(17), random.random()
@@ -517,6 +537,7 @@ def run(scenario: Scenario, folder: Path, seen: dict[Any, Any], event: Event | N
         accumulate_grad_batches=1 if scenario.manual else scenario.accumulate,
         val_check_interval=scenario.check or 1.0,
         limit_val_batches=1.0 if scenario.check else 0,
+        reload_dataloaders_every_n_epochs=scenario.reload,
         log_every_n_steps=2,
         logger=Logged(seen),
         callbacks=[Trail(seen), *callbacks, Interrupt(event, aside)],
@@ -524,16 +545,19 @@ def run(scenario: Scenario, folder: Path, seen: dict[Any, Any], event: Event | N
         enable_model_summary=False,
         num_sanity_val_steps=0 if scenario.seed % 2 else 1,
     )
-    last = folder / "run" / "version_0" / runs.CHECKPOINTS / runs.LAST
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            trainer.fit(module, datamodule=data, ckpt_path=last if resumes and last.exists() else None)
+            trainer.fit(module, datamodule=data, ckpt_path=last if resumes else None)
     except Killed:
         if trainer.is_global_zero:
             shutil.rmtree(last, ignore_errors=True)
             shutil.copytree(aside, last)
         if scenario.ranks > 1:
             dist.barrier()
+        return False
+    except Failed:
+        if not last.exists():
+            shutil.rmtree(folder / "run", ignore_errors=True)
         return False
     except SystemExit as ended:
         if ended.code != 143:
