@@ -90,8 +90,8 @@ def test_three_models_of_megatron_from_data_sheets() -> None:
 def test_megatron_from_data_sheets_and_calibrated_on_three_rows() -> None:
     machine = load_machine("a100")
     errors = {name: _sc21_error(name, machine) for name in SC21}
-    assert mean(map(abs, errors.values())) < 0.08
-    assert max(map(abs, errors.values())) < 0.13
+    assert mean(map(abs, errors.values())) < 0.06
+    assert max(map(abs, errors.values())) < 0.1
     for rows in (("1.7B", "39B", "530B"), ("3.6B", "76B", "1T"), ("18B", "145B", "310B")):
         factor = mean(1 / (1 + errors[name]) for name in rows)
         calibrated = replace(machine, efficiency=machine.efficiency / factor, bandwidth=machine.bandwidth / factor)
@@ -111,7 +111,7 @@ def test_korthikanti_from_data_sheets() -> None:
 @pytest.mark.slow
 def test_all_of_korthikanti_from_data_sheets() -> None:
     times = [abs(error) for name in KORTHIKANTI for error in _korthikanti_times(name)]
-    assert mean(times) < 0.03
+    assert mean(times) < 0.04
     assert max(times) < 0.07
     memory = [_korthikanti_memory(name) for name in KORTHIKANTI]
     assert max(abs(row[0]) for row in memory) < 0.02
