@@ -7,10 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
+from dlo_plugins.compression.compressed_all_reduce import (
+    CompressedAllReduce,
+    decompress,
+    pack_signs,
+    subtract_compressed_,
+)
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
-from dlo_plugins.compression.sign_compression import decompress, pack_signs, subtract_compressed_
 from support.compression_by_definition import average_in_one_process, compress
 
 

@@ -11,15 +11,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.compressed_all_reduce import BlockLayout
-from dlo_plugins.compression.powersgd import PowerSGD
-from dlo_plugins.compression.sign_compression import (
+from dlo_plugins.compression.compressed_all_reduce import (
+    BlockLayout,
     block_scales,
     decompress,
     pack_signs,
     subtract_compressed_,
     unpack_signs,
 )
+from dlo_plugins.compression.powersgd import PowerSGD
 from support.compression_by_definition import average_in_one_process, compress
 
 values = st.integers(1, 12).flatmap(

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dlo_plugins.compression.compressed_all_reduce import BlockLayout
-from dlo_plugins.compression.sign_compression import block_scales, decompress, pack_signs
+from dlo_plugins.compression.compressed_all_reduce import BlockLayout, block_scales, decompress, pack_signs
 
 
 def compress(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.profiling import energy_callback
-from dlo_plugins.profiling.energy_callback import Energy
-from dlo_plugins.profiling.energy_counters import CodecarbonCounter, NvmlCounter, RaplCounter, find_counters
+from dlo_plugins.profiling.energy_callback import CodecarbonCounter, Energy, NvmlCounter, RaplCounter, find_counters
 from support.monitored import Net, fit
 
 
