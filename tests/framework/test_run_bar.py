@@ -63,6 +63,7 @@ def _lines(rank: int, world_size: int, jobs: list[tuple[str, bool, bool, int]]) 
         seed_everything(1, workers=True, verbose=False)
         lines = Lines()
         trainer = quiet_trainer(
+            enable_progress_bar=True,
             devices=world_size,
             strategy=STRATEGIES[name]() if world_size > 1 else "auto",
             max_epochs=2,
