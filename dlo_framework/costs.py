@@ -147,7 +147,7 @@ def _wrapped(formula: Callable[..., int], takes_tensors: bool) -> Callable[..., 
 
     found: Any = count if takes_tensors else shape_wrapper(formula)
     found._get_raw = True
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 class OperatorCounter(FlopCounterMode):

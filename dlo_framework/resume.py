@@ -147,7 +147,7 @@ class ExactResume(Callback):
         if "loaded" in loaded["position"]:  # Else the epochs until loaders are made again count from this one.
             train, validation = loaded["position"]["loaded"]
             if stage != "epoch":  # An epoch that has begun keeps its loader.
-                train = max(train, trainer.current_epoch + 1 - trainer.reload_dataloaders_every_n_epochs)
+                train = max(train, trainer.current_epoch + 1 - trainer.reload_dataloaders_every_n_epochs)  # type: ignore[attr-defined]
             fit_loop._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch = train, validation
         decided = any(isinstance(c, EarlyStopping) and (c.stopping_reason.value or c.stopped_epoch) for c in callbacks)
         if loaded["position"]["should_stop"] and decided:

@@ -326,7 +326,8 @@ def build_index(file: LocalFile | RemoteFile, class_names: list[str] | None) -> 
         raise DloError(f"{file.name}: {images[missing][2]!r} must have a label, got none; add {missing}.cls")
     rows = np.array([(*images[key][:2], labels[key]) for key in images], dtype=np.int64).reshape(-1, 3)
     names = [images[key][2] for key in images]
-    return ShardIndex(*(rows[:, column].copy() for column in range(3)), np.array(names, dtype=np.str_))
+    offsets, sizes, classes = (rows[:, column].copy() for column in range(3))
+    return ShardIndex(offsets, sizes, classes, np.array(names, dtype=np.str_))
 
 
 def parse_label(content: bytes, suffix: str, where: str, class_names: list[str] | None) -> int:
