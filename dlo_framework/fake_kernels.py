@@ -9,20 +9,27 @@ and with strides that are multiples of 16 bytes. The operator itself has these l
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+#: Dict of a module, key there, and tensor.
+TensorPlace = tuple[dict[str, Any], str, Tensor]
 #: Attributes of a module with its tensors and parts.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 #: Errors of a forward that cannot run without values; they do not show a fault of the model.
@@ -48,6 +55,19 @@ class FakeKernels(TorchDispatchMode):
             except DataDependentOutputException:
                 return _zero(args[0].dtype)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Makes tensors inside the block fake: they have shapes and dtypes, and no values."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:
@@ -82,28 +102,73 @@ def grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-def fake_copy(module: Any) -> Any:
+def tensor_places(module: nn.Module) -> Iterator[TensorPlace]:
+    """Yields the dicts in which a module's parameters and buffers are, their keys there, and the tensors."""
+    for part in module.modules():
+        registered: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for entries in registered:
+            yield from ((entries, key, tensor) for key, tensor in list(entries.items()) if tensor is not None)
+
+
+@contextlib.contextmanager
+def tensors_replaced(places: Sequence[TensorPlace]) -> Iterator[None]:
+    """Sets other tensors in a module's places inside the block.
+
+    Args:
+        places: Places as of :func:`tensor_places`, each with the other tensor.
+    """
+    before = [entries[key] for entries, key, _ in places]
+    try:
+        for entries, key, tensor in places:
+            entries[key] = tensor
+        yield
+    finally:
+        for (entries, key, _), tensor in zip(places, before, strict=True):
+            entries[key] = tensor
+
+
+def copy_modules(module: Any) -> Any:
+    """Returns a copy of a module that shares its parameters and buffers, so that it takes no memory."""
+    return copy.deepcopy(module, {id(tensor): tensor for _, _, tensor in tensor_places(module)})
+
+
+def fake_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
     """Returns a copy of a module with fake tensors, in a `FakeTensorMode`; tied tensors stay tied.
 
     Tensors that are neither parameters nor buffers, such as the states of metrics, are not copied.
+
+    Args:
+        module: Module on any device.
+        dtype: Dtype of its floating-point tensors; by default their own.
     """
-    shared = [*module.parameters(), *module.buffers()]
+    shared = [tensor for _, _, tensor in tensor_places(module)]
     for part in module.modules():
         own_values = {name: value for name, value in vars(part).items() if name not in _REGISTERED}
         shared += [value for value in tree_leaves(own_values) if isinstance(value, Tensor)]
     own = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
-    made: dict[int, Any] = {}
-    for part in own.modules():
-        for entries in (part._parameters, part._buffers):
-            for key, tensor in list(entries.items()):
-                if tensor is not None:
-                    entries[key] = made.setdefault(id(tensor), fake_like(tensor))
+    for entries, key, tensor in fake_places(tensor_places(own), dtype):
+        entries[key] = tensor
     return own
 
 
-def fake_like(value: Any) -> Any:
-    """Returns a fake tensor on the CPU for a tensor, in a `FakeTensorMode`; any other value itself."""
+def fake_places(places: Iterable[TensorPlace], dtype: torch.dtype | None = None) -> list[TensorPlace]:
+    """Returns places of a module's tensors with fake tensors like those there; tied tensors stay tied."""
+    made: dict[int, Any] = {}
+    return [(entries, key, made.setdefault(id(old), fake_like(old, dtype))) for entries, key, old in places]
+
+
+def fake_like(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Returns a fake tensor on the CPU for a tensor, in a `FakeTensorMode`; any other value itself.
+
+    Args:
+        value: Tensor, whose attributes the fake one gets: optimizers group parameters by them.
+        dtype: Dtype of the fake tensor of a floating-point one; by default its own.
+    """
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    return torch.nn.Parameter(made, value.requires_grad) if isinstance(value, torch.nn.Parameter) else made
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    made = torch.empty(value.shape, dtype=wanted, device="cpu")
+    made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    if not isinstance(value, FakeTensor):  # Fake tensors store their device there.
+        made.__dict__.update(value.__dict__)
+    return made

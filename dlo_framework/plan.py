@@ -149,9 +149,22 @@ class ParallelPlan:
             " Sequential, got none; name them in Task.parallel_plan: ParallelPlan(blocks=(...), stem=(...), head=(...))"
         )
 
-    def block_names(self, module: nn.Module) -> list[str]:
-        """Returns the names of the blocks in the order of the patterns; of one, in which `module` registers them."""
-        names = dict.fromkeys(name for name, _ in module.named_modules() if name)
+    def block_names(self, module: nn.Module, *, repeated: bool = False) -> list[str]:
+        """Returns the names of the blocks in the order of the patterns; of one, in which `module` registers them.
+
+        Args:
+            module: Model.
+            repeated: Whether a block that is registered several times has a name for each, as a forward calls it; by
+                default it has its first one.
+        """
+        modules = dict(module.named_modules(remove_duplicate=not repeated))
+        names: dict[str, None] = {}
+        places = set[tuple[int, str]]()  # A container with two names has each of its blocks once.
+        for name in modules:
+            parent, _, leaf = name.rpartition(".")
+            if name and (id(modules[parent]), leaf) not in places:
+                places.add((id(modules[parent]), leaf))
+                names[name] = None
         found: dict[str, None] = {}
         for pattern in self.blocks:
             exact = [pattern] if pattern in names else None

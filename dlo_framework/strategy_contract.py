@@ -205,12 +205,11 @@ class StrategyContract:
         """Restores an unfinished accumulation.
 
         Args:
-            saved: Gradients of a checkpoint, by parameter name.
+            saved: Gradients of a checkpoint, by parameter name; a mesh's ranks may have saved more under other names.
         """
-        parameters = dict(_module_of(self).named_parameters())
-        for name, gradient in saved.items():
-            parameter = parameters[name]
-            parameter.grad = with_strides_of(parameter, gradient.to(parameter.device))
+        for name, parameter in _module_of(self).named_parameters():
+            if name in saved:
+                parameter.grad = with_strides_of(parameter, saved[name].to(parameter.device))
 
     def delayed_gradients(self) -> tuple[Mapping[str, Any] | None, float] | None:
         """Returns the gradients that the next step applies, in a checkpoint's form, and the loss of the last batch.

@@ -212,8 +212,11 @@ def _is_plain(node: Any) -> bool:
 
 
 def _tensors_by_name(node: Mapping[Any, Any], names: frozenset[str]) -> bool:
-    """Returns whether a mapping's keys are names of the model's tensors: an average of them, their gradients."""
-    return bool(node) and all(key in names for key in node)
+    """Returns whether a mapping's keys are names of the model's tensors: an average of them, their gradients.
+
+    `name@place` is a rank's own part of a sum of tensors.
+    """
+    return bool(node) and all(str(key).partition("@")[0] in names for key in node)
 
 
 def _has_mark(node: Any) -> bool:

@@ -92,14 +92,12 @@ def still_trained(task: Task, names: Sequence[str]) -> list[str]:
         task: Task, of which a fake copy is asked.
         names: Names of parameters.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from dlo_framework.fake_kernels import fake_copy
+    from dlo_framework.fake_kernels import fake_copy, fake_tensors
 
     if not names or is_shipped(type(task)):
         return list(names)
     with contextlib.suppress(Exception):  # It needs a trainer or values: the run's first step checks instead.
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             own = fake_copy(task)
             own.configure_optimizers()
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}

@@ -50,13 +50,12 @@ def find_unused(task: Task, batch: Any) -> list[str]:
     Raises:
         DloError: The forward depends on values, which fake tensors do not have.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map
 
-    from dlo_framework.fake_kernels import FakeKernels, fake_copy, fake_like
+    from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+        with fake_tensors():
             own, batch = fake_copy(task), tree_map(fake_like, batch)
             args, kwargs = own.inputs(batch)
             own.loss(own.forward(*args, **kwargs), batch).backward()

@@ -58,7 +58,7 @@ def fit(
 ) -> dict[str, Tensor]:
     """Returns the weights that a run ends with."""
     spec = strategy.spec if isinstance(strategy, MeshStrategy) else None
-    data, world = (1, 1) if spec is None else (spec.dp_shard, 4)
+    data, world = (1, 1) if spec is None else (spec.dp_shard, torch.distributed.get_world_size())
     rank = 0 if spec is None else spec.data_rank(torch.distributed.get_rank())
     window = WINDOW // data if task.automatic_optimization else 1
     callbacks = [ExactResume(), *([Save(save, window)] if save is not None else [])]
@@ -134,10 +134,10 @@ USES = ((1, 1), (0, 1), (1, 0), (0, 0))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.embed, self.proj = nn.Embedding(11, 8), nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth))
         self.head, self.other = nn.Linear(8, 11, bias=False), nn.Linear(8, 11)
         self.head.weight = self.embed.weight
 
@@ -151,10 +151,14 @@ class Net(nn.Module):
 class Tied(Task):
     """Its optimizer moves and decays a weight with a gradient of zeros, and leaves one without a gradient alone."""
 
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.depth = depth
+
     def configure_model(self) -> None:
         if not self.has_model:
             torch.manual_seed(0)
-            self.model = Net()
+            self.model = Net(self.depth)
 
     def parallel_plan(self) -> ParallelPlan:
         tied = (("embed.weight", "head.weight"),)
@@ -204,6 +208,20 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
         resumed = fit(task, pictures(case), make(), resume=path)
         found[case] = whole, resumed, local_tensor(task.model.embed.weight).clone()
     return found
+
+
+def _to_the_bit(rank: int, world: int, folder: Path) -> None:
+    for schedule in ("1F1B", "Interleaved1F1B"):
+        sharding = [FullyShard(find_unused=True)]
+        make = partial(MeshStrategy, pp=2, dp_shard=1, micro_batches=2, schedule=schedule, appliers=sharding)
+        data = pictures("one stage a step")[:4] * 2
+        whole = fit(Tied(4), data, make(), save=folder / schedule)
+        resumed = fit(Tied(4), data, make(), resume=folder / schedule)
+        assert all(torch.equal(value, whole[name]) for name, value in resumed.items()), schedule
+
+
+def test_a_run_that_goes_on_amid_an_accumulation_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    run_distributed(_to_the_bit, 2, tmp_path, timeout=120, group_timeout=60.0)
 
 
 # --- all of it, on four ranks ----------------------------------------------------------------------------------

@@ -187,6 +187,7 @@ SOME: dict[str, tuple[str, ...]] = {
         *("same block twice", "clips by itself", "clips by itself by hand", "gradient penalty", "momentum encoder"),
         "standardised weights",
     ),
+    "GPipe": ("same block twice", "one batch norm object", "L2", "deep supervision", "prototypes"),
     "zero3": ("average of weights", "callback that clamps weights", "clips by itself"),
     "fsdp": ("adversarial", "sharpness", "writes to its input"),
     "deepspeed3": ("L2", "mapped", "pruned", "clamps weights", "average of weights"),

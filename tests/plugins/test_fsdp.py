@@ -117,7 +117,7 @@ def test_the_short_names_mean_this_strategy(alias: str, sizes: tuple[int, int], 
     trainer = Trainer(accelerator="cpu", devices=4 // nodes, num_nodes=nodes, strategy=alias, logger=False)
     assert type(trainer.strategy) is FSDPStrategy  # Lightning's own is called fsdp too, and refuses a CPU
     assert trainer.strategy._mesh_sizes() == sizes
-    assert trainer.strategy.fully_shard.offload is offload
+    assert trainer.strategy.appliers.shard.offload is offload
     assert StrategyRegistry[alias]["strategy"] is FSDPStrategy
 
 

@@ -453,7 +453,11 @@ class Middle(Net):
     ("part", "after_all", "refused"),
     [
         ("stem", True, r"stem must run before the first block, got a forward that calls 'middle' after 'blocks\.3'"),
-        ("head", False, r"head must run after the last block, got a forward of Middle that calls 'middle' on rank 0"),
+        (
+            "head",
+            False,
+            r"head must run after the last block, got a forward of Middle that calls 'middle' before 'blocks\.3'",
+        ),
         ("head", True, None),
     ],
 )

@@ -512,6 +512,12 @@ MODULES: dict[str, type[Odd]] = {
     "tied neighbours": odd(change=lambda s, net: put(net.blocks[1].fc2, bias=net.blocks[0].fc2.bias)),
     "tied norms": odd(change=lambda s, net: [put(one.norm, weight=net.blocks[0].norm.weight) for one in net.blocks]),
     "one norm object": odd(change=lambda s, net: [put(one, norm=net.blocks[0].norm) for one in net.blocks]),
+    "one batch norm object": odd(
+        block=block(more=lambda s: put(s, norm=nn.BatchNorm1d(WIDTH))),
+        change=lambda s, net: [put(one, norm=net.blocks[0].norm) for one in net.blocks],
+        strategies=PIPELINES,
+        per_forward=True,
+    ),
     "same block twice": odd(change=lambda s, net: net.blocks.__setitem__(1, net.blocks[0])),
     "second name": odd(
         block=block(lambda s, x: Block.forward(s, x) + 0.1 * s.alias.mean() * x, lambda s: put(s, alias=s.norm.weight))
@@ -736,7 +742,7 @@ MODULES: dict[str, type[Odd]] = {
     "hook on activations": odd(block=block(act=slope_hooked)),
     # Losses.
     "L2": penalised(lambda s: sum(p.square().sum() for p in s.parameters()), (*STEPS, *PIPELINES)),
-    "norms of weights": penalised(lambda s: sum(one.fc1.weight.norm() for one in s.model.blocks)),
+    "norms of weights": penalised(lambda s: sum(one.fc1.weight.norm() for one in s.model.blocks), (*STEPS, *PIPELINES)),
     "orthogonal weights": penalised(
         lambda s: (s.model.blocks[0].fc2.weight @ s.model.blocks[0].fc2.weight.t() - torch.eye(WIDTH)).square().sum()
     ),

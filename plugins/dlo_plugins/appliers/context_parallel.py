@@ -14,8 +14,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.experts.balance import find_routers
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
+from dlo_plugins.context.context_sequence import ContextSequence, Method
 from dlo_plugins.context.gathered_modules import GatheredModules
-from dlo_plugins.context.shared_sequence import Method, SharedSequence
 from dlo_plugins.context.token_mixing import Gather
 from dlo_plugins.context.ulysses import heads_error
 
@@ -59,7 +59,7 @@ class ContextParallel(Applier):
             raise DloError(f"gather must be auto or all, got {gather!r}; use auto to share all attention that can be")
         self.method: Method = method
         self.gathers: Gather = gather
-        self.sequence: SharedSequence | None = None
+        self.sequence: ContextSequence | None = None
         self._module: nn.Module | None = None
         self._gathering: GatheredModules | None = None
         self._original = "sdpa"
@@ -125,7 +125,7 @@ class ContextParallel(Applier):
         models = transformers_attention.outermost(module)
         self._module = module
         self._original = next((model.config._attn_implementation or "sdpa" for model in models), "sdpa")
-        self.sequence = SharedSequence(mesh[_AXIS].get_group(), self.method)
+        self.sequence = ContextSequence(mesh[_AXIS].get_group(), self.method)
         self._gathering = transformers_attention.share_attention(module, plan, self.sequence, self.gathers)
         self._shares = any(transformers_attention.is_shared(model) for model in models)
 

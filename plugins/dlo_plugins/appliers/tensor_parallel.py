@@ -108,9 +108,18 @@ class TensorParallel(Applier):
             module: Model that :meth:`apply` has cut.
             plan: Plan of the model.
             starts: Names of the first blocks of all stages but the first.
+
+        Raises:
+            DloError: A block is used twice, at the end of a stage or not.
         """
         if self.stream is not None:
-            self.stream.gather_between_stages(module, plan.block_names(module), starts)
+            blocks = plan.block_names(module, repeated=True)
+            if len(blocks) > len({module.get_submodule(name) for name in blocks}):
+                raise DloError(
+                    "sequence_parallel does not support a block that is registered twice under pp > 1: it would gather"
+                    " the sequence in each use of a stage's first and last block; set sequence_parallel: false"
+                )
+            self.stream.gather_between_stages(module, blocks, starts)
 
     def complete_plan(self, task: Any, plan: ParallelPlan, tp: int, datamodule: Any = None) -> ParallelPlan:
         """Returns a plan with tensor rules: its own, and inferred ones where it has none.

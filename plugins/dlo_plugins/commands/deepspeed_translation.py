@@ -210,7 +210,7 @@ def make_nearest_config(strategy: Strategy) -> DeepSpeedJson:
                 f" {getattr(spec, what)}; set {what} 1"
             )
         put(config, "zero_optimization.stage", 3 if spec.dp_shard > 1 else 0)
-        offloaded = "both" if strategy.fully_shard.offload else None
+        offloaded = "both" if strategy.appliers.shard.offload else None
     else:
         put(config, "zero_optimization.stage", 0)
         offloaded = None

@@ -5,13 +5,11 @@ Only ratios between the times of blocks matter to a schedule. Their rates are th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -111,15 +109,9 @@ def model_ranks(task: Task, strategy: Any, spec: MeshSpec, batch: Any) -> list[M
     """
     pipelining = fix_split(task, strategy, spec, None)
     found = []
-    log = logging.getLogger(FakeTensorMode.__module__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
-    try:
-        for place in range(spec.pp):
-            rank = next(n for n in range(spec.world_size) if spec.coordinates(n).pp == place)
-            found.append(_model_rank(task, strategy, pipelining, spec, rank, batch))
-    finally:
-        log.setLevel(level)
+    for place in range(spec.pp):
+        rank = next(n for n in range(spec.world_size) if spec.coordinates(n).pp == place)
+        found.append(_model_rank(task, strategy, pipelining, spec, rank, batch))
     return found
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
+from dlo_plugins.context.context_sequence import ContextSequence
 from dlo_plugins.context.ring import Ring
 from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
-from dlo_plugins.context.shared_sequence import SharedSequence
 from dlo_plugins.context.token_mixing import SharedParts
 
 #: The collectives that torch.compile traces.
@@ -43,7 +43,7 @@ class GatheredModules:
         is_off: Whether modules run on what they get, on full sequences of one rank.
     """
 
-    def __init__(self, sequence: SharedSequence) -> None:
+    def __init__(self, sequence: ContextSequence) -> None:
         self.sequence, self.is_off = sequence, False
         self._takes_positions = self._made_full = False
 

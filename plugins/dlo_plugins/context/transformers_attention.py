@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dlo_framework.attention.attention_mask import find_heads, find_mask
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.context.context_sequence import ContextSequence
 from dlo_plugins.context.fused import Score
 from dlo_plugins.context.gathered_modules import GatheredModules
-from dlo_plugins.context.shared_sequence import SharedSequence
 from dlo_plugins.context.token_mixing import Gather, SharedParts, find_parts
 
 #: Name of this implementation in transformers, which searches names for "sdpa" and "flash": it contains neither.
@@ -27,7 +27,7 @@ _SEQUENCE = "_dlo_sequence"
 
 
 def share_attention(
-    module: nn.Module, plan: ParallelPlan, sequence: SharedSequence, gather: Gather = "auto"
+    module: nn.Module, plan: ParallelPlan, sequence: ContextSequence, gather: Gather = "auto"
 ) -> GatheredModules | None:
     """Makes a model compute over a shared sequence.
 
@@ -173,7 +173,7 @@ def attention_forward(
     Raises:
         DloError: If an argument cannot be computed over a shared sequence.
     """
-    sequence: SharedSequence | None = module.__dict__.get(_SEQUENCE)
+    sequence: ContextSequence | None = module.__dict__.get(_SEQUENCE)
     if sequence is None:
         raise DloError(
             f"the plan's attention modules must include all of the model's, got none of class {type(module).__name__};"

@@ -21,14 +21,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.errors import DloError, did_you_mean, shown_names
-from dlo_framework.fake_kernels import FakeKernels
+from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 from dlo_framework.task import Task
-from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 
 
 def check_layers(option: str, model: nn.Module, names: Iterable[str]) -> None:
@@ -112,12 +111,10 @@ def layer_shapes(task: Task, batch: Any, names: Iterable[str]) -> dict[str, torc
         DloError: A layer was not called, or has no tensor as its output.
     """
     wanted = list(dict.fromkeys(names))
-    copied = copy_modules(task)
-    copied.eval()
-    with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels(), torch.no_grad():
-        make_fake(copied, None)
+    with fake_tensors(), torch.no_grad():
+        copied = fake_copy(task).eval()
         outputs = LayerOutputs(copied.model, wanted)
-        args, kwargs = copied.inputs(fake_batch(batch))
+        args, kwargs = copied.inputs(tree_map(fake_like, batch))
         copied.forward(*args, **kwargs)
         found = {name: tensor.shape for name, tensor in outputs.pop().items()}
         outputs.remove()

@@ -367,19 +367,7 @@ class MeshEngine:
         found = self.pipelined.pipeline.tied.named_on_any_rank({name.removeprefix(_MODEL) for name in names})
         return {f"{_MODEL}{name}" for name in found}
 
-    def free_gathered(self) -> None:
-        """Frees the gathered parameters; the next use gathers the shards' values of then."""
-        self.sharded.reshard()
-
-    def refresh(self) -> None:
-        """Makes the next use see the shards' values, after these were written from outside."""
-        self.sharded.refresh()
-
     # --- state of module and optimizers --------------------------------------------------------------------
-
-    def shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's shards of a module's ``state_dict``, without tensors of other stages."""
-        return self.sharded.shards(state)
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
@@ -410,7 +398,8 @@ class MeshEngine:
         """Returns this rank's shards of the gradients of an unfinished accumulation, averaged over the ranks.
 
         Partial sums, which the accumulation's end completes, are completed here in copies, because a checkpoint must
-        load on any mesh. The run continues with the partial sums.
+        load on any mesh. The run continues with the partial sums; they are returned too, under names of their own, so
+        that one that resumes on the same mesh adds in the same order.
         """
         if self.pipelined is not None:
             self.pipelined.pipeline.drain()
@@ -421,6 +410,10 @@ class MeshEngine:
         for name in tied - found.keys():  # Only another stage has used it.
             zeros = like_gradient(self.sharded.parameters[name])
             found[name] = attach_slice(zeros, self.sharded.layout.slices.get(name))
+        slices = self.sharded.layout.slices
+        for name, key in ((name, self._partial_key(name)) for name in list(found)):
+            if key is not None:
+                found[key] = attach_slice(_memory(found[name]).clone(), slices.get(name))
         self.sharded.reduce_partial({name: _memory(gradient) for name, gradient in found.items()})
         if self.pipelined is not None:
             shares = {name.removeprefix(_MODEL): _memory(found[name]) for name in tied}
@@ -495,16 +488,30 @@ class MeshEngine:
         """Restores an unfinished accumulation, to which the next micro-batches add their gradients.
 
         Saved gradients are complete sums. Partial and tied gradients are summed again at the accumulation's end, so
-        only one of their ranks restores the saved value, and the others begin with zeros.
+        each of their ranks restores its own part. On another mesh than the checkpoint's, only one of them restores the
+        sum, and the others begin with zeros.
         """
         fit, gradients = self._fit, as_lazy_state_dict(saved)
         for name, parameter in self.sharded.parameters.items():
             if name in gradients:
                 parameter.grad = like_gradient(parameter)
-                if self._restores_sum(name):
-                    gradients.read_into(name, attach_slice(parameter.grad, self.sharded.layout.slices.get(name)))
+                key = self._partial_key(name)
+                if key not in gradients:
+                    key = name if self._restores_sum(name) else None
+                if key is not None:
+                    gradients.read_into(key, attach_slice(parameter.grad, self.sharded.layout.slices.get(name)))
                 fit.usage.used.add(name)
         fit.is_open, fit.is_summed = True, False
+
+    def _partial_key(self, name: str) -> str | None:
+        """Returns the name of this rank's part of a gradient, among ranks that sum it; None for a complete gradient."""
+        place, key = self.sharded.groups.coordinates, ""
+        ranks = self.pipelined.pipeline.tied.ranks_of(name.removeprefix(_MODEL)) if self.pipelined is not None else ()
+        if ranks:
+            key += f"@pp{place.pp}of{'+'.join(map(str, ranks))}"
+        if name in self.sharded.layout.partial:
+            key += f"@tp{place.tp}of{self.sharded.groups.spec.tp}"
+        return f"{name}{key}" if key else None
 
 
 def _memory(gradient: Shard) -> Tensor:

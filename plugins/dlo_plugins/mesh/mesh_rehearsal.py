@@ -9,7 +9,6 @@ implementation, or a forward that branches on values, raises nothing: such a mod
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,19 +17,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_framework.batches import batch_size, map_rows
-from dlo_framework.distributed.gradient_check import is_shipped, may_freeze, trains_by_loss
+from dlo_framework.distributed.gradient_check import may_freeze, still_trained, trains_by_loss
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import UNSUPPORTED
+from dlo_framework.fake_kernels import UNSUPPORTED, copy_modules
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
 from dlo_plugins.mesh.mesh_simulation import (
-    RankView,
-    copy_modules,
     fewest_micro_batches,
     fix_split,
     simulated_rank,
@@ -99,7 +95,8 @@ def rehearse_step(
     if example is None:
         _Rehearsal(strategy, task, datamodule, None, own_loss=False, tp=spec.tp).check(spec)
         return
-    trains = trains and _trains_by_loss(task, strategy) and not any(may_freeze(callback) for callback in callbacks)
+    trains = trains and trains_by_loss(task) and not strategy.appliers.shard.find_unused
+    trains = trains and not any(may_freeze(callback) for callback in callbacks)
     failure: Failure | None = None
     models = [tried for tried in (_shortened(task, strategy, spec), task) if tried is not None]
     models = models[:1] if shortened_only else models
@@ -154,9 +151,6 @@ class _Rehearsal:
             needs_gradients: Whether a trainable parameter without a gradient is a failure.
         """
         rank, names, absent = 0, {}, list[str]()
-        log = logging.getLogger(FakeTensorMode.__module__)
-        level = log.level
-        log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
         try:
             pipelining = fix_split(self.task, self.strategy, spec, self._datamodule)
             parts = fewest_micro_batches(pipelining, spec) if spec.pp > 1 else 1
@@ -169,32 +163,13 @@ class _Rehearsal:
                     names = {id(module): name for name, module in view.model.named_modules()}
                     view.step()
                     if needs_gradients:
-                        absent += _still_trained(view, view.without_gradient)
+                        absent += view.without_gradient
         except Exception as error:
             return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
-        finally:
-            log.setLevel(level)
-        if absent:
+        if absent := still_trained(self.task, absent):
             message = unused_message(absent, self.strategy.allow_unused, self.task)
             return Failure(DloError(message), rank, "", in_backward=True, is_certain=True)
         return None
-
-
-def _trains_by_loss(task: Task, strategy: Any) -> bool:
-    """Returns whether a run's step must give gradients to all trainable parameters, as the rehearsed one must."""
-    return not strategy.fully_shard.find_unused and trains_by_loss(task)
-
-
-def _still_trained(view: RankView, names: Sequence[str]) -> list[str]:
-    """Returns the named parameters that still train after a user's `configure_optimizers`; none if it fails."""
-    task = view.task
-    if names and not is_shipped(type(task)):
-        try:
-            task.configure_optimizers()
-        except Exception:  # It needs a trainer or values: the run's first step checks instead.
-            return []
-    trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
-    return [name for name in names if name in trained]
 
 
 def _is_unsupported(failure: Failure) -> bool:
@@ -293,25 +268,10 @@ def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloErro
     phase = "backward" if failure.in_backward else "forward"
     lines = str(failure.error).strip().splitlines()
     reason = f": {lines[0]}" if lines else ""
-    if _is_in_later_stage(rehearsal, spec, failure):
-        return DloError(
-            f"a pipeline's head must run after the last block, got a forward of {model} that calls '{where}' on rank"
-            f" {failure.rank}, before it; name it among the plan's blocks or stem (Task.parallel_plan), or set pp to 1"
-        )
     return DloError(
         f"each rank of {_axes(spec)} must be able to train its part of {model}, got {type(failure.error).__name__} in"
         f" the {phase} of {what} on rank {failure.rank}{reason}; {_fix(rehearsal, spec)}"
     )
-
-
-def _is_in_later_stage(rehearsal: _Rehearsal, spec: MeshSpec, failure: Failure) -> bool:
-    """Returns whether a forward failed in a module of the head, which the failed rank does not have."""
-    plan, model, where = rehearsal.plan, rehearsal.task.model, failure.where
-    if spec.pp == 1 or spec.coordinates(failure.rank).pp == spec.pp - 1 or failure.in_backward or not where:
-        return False
-    in_block = any(f"{where}.".startswith(f"{block}.") for block in plan.block_names(model))
-    has_parameters = next(model.get_submodule(where).parameters(), None) is not None
-    return has_parameters and not in_block and plan.owners(where)[:1] != ["stem"]
 
 
 def _rules(rehearsal: _Rehearsal, where: str) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,7 +34,15 @@ from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import FakeKernels
+from dlo_framework.fake_kernels import (
+    TensorPlace,
+    fake_copy,
+    fake_like,
+    fake_places,
+    fake_tensors,
+    tensor_places,
+    tensors_replaced,
+)
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
@@ -144,17 +152,15 @@ def simulated_rank(
         raise DloError(
             "a mesh simulation must run outside of process groups, got a rank of one; run it in its own process"
         )
-    own = copy_modules(task)
     precision = str(strategy.precision_plugin.precision)
     with (
         isolate_rng(include_cuda=False),
         fake_world(rank, spec.world_size),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        FakeKernels(),
+        fake_tensors(),
     ):
-        make_fake(own, _CONVERTED.get(precision))
+        own = fake_copy(task, _CONVERTED.get(precision))
         appliers = copy.deepcopy(strategy.appliers)
-        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), fake_batch(batch))
+        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), tree_map(fake_like, batch))
         with _autocast(precision):
             view.cut_and_shard(own, own_loss)
             yield view
@@ -250,7 +256,7 @@ class RankView:
             parts = pipelined.split_training_batch(self._shard_batch(self._batch))
             policy = self.options.shard_options(self.task).policy
             with _materialised(pipelined.task.model, policy.param_dtype):
-                pipelined.pipeline.rehearse(parts, pipelined._forward)
+                pipelined.pipeline.record_shapes(parts, pipelined._forward)
 
     def _shard_batch(self, batch: Any) -> Any:
         return self.options.appliers.context.shard_batch(batch)
@@ -358,34 +364,6 @@ def _forward(task: Any, batch: Any) -> Any:
     return task.forward(*args, **kwargs)
 
 
-def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    for part in module.modules():
-        for entries in (part._parameters, part._buffers):
-            yield from ((entries, key, tensor) for key, tensor in list(entries.items()) if tensor is not None)
-
-
-def _fake_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    new: Tensor = torch.empty(tensor.shape, dtype=wanted, device=_DEVICE)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, tensor.requires_grad)
-    if not isinstance(tensor, FakeTensor):  # Fake tensors store their device there.
-        new.__dict__.update(tensor.__dict__)  # Attributes by which optimizers group parameters.
-    return new
-
-
-def copy_modules(task: Task) -> Task:
-    """Returns a copy of a task that shares the task's parameters and buffers, so that it takes no memory."""
-    return copy.deepcopy(task, {id(tensor): tensor for _, _, tensor in _entries(task)})
-
-
-def make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replaces a module's tensors by fake ones; tied tensors stay tied."""
-    made: dict[int, Tensor] = {}
-    for entries, key, tensor in _entries(module):
-        entries[key] = made.setdefault(id(tensor), _fake_like(tensor, dtype))
-
-
 @contextlib.contextmanager
 def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterator[None]:
     """Makes other ranks' stages runnable inside the block, with parameters in the dtype that sharding gathers.
@@ -394,25 +372,14 @@ def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterato
         module: Model whose stages are not sharded yet.
         param_dtype: Dtype in which FSDP2 gathers parameters; None for their own.
     """
-    before = []
-    found: dict[int, Tensor] = {}  # Tied tensors stay one.
-    for entries, key, tensor in _entries(module):
-        dtype = param_dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
-        if tensor.device.type == "meta" or dtype not in (None, tensor.dtype):
-            before.append((entries, key, tensor))
-            if id(tensor) not in found:
-                found[id(tensor)] = _fake_like(tensor, dtype)
-            entries[key] = found[id(tensor)]
-    try:
+    parameters, buffers = list[TensorPlace](), list[TensorPlace]()
+    for place in tensor_places(module):
+        if isinstance(place[2], nn.Parameter):
+            parameters.append(place)
+        elif place[2].is_meta:
+            buffers.append(place)
+    with tensors_replaced([*fake_places(parameters, param_dtype), *fake_places(buffers)]):
         yield
-    finally:
-        for entries, key, tensor in before:
-            entries[key] = tensor
-
-
-def fake_batch(batch: Any) -> Any:
-    """Returns a batch whose tensors are fake."""
-    return tree_map(lambda leaf: _fake_like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def simulated_precision(precision: Any) -> Precision:

@@ -15,11 +15,10 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.mesh.pipelined_task import check_outside, check_steps
-from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, flop_costs
 from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
-from dlo_plugins.pipeline.stage_assignment import Split, check_pipeline
+from dlo_plugins.pipeline.stage_assignment import Split, balance_stages, check_pipeline
 
 
 @dataclass(frozen=True)

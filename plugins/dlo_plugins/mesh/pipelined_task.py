@@ -6,8 +6,9 @@ use what forward computes from its arguments, such as positions and masks.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from dlo_framework.errors import DloError
 from dlo_framework.experts.auxiliary_loss import set_scale
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
-from dlo_plugins.mesh.batches import concat_batches
 from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
 
@@ -153,7 +153,8 @@ class PipelinedTask:
             batch_idx: Index of the batch in validation, for :meth:`Task.after_validation_step`; None in a test.
         """
         outputs, before = self.outputs(batch), self._updates()
-        found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
+        with self.pipeline.without_other_stages():
+            found = self.task.measured(outputs, batch) if self.pipeline.is_last else {}
         updated = {
             name: (count, _list_shapes(self.task.get_submodule(name)))
             for name, count in self._updates().items()
@@ -391,3 +392,44 @@ def check_inside(task: Any, spec: MeshSpec, sequence_parallel: bool) -> None:
             f" routers' logits, by output_router_logits: true), got {' and '.join(divided)}, which divides them; use"
             " the other axes, or set output_router_logits: false"
         )
+
+
+def concat_batches(parts: list[Any], weights: Sequence[float]) -> Any:
+    """Returns the outputs of a batch from those of its parts: tensors are concatenated, scalars averaged.
+
+    Args:
+        parts: Outputs of the parts: tensors, or lists, tuples, dicts and dataclasses of them (transformers' outputs
+            too). Other plain data is equal in all parts.
+        weights: Weights of the parts, which sum to one, for the mean of scalars.
+
+    Raises:
+        DloError: The outputs are of another kind.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(parts)
+    if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+        # The exact value where it does not depend on the part, such as a learned temperature.
+        return first + sum(weight * (part - first) for weight, part in zip(weights, parts, strict=True))
+    if isinstance(first, dict):
+        values = {key: concat_batches([part[key] for part in parts], weights) for key in first}
+        return values if type(first) is dict else type(first)(**values)
+    if isinstance(first, list | tuple):
+        items = [concat_batches(list(items), weights) for items in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        return dataclasses.replace(
+            first, **{name: concat_batches([getattr(part, name) for part in parts], weights) for name in names}
+        )
+    plain = first is None or isinstance(first, Tensor | str | bytes | int | complex | torch.dtype | torch.device)
+    if plain and all(bool(part == first) for part in parts):
+        return first
+    got = f"{'different values of' if plain else 'a'} {type(first).__name__}"
+    raise DloError(
+        "a model's outputs under pp > 1 must be tensors, or lists, tuples, dicts and dataclasses of them, so that those"
+        f" of micro-batches can be concatenated, got {got}; leave it out if it is not needed (for"
+        " transformers' models, use_cache=False), or use pp: 1"
+    )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from dlo_framework.costs import OperatorCounter
-from dlo_framework.fake_kernels import FakeKernels
+from dlo_framework.fake_kernels import fake_places, fake_tensors, tensor_places, tensors_replaced
 from dlo_framework.plan import ParallelPlan
 
 
@@ -42,7 +40,7 @@ def parameter_costs(model: nn.Module, plan: ParallelPlan) -> PartCosts:
         plan: Plan of the model; its names are relative to the model.
     """
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    blocks = plan.block_names(model)
+    blocks = plan.block_names(model, repeated=True)
     costs = [0.0] * len(blocks)
     around = {"stem": 0.0, "head": 0.0}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -68,33 +66,32 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
     Returns:
         The costs; None if the forward fails on fake tensors for any reason, since a cost estimate is not a check.
     """
-    blocks = plan.block_names(model)
-    counts = [0.0] * len(blocks)
+    numbers: dict[nn.Module, list[int]] = {}  # of a block that is called several times: all of its
+    for number, name in enumerate(plan.block_names(model, repeated=True)):
+        numbers.setdefault(model.get_submodule(name), []).append(number)
+    counts = [0.0] * sum(map(len, numbers.values()))
     counter = OperatorCounter()
-    begins: dict[str, int] = {}
-    first_at: list[int] = []
+    begins: list[int] = []
 
-    def enter(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            begins[name] = counter.get_total_flops()
-            first_at.append(begins[name])
+    def enter(*_: Any) -> None:
+        begins.append(counter.get_total_flops())
 
-        return hook
-
-    def leave(number: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            counts[number] += counter.get_total_flops() - begins[blocks[number]]
-
-        return hook
+    def leave(block: nn.Module, *_: Any) -> None:
+        for number in numbers[block]:
+            counts[number] += (counter.get_total_flops() - begins[-1]) / len(numbers[block])
 
     # Fake tensors of one element have values, and batch norm counts its batches in such a buffer.
     counters = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() == 1]
-    handles = []
-    for number, name in enumerate(blocks):
-        block = model.get_submodule(name)
-        handles += [block.register_forward_pre_hook(enter(name)), block.register_forward_hook(leave(number))]
+    handles = [block.register_forward_pre_hook(enter) for block in numbers]
+    handles += [block.register_forward_hook(leave) for block in numbers]
+    on_meta = [place for place in tensor_places(model) if place[2].is_meta]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _off_meta(model), torch.no_grad(), FakeKernels(), counter:
+        with (
+            fake_tensors(),
+            tensors_replaced(fake_places(on_meta)),  # A forward's own tensors are on the CPU.
+            torch.no_grad(),
+            counter,
+        ):
             run()
     except Exception:  # The rehearsal of the step reports by name what the model refuses.
         return None
@@ -103,32 +100,5 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
             handle.remove()
         for buffer, value in counters:
             buffer.copy_(value)
-    stem = first_at[0] if first_at else 0
+    stem = begins[0] if begins else 0
     return PartCosts(tuple(counts), float(stem), counter.get_total_flops() - stem - sum(counts))
-
-
-@contextlib.contextmanager
-def _off_meta(model: nn.Module) -> Iterator[None]:
-    """Replaces a model's meta tensors by fake CPU tensors inside the block, as a forward's own tensors are on the CPU.
-
-    Enter it inside a `FakeTensorMode`.
-    """
-    made: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in model.modules():
-        of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for entries in of_module:
-            for key, tensor in entries.items():
-                if tensor is not None and tensor.is_meta:
-                    replaced.append((entries, key, tensor))
-    try:
-        for entries, key, tensor in replaced:
-            if id(tensor) not in made:
-                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-            entries[key] = made[id(tensor)]
-        yield
-    finally:
-        for entries, key, tensor in replaced:
-            entries[key] = tensor

@@ -5,10 +5,14 @@ model computes from them (masks, angles, positions), and only the hidden state i
 
 - a module of the stem, and a block of an earlier stage, is not called; it returns a placeholder of its output's shape;
 - the stage's first block is called with the received hidden state as its first argument;
+- a module of the head is not called: it would need weights of the last stage;
 - the forward ends where the next stage's first block would be called: that block's first argument is sent.
 
 So the code between two blocks runs in the stage of the earlier block. If the forward uses anything else from earlier
-stages (for example in a skip connection around a block), it would use a placeholder: :mod:`.skip_check` finds that.
+stages (for example in a skip connection around a block), it would use a placeholder, which is an error: nothing may be
+computed from placeholders after the hidden state has been received. What is computed from a placeholder is one too. The
+loss has placeholders in place of the weights of other stages. Operations on other tensors are not watched, so that the
+check costs nothing, and runs always.
 
 Code outside of stem and blocks runs on several stages, and draws the same random numbers on all of them: a block, and
 a module of the stem, draws from a stream of its own.
@@ -17,17 +21,142 @@ a module of the stem, draws from a stream of its own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from dlo_framework.errors import DloError
 from dlo_framework.random_streams import random_stream
 from dlo_plugins.pipeline.model_stages import Stages
-from dlo_plugins.pipeline.skip_check import Placeholder, SkipCheck
+
+#: Operations that use only a tensor's shape, dtype and device.
+_SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
+#: Operations that return a tensor's value as a Python number.
+_NUMBERS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
+
+
+class SkipCheck:
+    """State of one forward of a stage, which its placeholders share.
+
+    Args:
+        model: Model that runs.
+        fix: Advice of the messages, beside pp=1.
+
+    Attributes:
+        place: Place in the forward in words, for messages.
+        is_received: Whether the hidden state has been received, so that placeholders must not be used.
+    """
+
+    def __init__(self, model: nn.Module, fix: str = "keep both in one stage (split)") -> None:
+        self.model, self.fix, self.place, self.is_received = model, fix, "before the blocks", False
+
+    def check_values(self, values: Any, what: str) -> None:
+        """Checks that values hold no placeholder.
+
+        Args:
+            values: Tensors, or lists, tuples, dicts and dataclasses of them.
+            what: Values in words, for the message.
+
+        Raises:
+            DloError: One of them is a placeholder.
+        """
+        for tensor in tensors_in(values):
+            if isinstance(tensor, Placeholder):
+                raise self.error(f"{what} computed from '{tensor.source}'")
+
+    def error(self, what: str) -> DloError:
+        """Returns the error for a use of another stage's value, in words."""
+        return DloError(
+            f"a pipeline stage must use nothing of other stages but the hidden state, got {what}, which is in another"
+            f" stage; {self.fix}, or train with pp=1"
+        )
+
+
+class Placeholder(Tensor):
+    """Tensor of another stage, of which this stage has the shape and the dtype, and no value: it is NaN or zero.
+
+    Args:
+        value: Tensor of its shape, dtype and device.
+        source: Name of the module or parameter that it depends on.
+        check: State of the forward.
+    """
+
+    value: Tensor
+    source: str
+    check: SkipCheck
+    _is_param: bool
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of_weight(cls, weight: Tensor, source: str, check: SkipCheck, device: torch.device) -> Placeholder:
+        """Returns a placeholder of a parameter or buffer, without memory, for a check of which each use fails."""
+        made = cls(torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape), source, check)
+        made._is_param = isinstance(weight, nn.Parameter)  # What `isinstance(made, nn.Parameter)` asks.
+        made.requires_grad_(weight.requires_grad)
+        return made
+
+    @staticmethod
+    def __new__(cls, value: Tensor, source: str, check: SkipCheck) -> Placeholder:
+        """Returns a tensor without memory of its own."""
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device, layout=value.layout
+        )
+        made.value, made.source, made.check = value, source, check
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Placeholder:
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Computes an operation on placeholders, whose results are placeholders.
+
+        Raises:
+            DloError: The hidden state has been received, or the result would be used outside of this check.
+        """
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        used = {id(tensor.value): tensor for tensor in tensors if isinstance(tensor, Placeholder)}
+        first = next(iter(used.values()))
+        check, by_shape = first.check, name.endswith(_SHAPE_ONLY)
+        if not by_shape and check.is_received:
+            raise check.error(f"'{name}' {check.place} on a value computed from '{first.source}'")
+        if name in _NUMBERS:
+            raise check.error(f"a Python number computed from '{first.source}'")
+        values = tree_map_only(Placeholder, lambda tensor: tensor.value, (args, kwargs))
+        found = func(*values[0], **values[1])
+        if by_shape:
+            return found
+        others = {id(tensor) for tensor in tensors}
+
+        def wrapped(tensor: Tensor) -> Tensor:
+            if id(tensor) not in others:
+                return used[id(tensor)] if id(tensor) in used else cls(tensor, first.source, check)
+            buffer = next((key for key, buffer in check.model.named_buffers() if buffer is tensor), None)
+            if buffer is not None:
+                raise check.error(f"buffer '{buffer}' computed from '{first.source}'")
+            return tensor  # It has been written to, and now holds NaN.
+
+        return tree_map_only(Tensor, wrapped, found)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(list(vars(value).values()))
 
 
 @dataclass(frozen=True)
@@ -124,6 +253,11 @@ class StageForward:
                 outputs = forward()
             except _StageEnd as end:
                 return end.hidden
+            except RuntimeError as error:
+                if not re.search(r"\bmeta\b", str(error)):
+                    raise
+                line = str(error).splitlines()[0]
+                raise self.check.error(f"an operation {self.check.place} on a weight ({line})") from error
             finally:
                 self.has_ended = True
         wanted = self.stages.first[self.stage + 1] - last
@@ -160,6 +294,7 @@ class StageForward:
             yield from ((name, self._recorded) for name in self.stages.stem_units)
         yield from ((name, self._block) for name in self.stages.blocks[first:end])
         yield from ((name, self._exit) for name in self.stages.blocks[end:])
+        yield from ((name, self._head) for name in self.stages.absent_heads[self.stage])
 
     def _absent_tensor(self, name: str, parameter: Tensor) -> Tensor:
         return TensorShape(tuple(parameter.shape), parameter.dtype).placeholder(self.device, name, self.check, False)
@@ -228,6 +363,16 @@ class StageForward:
 
         return _Gate(module, block)
 
+    def _head(self, name: str, module: nn.Module) -> nn.Module:
+        def head(*args: Any, **kwargs: Any) -> Any:
+            raise DloError(
+                f"a pipeline's head must run after the last block, got a forward of {type(self.model).__name__} that"
+                f" calls '{name}' before '{self.stages.blocks[-1]}'; name it among the plan's blocks or stem"
+                " (Task.parallel_plan), or set pp to 1"
+            )
+
+        return _Gate(module, head)
+
     def _hidden(self, name: str) -> Any:
         received: Any = self.received
         if not received.requires_grad:
@@ -262,7 +407,7 @@ class StageForward:
                 f" '{expected}'; turn off what skips or repeats blocks, or train with pp=1"
             )
         self.entered = number
-        self.check.place = name
+        self.check.place = f"after '{name}'"
 
     def _record_shape(self, name: str, returned: Any) -> None:
         shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))

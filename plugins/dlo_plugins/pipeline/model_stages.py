@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pipeline.balance import check_stages
 
 
 class Stages:
@@ -30,22 +29,17 @@ class Stages:
         first: Number of each stage's first block; the last item is the number of blocks.
         stem_units: Names of the modules with parameters that run before the first block.
         stem_tensors: Names of the stem's parameters that belong to none of these modules.
+        absent_heads: For each stage, names of the modules after the last block of which it lacks parameters.
 
     Raises:
         DloError: If the counts do not add up to the number of blocks, or a stage has none.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, counts: Sequence[int]) -> None:
-        self.blocks = plan.block_names(model)
+        self.blocks = plan.block_names(model, repeated=True)
         check_counts(counts, len(self.blocks))
         self.first = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-        modules = dict(model.named_modules())
-        units: list[str] = []
-        for name, module in modules.items():
-            inside = any(name.startswith(unit + ".") for unit in units)
-            if name and not inside and _matches(plan.stem, name):
-                units += _called_modules(name, module)
-        self.stem_units = tuple(units)
+        self.stem_units, heads = _units(model, plan.stem), _units(model, plan.head)
         self._stages: dict[str, tuple[int, ...]] = {}
         self._plan = plan
         shared: dict[int, set[int]] = {}
@@ -57,6 +51,11 @@ class Stages:
                 found[name] = tensor
         for name, tensor in found.items():
             self._stages[name] = tuple(sorted(shared[id(tensor)]))
+        units = {head: [of for name, of in self._stages.items() if name.startswith(head + ".")] for head in heads}
+        self.absent_heads = [
+            [head for head, stages in units.items() if any(stage not in of for of in stages)]
+            for stage in range(self.count)
+        ]
         stem_parameters = (name for name, tensor in found.items() if isinstance(tensor, nn.Parameter))
         self.stem_tensors = tuple(
             name
@@ -79,6 +78,10 @@ class Stages:
         Buffers of modules without parameters, such as tables of angles, belong to every stage.
         """
         return self._stages.get(name, tuple(range(self.count)))
+
+    def shared_buffers(self, model: nn.Module) -> list[str]:
+        """Returns the names of the buffers that modules with parameters in several stages share."""
+        return [name for name, _ in model.named_buffers() if len(self._stages.get(name, ())) > 1]
 
     def writer_stage(self, name: str) -> int | None:
         """Returns the stage that may change a buffer of which every stage has a copy; None for other tensors.
@@ -153,6 +156,19 @@ def release_other_stages(model: nn.Module, stages: Stages, held: Collection[int]
     return holds
 
 
+def check_stages(blocks: int, stages: int) -> None:
+    """Checks that there is a block for each stage.
+
+    Raises:
+        DloError: If there are fewer blocks than stages.
+    """
+    if stages > blocks:
+        raise DloError(
+            f"each stage must have at least one block, got {blocks} blocks for {stages} stages; set pp times"
+            f" stages_per_rank to {blocks} or less"
+        )
+
+
 def check_counts(counts: Sequence[int], blocks: int) -> None:
     """Checks the number of blocks of each stage.
 
@@ -166,6 +182,16 @@ def check_counts(counts: Sequence[int], blocks: int) -> None:
             f"split must give each stage at least one block and add up to the model's {blocks} blocks, got"
             f" {list(counts)} ({sum(counts)} blocks); set {even}"
         )
+
+
+def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the outermost modules with parameters that a forward calls, of those that patterns name."""
+    units: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(unit + ".") for unit in units)
+        if name and not inside and _matches(patterns, name):
+            units += _called_modules(name, module)
+    return tuple(units)
 
 
 def _called_modules(name: str, module: nn.Module) -> Iterator[str]:

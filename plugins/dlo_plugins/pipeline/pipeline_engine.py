@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.experts.step_counts import in_micro_batch
+from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.random_streams import random_stream
 from dlo_framework.recompute import BufferGuard, recomputed_later
@@ -26,7 +27,7 @@ from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
 from dlo_plugins.pipeline.costs import PartCosts
 from dlo_plugins.pipeline.exchange import Exchange, batch_signatures
-from dlo_plugins.pipeline.gates import StageForward, StageShapes
+from dlo_plugins.pipeline.gates import Placeholder, SkipCheck, StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import release_other_stages
 from dlo_plugins.pipeline.pipeline_schedules import (
     Schedule,
@@ -38,13 +39,12 @@ from dlo_plugins.pipeline.pipeline_schedules import (
 )
 from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
 from dlo_plugins.pipeline.simulation import Timeline
-from dlo_plugins.pipeline.skip_check import Placeholder, SkipCheck
 from dlo_plugins.pipeline.stage_assignment import Split
 from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
 from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
 from dlo_plugins.pipeline.transport import Transport
 from dlo_plugins.pipeline.weight_grads import WeightGradients
-from dlo_plugins.pipeline.weight_versions import WeightVersion, parameter_places, set_gradients, take_gradients
+from dlo_plugins.pipeline.weight_versions import WeightVersion, set_gradients, take_gradients
 
 
 @dataclass
@@ -62,8 +62,6 @@ class _Step:
     saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     #: By stage and micro-batch: the weight gradients still to compute.
     deferred: dict[tuple[int, int], deque[Callable[[], None]]] = field(default_factory=dict)
-    #: By stage: number of backwards (and weight gradients, where they are separate) still to come.
-    left: dict[int, int] = field(default_factory=dict)
     #: Number of its first micro-batch, counted through steps that hand backwards to the next one.
     first: int = 0
     #: Stages and micro-batches whose backward the next step runs, and the copy of the weights that they use.
@@ -150,11 +148,7 @@ class Pipeline:
         ownership: Predicate for the names that this rank holds; `ownership.is_first_holder` for those of which it is
             the first holder.
         placement: Placement of the stages on ranks.
-        before_backward: Callback before each backward, called with the stage, the micro-batch, and whether the stage's
-            gradients are complete after it. That is never true where weight gradients come later; use
-            `gradients_ready` there.
         micro_batch_state: State that is kept from each forward to its backward; None for none.
-        gradients_ready: Callback, called with a stage when its gradients of the step are complete.
         drain_context: Function that returns a context for the backwards of :meth:`drain`, which are outside of steps.
         weight_gradients_ready: Callback after each action that has computed deferred weight gradients.
         loss_ready: Callback in training, called with each micro-batch's loss on the rank of the last stage.
@@ -196,17 +190,17 @@ class Pipeline:
         self.stages = make_stages(model, plan, self.placement.stages, split, costs)
         self.own_stages = self.placement.stages_of(self.rank)
         tied = find_tied_groups(model, self.stages, self.placement)
+        self._shared_buffers = self.stages.shared_buffers(model)
         self.ownership = release_other_stages(model, self.stages, self.own_stages)
         self._transport = Transport(group, self.device)
         self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
         self.tied = TiedWeights(model, tied, self._transport)
         self._weight_gradients: WeightGradients | None = None
+        self._absent: list[TensorPlace] | None = None
         self._buffers: BufferGuard | None = None
         #: By stage and signature: whether the stage's output has a gradient, known from the first forward.
         self._has_gradient: dict[tuple[int, Any], bool] = {}
-        self.before_backward: Callable[[int, int, bool], None] | None = None
         self.micro_batch_state: MicroBatchState | None = None
-        self.gradients_ready: Callable[[int], None] | None = None
         self.weight_gradients_ready: Callable[[], None] | None = None
         self.loss_ready: Callable[[Tensor], None] | None = None
         self.drain_context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -271,15 +265,13 @@ class Pipeline:
         own = schedule.orders[self.rank]
         if ends_window:  # Otherwise their backward has the same weights.
             step.in_flight = frozenset((a.stage, a.micro_batch + number) for a in own if a.micro_batch < 0)
-        for action in own:
-            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-                step.left[action.stage] = step.left.get(action.stage, 0) + 1
         self._prepare_weight_gradients()
         if self.delays and not accumulates:
             take_gradients(self.model)  # Those of the last optimizer step.
         if self.record:
             self._recorder.begin(self.group)
-        self._run(step, own)
+        with self._shared_buffers_kept():
+            self._run(step, own)
         total = self._delay(step, ends_window) if self.delays else self._broadcast_total(step.total)
         if sum_tied and self.has_gradients:
             self.tied.sum_gradients()
@@ -321,7 +313,7 @@ class Pipeline:
         if ends_window:
             gradients = take_gradients(self.model)
             if step.version is None:  # The last stage has no micro-batch in flight.
-                step.version = WeightVersion(())
+                step.version = WeightVersion()
             step.version.add_gradients(gradients)
             complete = None if self.delayed is None else self.delayed.gradients
             self.delayed = None
@@ -409,7 +401,7 @@ class Pipeline:
             step.exchange.finish()
         return [step.outputs[n] for n in range(len(micro_batches))] if self.is_last else None
 
-    def rehearse(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> None:
+    def record_shapes(self, micro_batches: Sequence[Any], forward: Callable[[Any], Any]) -> None:
         """Records the shapes of hidden states without other ranks, so that steps can run where no rank answers.
 
         Tensors compute no values: the model and the micro-batches are on the meta device, or fake, those of other
@@ -454,7 +446,8 @@ class Pipeline:
                     step.outputs[number] = result
                     return
                 self._mark_kept(stage)
-                result = step.loss(result, step.micro_batches[number])
+                with self.without_other_stages():
+                    result = step.loss(result, step.micro_batches[number])
                 if self.loss_ready is not None:
                     self.loss_ready(result)
                 step.total = step.total + step.weights[number] * result.detach().double()
@@ -472,7 +465,7 @@ class Pipeline:
         if (stage, number) not in step.in_flight:
             return contextlib.nullcontext()
         if step.version is None:
-            step.version = WeightVersion(parameter_places(self.model, self.ownership))
+            step.version = WeightVersion(self.model, self.ownership)
         return step.version.applied()
 
     def _mark_kept(self, stage: int) -> None:
@@ -487,7 +480,7 @@ class Pipeline:
         held = {name for own in self.own_stages for name in self.stages.blocks_of(own)}
         others = [name for name in self.stages.blocks if name not in held]
         check = SkipCheck(self.model)
-        check.is_received, check.place = True, self.stages.blocks[-1]
+        check.is_received, check.place = True, f"after '{self.stages.blocks[-1]}'"
         for block in self.stages.blocks_of(stage):
             for path, module in self.model.get_submodule(block).named_modules():
                 for key, value in list(vars(module).items()):
@@ -496,7 +489,7 @@ class Pipeline:
                         continue
                     for name in others:
                         inside = dict(self.model.get_submodule(name).named_modules()).get(path)
-                        if type(inside) is type(module):
+                        if type(inside) is type(module) and inside is not module:
                             source = f"{name}.{path}.{key}".replace("..", ".")
                             mark = Placeholder(torch.zeros((), device=self.device), source, check)
                             vars(inside)[key] = [mark] if isinstance(value, list) else mark
@@ -555,7 +548,7 @@ class Pipeline:
 
     def _backward(self, step: _Step, action: Action, number: int) -> None:
         """Computes the gradients of a stage, and sends that of the received hidden state to the stage before."""
-        kind, stage, _ = action
+        stage = action.stage
         received, result = step.saved.pop((stage, number))
         last_stage = stage + 1 == self.stages.count
         gradient: Tensor | None
@@ -564,23 +557,27 @@ class Pipeline:
             gradient = (seed * step.weights[number]).to(result.dtype)
         else:
             gradient = step.exchange.receive_gradient(stage, step.first + number) if result.requires_grad else None
-        if kind is ActionKind.BACKWARD:
-            step.left[stage] -= 1
-        is_complete = kind is ActionKind.BACKWARD and not step.left[stage]
         if self.micro_batch_state is not None:
             self.micro_batch_state.load(step.states.pop((stage, number)))
-        if self.before_backward is not None:
-            self.before_backward(stage, number, is_complete)
         named = in_micro_batch((step.key, stage, number))
         with self._timed(action), self._deferring(step, action), no_autocast(self.device.type), named:
             if result.requires_grad:
-                torch.autograd.backward(result, gradient)
+                self._run_backward(result, gradient)
         if received is not None and received.requires_grad:
             found, received.grad = received.grad, None
             found = torch.zeros_like(received) if found is None else found
             step.exchange.send_gradient(stage - 1, step.first + number, found)
-        if is_complete and self.gradients_ready is not None:
-            self.gradients_ready(stage)
+
+    def _run_backward(self, result: Tensor, gradient: Tensor | None) -> None:
+        try:
+            torch.autograd.backward(result, gradient)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise DloError(
+                f"{self.schedule} does not support a forward that writes to its weights: the backward of an earlier"
+                " micro-batch needs the values from before; write to them in on_train_batch_start, or train with pp=1"
+            ) from error
 
     def _compute_weight_gradients(self, step: _Step, action: Action) -> None:
         _, stage, number = action
@@ -589,9 +586,6 @@ class Pipeline:
             self._weight_gradients.run(step.deferred.pop((stage, number)))
             if self.weight_gradients_ready is not None:
                 self.weight_gradients_ready()
-        step.left[stage] -= 1
-        if not step.left[stage] and self.gradients_ready is not None:
-            self.gradients_ready(stage)
 
     @contextlib.contextmanager
     def _deferring(self, step: _Step, action: Action) -> Iterator[None]:
@@ -605,6 +599,33 @@ class Pipeline:
             yield
         finally:
             store.deferred = None
+
+    @contextlib.contextmanager
+    def _shared_buffers_kept(self) -> Iterator[None]:
+        """Checks that buffers that several stages share do not change: the order of changes would be another."""
+        before = {name: self.model.get_buffer(name) for name in self._shared_buffers}
+        versions = {name: buffer._version for name, buffer in before.items()}
+        yield
+        for name, buffer in before.items():
+            if self.model.get_buffer(name) is not buffer or buffer._version != versions[name]:
+                raise DloError(
+                    f"a buffer that several stages share must not change in training, got '{name}'; give each block a"
+                    " module of its own, keep the blocks in one stage (split), or train with pp=1"
+                )
+
+    def without_other_stages(self) -> contextlib.AbstractContextManager[None]:
+        """Makes each use of another stage's weights an error inside the block, which is outside of forwards."""
+        if self._absent is None or any(key not in at for at, key, _ in self._absent):  # A callback may parametrize.
+            check = SkipCheck(self.model, "use the optimizer's weight_decay for a penalty on weights")
+            check.is_received, check.place = True, "in the loss"
+            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+            marks = {
+                id(tensor): Placeholder.of_weight(tensor, name, check, self.device)
+                for name, tensor in tensors
+                if not self.ownership(name)
+            }
+            self._absent = [(at, key, marks[id(old)]) for at, key, old in tensor_places(self.model) if id(old) in marks]
+        return tensors_replaced(self._absent)
 
     @contextlib.contextmanager
     def _timed(self, action: Action) -> Iterator[None]:

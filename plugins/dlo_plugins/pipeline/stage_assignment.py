@@ -1,17 +1,16 @@
-"""Stages of a model from its plan and the settings, and the checks of them that need no process group."""
+"""Stages of a model from its plan and the settings, balanced by cost, and the checks that need no process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pipeline.balance import balance_stages
 from dlo_plugins.pipeline.costs import PartCosts, parameter_costs
-from dlo_plugins.pipeline.model_stages import Stages
+from dlo_plugins.pipeline.model_stages import Stages, check_stages
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
 
 Split = Sequence[int] | Literal["balanced"]
@@ -41,7 +40,7 @@ def make_stages(
         known = costs or parameter_costs(model, plan)
         return Stages(model, plan, balance_stages(known.blocks, stages, known.stem, known.head))
     if len(split) != stages:
-        even = balance_stages([1.0] * len(plan.block_names(model)), stages)
+        even = balance_stages([1.0] * len(plan.block_names(model, repeated=True)), stages)
         raise DloError(
             f"split must have a number of blocks for each of the {stages} stages (pp times stages_per_rank), got"
             f" {list(split)}; set {even}, or balanced"
@@ -77,7 +76,7 @@ def check_pipeline(
     """
     where = make_placement(schedule, ranks, stages_per_rank)
     make_schedule(schedule, ranks, micro_batches, stages_per_rank)
-    blocks = len(plan.block_names(model))
+    blocks = len(plan.block_names(model, repeated=True))
     if where.stages > blocks:
         per_rank = where.stages_per_rank
         most = blocks // per_rank
@@ -87,3 +86,61 @@ def check_pipeline(
             f" stage{'s' * (per_rank > 1)} each ({where.stages} stages); {fix}"
         )
     return make_stages(model, plan, where.stages, split)
+
+
+def balance_stages(costs: Sequence[float], stages: int, stem: float = 0.0, head: float = 0.0) -> list[int]:
+    """Returns the number of blocks of each stage, by dynamic programming: exact, O(blocks^2 stages).
+
+    Among the splits with the least maximum cost of a stage, it returns one with the least sum of squared costs, so that
+    the other stages are balanced too.
+
+    Args:
+        costs: Costs of the blocks, in any unit.
+        stages: Number of stages; each gets at least one block.
+        stem: Cost of the modules that the first stage runs before its blocks.
+        head: Cost of the modules that the last stage runs after its blocks.
+
+    Raises:
+        DloError: If there are fewer blocks than stages.
+    """
+    blocks = len(costs)
+    check_stages(blocks, stages)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, first: int, end: int) -> float:
+        return sums[end] - sums[first] + stem * (stage == 0) + head * (stage == stages - 1)
+
+    least, _ = _best(blocks, stages, lambda best, stage, first, end: max(best, cost_of(stage, first, end)))
+
+    def spread(best: float, stage: int, first: int, end: int) -> float:
+        cost = cost_of(stage, first, end)
+        return best + cost * cost if cost <= least else float("inf")
+
+    return _best(blocks, stages, spread)[1]
+
+
+def _best(blocks: int, stages: int, join: Callable[[float, int, int, int], float]) -> tuple[float, list[int]]:
+    """Returns the least value of a split, and the split.
+
+    Args:
+        blocks: Number of blocks.
+        stages: Number of stages.
+        join: Function that returns the value of the stages up to one of them, from the value of those before it, its
+            number, its first block and its end.
+    """
+    best = [0.0] + [float("inf")] * blocks  # by the number of blocks in the stages so far
+    begins: list[list[int]] = []
+    for stage in range(stages):
+        found, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage + 1, blocks + 1):
+            values = [(join(best[first], stage, first, end), first) for first in range(stage, end)]
+            found[end], begin[end] = min(values)
+        best = found
+        begins.append(begin)
+    counts, end = [], blocks
+    for begin in reversed(begins):
+        counts.append(end - begin[end])
+        end = begin[end]
+    return best[blocks], counts[::-1]

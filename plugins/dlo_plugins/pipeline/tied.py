@@ -99,6 +99,10 @@ class TiedWeights:
         found = {tied.names[0] for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
         return found & {tied.names[0] for tied in self._held}
 
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks of the pipeline that hold a tied weight, by its first name; none for another parameter."""
+        return next((tied.ranks for tied in self._groups if tied.names[0] == name), ())
+
     def _sum(self, tied: TiedGroup, tensor: Tensor) -> None:
         gradient = local_tensor(
             tensor

@@ -10,7 +10,7 @@ gradient. A deferred weight gradient keeps the layer's input and its output's gr
 Exact: the same operations in the same dtypes as autograd's, in another order of layers. It works in recomputed blocks
 and under autocast. There, autograd sums several uses of a weight in the low precision; here they are summed in the
 weight's own dtype. With FSDP2, the gradients of a block are complete only after its last weight gradient: the
-reduction waits for that (`Pipeline.gradients_ready`), and parameters must stay gathered between the two parts. Layers
+reduction waits for that, and parameters must stay gathered between the two parts. Layers
 that torch.compile has compiled are not changed: their full backward is computed with the input gradient.
 """
 

@@ -11,59 +11,37 @@ which has no micro-batch in flight then, has no copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-#: Name of a parameter, the module that owns it, its name there, and the parameter.
-Place = tuple[str, nn.Module, str, nn.Parameter]
-
-
-def parameter_places(model: nn.Module, holds: Callable[[str], bool]) -> list[Place]:
-    """Returns the places of a rank's trainable parameters; a shared one has several, all with its first name.
-
-    Args:
-        model: Model that has been cut into stages.
-        holds: Predicate for the names of this rank's parameters.
-    """
-    names: dict[int, str] = {}
-    found: list[Place] = []
-    for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if parameter is not None and parameter.requires_grad and holds(name):
-                found.append((names.setdefault(id(parameter), name), module, key, parameter))
-    return found
+from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
 
 
 class WeightVersion:
-    """Copy of parameters, with gradients of its own.
+    """Copy of a rank's trainable parameters, with gradients of its own.
 
     Args:
-        places: Places of the parameters; none for a version that only keeps gradients.
+        model: Model that has been cut into stages; None for a version that only keeps gradients.
+        holds: Predicate for the names of this rank's parameters.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, model: nn.Module | None = None, holds: Callable[[str], bool] = bool) -> None:
         self._copies: dict[str, nn.Parameter] = {}
-        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._places: list[TensorPlace] = []
         self._gradients: dict[str, Tensor] = {}
-        for name, module, key, parameter in places:
-            if name not in self._copies:
-                self._copies[name] = nn.Parameter(parameter.detach().clone())
-                self._copies[name].grad_dtype = parameter.grad_dtype
-            self._places.append((module, key, self._copies[name]))
+        if model is None:
+            return
+        copies: dict[int, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and holds(name):
+                copy = copies[id(parameter)] = self._copies[name] = nn.Parameter(parameter.detach().clone())
+                copy.grad_dtype = parameter.grad_dtype
+        self._places = [(at, key, copies[id(old)]) for at, key, old in tensor_places(model) if id(old) in copies]
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> contextlib.AbstractContextManager[None]:
         """Makes the model compute with the copy inside the block."""
-        before = [module._parameters[key] for module, key, _ in self._places]
-        for module, key, copy in self._places:
-            module._parameters[key] = copy
-        try:
-            yield
-        finally:
-            for (module, key, _), parameter in zip(self._places, before, strict=True):
-                module._parameters[key] = parameter
+        return tensors_replaced(self._places)
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Gives the copy the gradients of earlier micro-batches, to which backward adds those of its own."""

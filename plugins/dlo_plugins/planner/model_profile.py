@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import FakeKernels
+from dlo_framework.fake_kernels import FakeKernels, copy_modules, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.mesh.mesh_simulation import copy_modules, fake_batch, make_fake
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules
 from dlo_plugins.planner.regions_of_tp import ExpertProfile, PartParameters, TensorRegions
@@ -230,8 +229,8 @@ def profile_model(
         ):
             warnings.simplefilter("ignore")  # Lightning's, of values that are logged without a trainer.
             casts = autocast is not None and dtype != autocast
-            make_fake(own, None if casts else dtype)  # A frozen weight may have a dtype of its own.
-            repeated = fake_batch(_rows(batch, rows))
+            own = fake_copy(own, None if casts else dtype)  # A frozen weight may have a dtype of its own.
+            repeated = tree_map(fake_like, _rows(batch, rows))
             whole, divided = own.model if has_model else own, plan if has_model else None
             cast = set[str]()
             if casts and autocast is not None:

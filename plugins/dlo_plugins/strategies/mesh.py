@@ -31,7 +31,6 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
-from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard
 from dlo_plugins.mesh.frozen_mesh import FrozenMesh, frozen_options
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
@@ -138,11 +137,6 @@ class MeshStrategy(ShardedStrategy):
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    @property
-    def fully_shard(self) -> FullyShard:
-        """Applier of the data axes, which the user may have given."""
-        return self.appliers.shard
-
     def mesh_options(self) -> MeshOptions:
         """Returns the options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
@@ -166,17 +160,17 @@ class MeshStrategy(ShardedStrategy):
     def _configure_launcher(self) -> None:
         """Checks the options against the Trainer's, before processes start."""
         spec = self.mesh_spec()
-        check_precision(self.bf16_weights, str(self.precision_plugin.precision), self.fully_shard.dtypes[0])
+        check_precision(self.bf16_weights, str(self.precision_plugin.precision), self.appliers.shard.dtypes[0])
         if self.appliers.tensor.async_tp and spec.tp == 1:
             raise DloError("async_tp must be left out without tensor parallelism, got tp=1; leave it out, or set tp")
-        check_reshard(self.fully_shard.reshard_after_forward, spec.dp_shard * spec.cp)
+        check_reshard(self.appliers.shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self.mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
             self.pipelining.check_delay(str(self.precision_plugin.precision))
             if options.full_parameters:
                 self.zero_stage = 1
-        if self.fully_shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+        if self.appliers.shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # Saving communicates shards in CPU memory.
         super()._configure_launcher()
 
@@ -203,7 +197,7 @@ class MeshStrategy(ShardedStrategy):
 
         if options.cuts_model:
             run_check(check_cut)
-        elif trains and not self.fully_shard.find_unused:
+        elif trains and not self.appliers.shard.find_unused:
             check_gradients(module, datamodule, callbacks, allow=self.allow_unused)
 
     def check_predict(self, module: Any) -> None:
@@ -341,7 +335,7 @@ class MeshStrategy(ShardedStrategy):
             state.pipelined.gathering = self.groups.data_group if spec.dp_shard > 1 else None
         if self.engine is not None:
             self.engine.stop_recording()
-        self.engine = MeshEngine(module, state, self.fully_shard, self.allow_unused)
+        self.engine = MeshEngine(module, state, self.appliers.shard, self.allow_unused)
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -473,7 +467,7 @@ class MeshStrategy(ShardedStrategy):
         """Returns the module's state by name, with this rank's shards of the parameters."""
         self._free_gathered()
         state = super().lightning_module_state_dict()
-        return state if self.engine is None else self.engine.shards(state)
+        return state if self.engine is None else self.engine.sharded.shards(state)
 
     def local_tensors(self) -> list[Tensor]:
         """Returns the memory of this rank's parameters and buffers."""
@@ -486,11 +480,11 @@ class MeshStrategy(ShardedStrategy):
     def refresh(self) -> None:
         """Makes the next use of parameters see the shards' values, after these were written from outside."""
         if self.engine is not None:
-            self.engine.refresh()
+            self.engine.sharded.refresh()
 
     def _free_gathered(self) -> None:
         if self.engine is not None:
-            self.engine.free_gathered()
+            self.engine.sharded.reshard()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' state."""
@@ -589,9 +583,9 @@ class MeshStrategy(ShardedStrategy):
 
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients over the data axes in a half precision."""
-        param, reduce, output = self.fully_shard.dtypes
+        param, reduce, output = self.appliers.shard.dtypes
         check_sent_dtype("reduce_dtype", reduce, dtype)
-        self.fully_shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
+        self.appliers.shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
         return True
 
     @property
@@ -603,7 +597,7 @@ class MeshStrategy(ShardedStrategy):
                 f"pp={pp} adds up the gradients of micro-batches, so that those of all of a stage's parameters exist"
                 " before the last micro-batch's backward; set pp=1"
             )
-        return USED_AT_THE_END if self.fully_shard.find_unused else ""
+        return USED_AT_THE_END if self.appliers.shard.find_unused else ""
 
     def watch_gradients(self, ready: Callable[[list[Tensor]], None] | None) -> str:
         """Calls a function in backward with this rank's tensors whose gradients are reduced, without a pipeline."""

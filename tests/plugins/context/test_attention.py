@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.context import ulysses
+from dlo_plugins.context.context_sequence import ContextSequence
 from dlo_plugins.context.fused import Score
 from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
-from dlo_plugins.context.shared_sequence import SharedSequence
 
 B, H, D, LENGTH = 3, 4, 8, 45
 
@@ -60,7 +60,7 @@ def _worst_errors(rank: int, ranks: int, method: str) -> dict[str, float]:
     """Compares every combination; returns the worst relative error by dtype."""
     worst: dict[str, float] = {}
     ulysses._CHUNK = 8  # In this process alone: so that the whole sequence is cut into several chunks.
-    sequence = SharedSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
+    sequence = ContextSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
     cases = itertools.product(
         ("plain", "packed", "padded"), (None, 1, 7, 30), (None, 2.0), (torch.float32, torch.float64)
     )
@@ -129,7 +129,7 @@ def test_an_odd_number_of_ranks() -> None:
 
 
 def _dropout(rank: int, ranks: int, method: str) -> None:
-    sequence = SharedSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
+    sequence = ContextSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
     batch, score, length = batch_of("packed", torch.Generator().manual_seed(0)), Score(0.4), 48
     sequence.shard(batch)
     generator = torch.Generator().manual_seed(1)

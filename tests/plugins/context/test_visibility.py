@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context import shared_sequence, visibility
+from dlo_plugins.context import context_sequence, visibility
 from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
 from dlo_plugins.context.fused import Score
 from dlo_plugins.context.visibility import (
@@ -181,4 +181,4 @@ def test_without_values_each_row_is_one_document(fake: bool) -> None:
 
 def test_another_kind_of_mapping_tells_its_documents_too() -> None:
     batch = OrderedDict(input_ids=torch.ones(1, 8), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
-    assert len(shared_sequence._document_tensors(batch)) == 1
+    assert len(context_sequence._document_tensors(batch)) == 1

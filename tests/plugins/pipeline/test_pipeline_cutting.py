@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.costs import flop_costs
 from dlo_plugins.pipeline.exchange import TensorLayout
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
 from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
@@ -160,6 +161,10 @@ class Chain(nn.Module):
                 self.mean.mul_(0.9).add_(first.mean())
             if self.kind == "twice":
                 hidden = block(hidden)
+            if self.kind == "supervised":
+                self.head(hidden)
+            if self.kind == "head's weight":
+                hidden = hidden + self.head.weight.mean()
         if self.kind == "weight in head":
             hidden = hidden @ self.stem.weight
         return self.head(hidden + first if self.kind == "head" else hidden)
@@ -193,6 +198,8 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
         ("buffer", r"got buffer 'mean' computed from 'stem'"),
         ("twice", r"got 'blocks\.0' in place of 'blocks\.1'"),
         ("skip", r"got 'blocks\.3' in place of 'blocks\.2'"),
+        ("supervised", r"head must run after the last block, got a forward of Chain that calls 'head' before"),
+        ("head's weight", r"got an operation after 'blocks\.0' on a weight \(.*meta.*\), which is in another stage"),
     ],
 )
 def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: str) -> None:
@@ -200,6 +207,19 @@ def test_what_else_passes_between_stages_is_found_and_named(kind: str, message: 
     for counts in ([2, 2], [1, 1, 1, 1]):
         with pytest.raises(DloError, match=message if counts == [2, 2] else "pipeline"):
             run_stages(Chain(kind), CHAIN, counts, lambda model: model(x))
+
+
+def test_a_block_that_is_registered_twice_is_a_block_of_two_stages() -> None:
+    model, x = Chain("weight"), torch.randn(3, 4)
+    model.blocks[3] = model.blocks[2] = model.blocks[0]
+    assert CHAIN.block_names(model) == ["blocks.0", "blocks.1"]
+    assert CHAIN.block_names(model, repeated=True) == [f"blocks.{number}" for number in range(4)]
+    for counts in ([2, 2], [1, 2, 1]):
+        assert torch.equal(run_stages(model, CHAIN, counts, lambda own: own(x)), model(x))
+    costs = flop_costs(model, CHAIN, lambda: model(x))
+    assert costs is not None
+    assert costs.blocks == (2 * 3 * 4 * 4,) * 4
+    assert costs.stem == 2 * costs.head == costs.blocks[0]
 
 
 @pytest.mark.parametrize("name", ["densenet121", "levit_384_s8", "nextvit_small"])

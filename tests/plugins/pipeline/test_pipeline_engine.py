@@ -105,45 +105,6 @@ def test_what_has_arrived_is_let_go_of() -> None:
         assert found["1F1B"] <= 2
 
 
-def _callbacks(rank: int, world_size: int) -> None:
-    for schedule in FLUSHING:
-        case = plain(NUMBER)
-        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
-        calls: list[tuple[str, int, bool]] = []
-        complete: dict[int, dict[str, Tensor]] = {}
-
-        def grads(stage: int, case: Any = case, pipeline: Any = pipeline) -> dict[str, Tensor]:
-            named = case.model.named_parameters()
-            return {
-                n: p.grad.clone() for n, p in named if pipeline.stages.stages_of(n) == (stage,) and p.grad is not None
-            }
-
-        def before(stage: int, number: int, last: bool, calls: Any = calls) -> None:
-            calls.append(("before", stage, last))
-
-        def ready(stage: int, calls: Any = calls, complete: Any = complete, grads: Any = grads) -> None:
-            calls.append(("ready", stage, True))
-            complete[stage] = grads(stage)
-
-        pipeline.before_backward, pipeline.gradients_ready = before, ready
-        case.step(pipeline)
-        for stage in pipeline.own_stages:
-            own = [call for call in calls if call[1] == stage]
-            assert [name for name, _, _ in own].count("before") == NUMBER
-            assert own[-1] == ("ready", stage, True)
-            last = [whole for name, _, whole in own if name == "before"]
-            order = make_schedule(schedule, world_size, NUMBER).orders[rank]
-            split = [a for a in order if a.stage == stage][-1].kind is ActionKind.WEIGHT
-            assert last == [False] * (NUMBER - 1) + [not split]
-            assert complete[stage]
-            for name, gradient in grads(stage).items():
-                assert torch.equal(gradient, complete[stage][name]), name
-
-
-def test_gradients_are_complete_when_it_says_so() -> None:
-    run_distributed(_callbacks, 2, timeout=120)
-
-
 def _recorded(rank: int, world_size: int, folder: Path) -> None:
     for schedule in FLUSHING:
         case = plain(NUMBER)
@@ -225,7 +186,7 @@ def _many_ranks(rank: int, world_size: int) -> None:
                 case = plain(4, depth=64)
             group = dist.group.WORLD
             pipeline = Pipeline(case.model, case.plan, group, schedule=schedule, device="meta")
-            pipeline.rehearse(case.micro_batches, lambda batch, case=case: case.forward(case.model, batch))  # type: ignore[misc]
+            pipeline.record_shapes(case.micro_batches, lambda batch, case=case: case.forward(case.model, batch))  # type: ignore[misc]
             case.step(pipeline)
             for name, parameter in case.model.named_parameters():
                 assert (parameter.grad is not None) == pipeline.ownership(name), name
@@ -259,18 +220,22 @@ def test_compiled_blocks_run_compiled() -> None:
 
 
 def _losses(rank: int, world_size: int) -> list[str]:
-    case = plain(NUMBER)
+    case, seen = plain(NUMBER), list[str]()
+
+    class Told(Pipeline):
+        def _run_backward(self, result: Tensor, gradient: Tensor | None) -> None:
+            seen.append("backward")
+            super()._run_backward(result, gradient)
+
     with mock.patch.object(Transport, "connect", autospec=True, side_effect=Transport.connect) as connect:
-        pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule="1F1B")
+        pipeline = Told(case.model, case.plan, dist.group.WORLD, schedule="1F1B")
     assert {tuple(sorted(pair)) for pair in connect.call_args.args[1]} == {(0, 1)}  # Not with the first message.
-    seen: list[str] = []
     pipeline.loss_ready = lambda loss: seen.append(f"loss {loss.ndim}")
-    pipeline.before_backward = lambda stage, number, complete: seen.append(f"backward {number}")
     case.step(pipeline)
     return seen
 
 
 def test_losses_are_told_before_their_backward_where_they_are_computed() -> None:
     first, last = run_distributed(_losses, 2, timeout=120)
-    assert first == [f"backward {number}" for number in range(NUMBER)]
-    assert last == [entry for number in range(NUMBER) for entry in ("loss 0", f"backward {number}")]
+    assert first == ["backward"] * NUMBER
+    assert last == ["loss 0", "backward"] * NUMBER

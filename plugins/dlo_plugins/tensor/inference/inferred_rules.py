@@ -12,13 +12,12 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from dlo_framework.batches import batch_size, map_rows
 from dlo_framework.errors import DloError
 from dlo_framework.experts import find_mixtures
-from dlo_framework.fake_kernels import FakeKernels, fake_copy, fake_like
+from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.division import check_divisibility
 from dlo_plugins.tensor.inference.block_kinds import block_kind
@@ -241,7 +240,7 @@ def _is_wide(module: nn.Module) -> bool:
 
 
 def _record(task: Any, units: Mapping[str, bool], example: Any, wide: bool = False) -> ProjectionFlow:
-    with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+    with fake_tensors():
         own: Any = fake_copy(task).eval()
         batch = tree_map(fake_like, _small(example))
 

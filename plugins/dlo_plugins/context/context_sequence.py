@@ -32,7 +32,7 @@ Method = Literal["ring", "ulysses"]
 SEEDS = 2**48
 
 
-class SharedSequence:
+class ContextSequence:
     """Sequence that ranks share, for all attention modules of a model.
 
     Args:
@@ -58,7 +58,7 @@ class SharedSequence:
         #: Sparse mask of all attention modules; None without one.
         self.sparse: SparseMask | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextSequence:
         return self  # A copy of the model uses the same ranks; process groups cannot be copied.
 
     @property
