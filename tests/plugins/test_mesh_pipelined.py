@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ class Told(Task):
 def pipelined(is_last: bool, device: str, outputs: Any = None) -> PipelinedTask:
     placement = SimpleNamespace(ranks=2, stages=2, rank_of=lambda stage: stage)
     found: Any = SimpleNamespace(placement=placement, is_last=is_last, device=torch.device(device), group=None)
+    found.without_other_stages = nullcontext
     found.evaluate = lambda parts, forward, stream: [outputs] if is_last else None
     return PipelinedTask(Told(), found, micro_batches=2)
 
