@@ -64,10 +64,17 @@ def uses_values(function: Any) -> bool:
     return name not in _NOT_VALUES
 
 
+#: Functions between a use of a tensor and who asks for it: those of function modes, and those that list a module's state.
+_BETWEEN = ("__torch_function__", "on_use", "state_dict", "_save_to_state_dict")
+
+
 def calling_module() -> str:
-    """Returns the name of the module that has called a torch function, given to function modes inside each other."""
+    """Returns the name of the module that has called a torch function, given to function modes inside each other.
+
+    Of a module's ``state_dict`` it is the module that has asked for it, such as Lightning in a save.
+    """
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_name in ("__torch_function__", "on_use") or frame.f_globals["__name__"] == "torch.overrides":
+    while frame.f_code.co_name in _BETWEEN or frame.f_globals["__name__"] == "torch.overrides":
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 
