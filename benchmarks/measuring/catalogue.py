@@ -60,7 +60,7 @@ ENTRIES = (
     _entry("compression", 2, "", "--rounds 1 --width 64 --depth 2"),
     _entry("pipeline", 6, "", "--rounds 1 --micro-batches 4 --layers 4 --width 32 --tokens 1024 --schedules 1F1B ZBV"),
     _entry("remat_execution", 6, "", "--rounds 1 --budgets 1 --models resnet --rows 1"),
-    _entry("planner_measured", 15, "", "--rounds 1 --seconds 2 --ranks 1 2 --cases 2"),
+    _entry("planner_measured", 15, "", "--rounds 1 --ranks 1 2 --cases 2"),
     _entry("parity_verdicts", 60, "--seeds 10", "--seeds 1 --faults 7 --models gpt2 qwen2_moe vit"),
     _entry("sweep", 40, "", "--seeds 1 --trials 4 --epochs 1 --kills 2 --rounds 1 --overhead-epochs 1"),
     _entry("chaos", 40, "--trials 50", "--trials 1"),

@@ -11,7 +11,7 @@ import pytest
 from dlo_plugins.planner.machine import load_machine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-STORED: dict[str, dict[str, float]] = json.loads((BENCHMARKS / "results" / "planner_measured.json").read_text())
+STORED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("planner_measured.json").read_text())
 
 
 @pytest.fixture
