@@ -628,7 +628,11 @@ def _numbers(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _kinds(optimizer: Optimizer) -> list[str]:
-    """Returns the names of an optimizer's class and of those that it derives from, up to torch's."""
+    """Returns the names of an optimizer's class and of those that it derives from, up to torch's.
+
+    A ``ZeroRedundancyOptimizer`` has the state of the optimizer inside it.
+    """
+    optimizer = getattr(optimizer, "optim", optimizer)
     return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
 
 

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 #: Functions that do not read values: they may be called on a parameter whose memory is freed.
@@ -45,6 +46,18 @@ class OutsideUse(TorchFunctionMode):
         super().__init__()
         self.watched, self.on_use = watched, on_use
 
+    def __enter__(self) -> OutsideUse:
+        """Enters the mode below all others: a hook may enter modes that outlast it, and leave older ones."""
+        for mode in [self, *_left_modes()]:
+            _push_mode(mode)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leaves the mode, wherever it is now."""
+        for mode in _left_modes():
+            if mode is not self:
+                _push_mode(mode)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reports the watched parameters among the arguments, and calls the function."""
         kwargs = kwargs or {}
@@ -56,6 +69,11 @@ class OutsideUse(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _left_modes() -> list[TorchFunctionMode]:
+    """Leaves all function modes; returns them, the outermost first (torch 2.11 to 2.15, as its ``DeviceContext``)."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+
+
 def uses_values(function: Any) -> bool:
     """Returns whether a function that ``__torch_function__`` receives may read or write a tensor's values."""
     name = getattr(function, "__name__", "")
@@ -64,7 +82,7 @@ def uses_values(function: Any) -> bool:
     return name not in _NOT_VALUES
 
 
-#: Functions between a use of a tensor and who asks for it: those of function modes, and those that list a module's state.
+#: Functions between a use of a tensor and who asks for it: function modes, and the listing of a module's state.
 _BETWEEN = ("__torch_function__", "on_use", "state_dict", "_save_to_state_dict")
 
 
