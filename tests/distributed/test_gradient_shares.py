@@ -74,8 +74,8 @@ def fit(
 class Language(CausalLM):
     """Trains on rows without padding, so that each micro-batch counts the same; `by_hand` does its own passes."""
 
-    def __init__(self, by_hand: bool = False) -> None:
-        sizes = {**FAMILIES["qwen3"], "num_hidden_layers": 2}
+    def __init__(self, by_hand: bool = False, layers: int = 2) -> None:
+        sizes = {**FAMILIES["qwen3"], "num_hidden_layers": layers}
         options: dict[str, Any] = {"lr": 1e-3, "optimizer_args": {"eps": 1e-4}, "schedule": "constant"}
         super().__init__(config={"model_type": "qwen3", **sizes}, **options)
         self.automatic_optimization = not by_hand
@@ -134,10 +134,10 @@ USES = ((1, 1), (0, 1), (1, 0), (0, 0))
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.proj = nn.Embedding(11, 8), nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
         self.head, self.other = nn.Linear(8, 11, bias=False), nn.Linear(8, 11)
         self.head.weight = self.embed.weight
 
@@ -151,14 +151,10 @@ class Net(nn.Module):
 class Tied(Task):
     """Its optimizer moves and decays a weight with a gradient of zeros, and leaves one without a gradient alone."""
 
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.depth = depth
-
     def configure_model(self) -> None:
         if not self.has_model:
             torch.manual_seed(0)
-            self.model = Net(self.depth)
+            self.model = Net()
 
     def parallel_plan(self) -> ParallelPlan:
         tied = (("embed.weight", "head.weight"),)
@@ -212,11 +208,9 @@ def _tied(rank: int, world: int, folder: Path) -> dict[str, tuple[dict[str, Tens
 
 def _to_the_bit(rank: int, world: int, folder: Path) -> None:
     for schedule in ("1F1B", "Interleaved1F1B"):
-        sharding = [FullyShard(find_unused=True)]
-        make = partial(MeshStrategy, pp=2, dp_shard=1, micro_batches=2, schedule=schedule, appliers=sharding)
-        data = pictures("one stage a step")[:4] * 2
-        whole = fit(Tied(4), data, make(), save=folder / schedule)
-        resumed = fit(Tied(4), data, make(), resume=folder / schedule)
+        make = partial(MeshStrategy, pp=2, dp_shard=1, micro_batches=2, schedule=schedule)
+        whole = fit(Language(layers=4), texts(), make(), save=folder / schedule)
+        resumed = fit(Language(layers=4), texts(), make(), resume=folder / schedule)
         assert all(torch.equal(value, whole[name]) for name, value in resumed.items()), schedule
 
 
