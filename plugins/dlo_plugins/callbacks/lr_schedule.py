@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import fake_copy, fake_tensors
+from dlo_framework.fake_kernels import fake_copy
 from dlo_framework.progress import fraction_seen
 from dlo_framework.task import Task
 
@@ -169,9 +169,11 @@ def find_schedulers(module: Any, trainer: Any) -> list[str]:
         module: LightningModule of the run; it is not changed.
         trainer: Trainer of the run.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with contextlib.suppress(Exception):  # Any code of a user's may fail without values or data.
         built = module.on_meta() if isinstance(module, Task) else module
-        with fake_tensors():
+        with FakeTensorMode(allow_non_fake_inputs=True):
             own = fake_copy(built)
             own._trainer = _BeforeData(trainer)
             return [_name(scheduler) for scheduler in _schedulers(own.configure_optimizers())]
