@@ -29,7 +29,7 @@ class Stages:
         first: Number of each stage's first block; the last item is the number of blocks.
         stem_units: Names of the modules with parameters that run before the first block.
         stem_tensors: Names of the stem's parameters that belong to none of these modules.
-        absent_heads: For each stage, names of the modules after the last block of which it lacks parameters.
+        absent_heads: Names of the modules after the last block of which each stage lacks parameters.
 
     Raises:
         DloError: If the counts do not add up to the number of blocks, or a stage has none.
