@@ -142,7 +142,9 @@ class GatheredCopies:
         if was_written:  # The streams of the next all-gathers must see it.
             event = self.group.device_handle.Event()
             event.record()
-            self.group._wait_all_gather_streams_on_event(event)
+            streams = self.group.comm_ctx
+            for stream in (streams.all_gather_copy_in_stream, streams.all_gather_stream):
+                stream.wait_event(event)
 
     def _find_part(self, parameter: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the memory of an ``FSDPParam``, this rank's shard in it, and its part of the copy."""
