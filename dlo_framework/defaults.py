@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dlo_framework import runs
 from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.accumulation import AccumulationTail
+from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
@@ -25,6 +26,7 @@ from dlo_framework.finite import FiniteLoss
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
 from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_framework.watch.state_bytes import StateReport
@@ -231,7 +233,7 @@ class EndCheckpoint(Callback):
 
     After an exception it saves the state before the batch that raised, if it is whole: not if weights or gradients may
     have changed in part (in the optimizer's step; in backward where gradients accumulate), and on several ranks only if
-    all of them raise together, since otherwise the others are in the middle of a collective.
+    all of them raise at the same moment, since otherwise the others are in the middle of a collective.
 
     Args:
         last: Callback that writes ``last.ckpt``.
@@ -281,10 +283,9 @@ class EndCheckpoint(Callback):
         """Saves the state before the batch that raised; an error in doing so does not hide the first one."""
         ends_itself = not isinstance(exception, Exception) or isinstance(exception, OrderlyEnd)
         together = trainer.world_size == 1 or is_agreed(exception)
-        if ends_itself or not together or not self._saves(trainer) or self._is_saved(trainer):
+        if ends_itself or not together or not self._can_save(trainer):
             return
-        if self._before is None or not self._rewind(trainer):
-            return
+        self._rewind(trainer)
         path = runs.shown(Path(self.last.dirpath or "") / runs.LAST)
         try:
             self._save(trainer)
@@ -298,24 +299,43 @@ class EndCheckpoint(Callback):
         if trainer.is_global_zero:
             print(f"dlo: {what}", file=sys.stderr, flush=True)
 
-    def _rewind(self, trainer: Trainer) -> bool:
-        """Takes back what an unfinished batch has changed; returns whether the state is whole."""
-        before, self._before = self._before, None
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.current.ready == progress.current.processed:
+    def moment_of_error(self, trainer: Trainer) -> str:
+        """Returns how far this rank has come; ranks where that is the same may save together. Empty if it cannot save.
+
+        It has the counters of Lightning's (2.6) loops, and the number of collectives that this rank has begun in each
+        process group: otherwise those of a save would pair with others.
+        """
+        begun = collectives_begun()
+        if begun is None or contract_of(trainer.strategy).pipelined is not None or not self._can_save(trainer):
+            return ""
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress, loop.val_loop.batch_progress, loop.automatic_optimization.optim_progress
+        return f"epoch {trainer.current_epoch}, step {trainer.global_step}, {progress}, {begun}"
+
+    def _can_save(self, trainer: Trainer) -> bool:
+        """Returns whether there is an unsaved state that is whole but for what :meth:`_rewind` takes back."""
+        before = self._before
+        if before is None or not self._saves(trainer) or self._is_saved(trainer):
+            return False
+        if not _is_in_batch(trainer):
             return True
         by_batch = trainer.lightning_module.automatic_optimization and trainer.accumulate_grad_batches == 1
         has_begun = self.stop.stepping == trainer.global_step
-        if before is None or has_begun or trainer.global_step != before.step or (self._had_backward and not by_batch):
-            return False
+        return not has_begun and trainer.global_step == before.step and (by_batch or not self._had_backward)
+
+    def _rewind(self, trainer: Trainer) -> None:
+        """Takes back what an unfinished batch has changed."""
+        before, self._before = self._before, None
+        if before is None or not _is_in_batch(trainer):
+            return
         restore_raw_random_state(before.random)
         for buffer, value in zip(self._statistics, before.statistics, strict=True):
             buffer.copy_(value)
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         for batches in (progress.total, progress.current):
             # The loader has handed it out: its position is that before a batch that has started.
             batches.ready, batches.started = batches.completed, batches.completed + 1
         progress.is_last_batch = False
-        return True
 
     def _saves(self, trainer: Trainer) -> bool:
         options: Any = trainer
@@ -329,6 +349,11 @@ class EndCheckpoint(Callback):
             self.last.save_now(trainer)
         else:
             _save_last(self.last, trainer)
+
+
+def _is_in_batch(trainer: Trainer) -> bool:
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batch.ready != batch.processed
 
 
 class _BatchStart(NamedTuple):

@@ -112,7 +112,8 @@ def _exit_with_ranks(error: BaseException) -> None:
         return  # No run has begun. An import of torch that was interrupted cannot be repeated.
     from dlo_framework.distributed.failure import Failure, exit_process, get_run_end, print_run_end
 
-    if is_agreed(error) and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
+    agreed = is_agreed(error) or (error.__cause__ is not None and is_agreed(error.__cause__))
+    if agreed and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
         exit_process(2 if isinstance(error, DloError) else 1)
     ended = get_run_end()
     if ended is None:

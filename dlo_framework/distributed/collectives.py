@@ -255,6 +255,19 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def collectives_begun() -> list[int] | None:
+    """Returns how many collectives this rank has begun in each process group; None if a backend does not count them.
+
+    The counts are private in torch 2.11 to 2.15.
+    """
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    try:
+        return [backend._get_sequence_number_for_group() for backend in backends]
+    except RuntimeError:
+        return None
+
+
 @torch.no_grad()
 def broadcast_values(tensor: Tensor, group: dist.ProcessGroup | None = None, source: int = 0) -> None:
     """Copies the tensor of one of a group's ranks to the others, whatever the strides on each rank.

@@ -42,6 +42,8 @@ _FULL, _PAUSE = (errno.EMFILE, errno.ENFILE), 1.0
 _ALSO_WAITED = 1.0
 #: Seconds that all ranks must wait for each other, in different hooks, before that counts as a deadlock.
 _STILL = 5.0
+#: Most seconds between the first and the last rank that raise at the same moment.
+_TOGETHER = 1.0
 #: Heartbeats over which they must wait: a single one may report a moment that has passed.
 _BEATS = 2
 
@@ -122,6 +124,9 @@ class RankMonitor:
         self._meeting = threading.Lock()
         self._answered = threading.Condition()
         self._answer: tuple[int, str] = (0, "")
+        self._moments: dict[int, str] = {}  # on rank 0: moments at which ranks have raised
+        self._first_moment = 0.0
+        self._together: bool | None = None  # whether all ranks have raised at the same moment, once it is decided
         self._on_failure, self._exit_code, self._place = on_failure, exit_code, place
         self._limit, self._interval = limit, min(1.0, limit / 5)
         self._peers: list[_Peer] = []
@@ -263,6 +268,52 @@ class RankMonitor:
                 self._answered.wait(0.5)
             return self._answer[1] if self._answer[0] == number else ""
 
+    def raises_together(self, moment: str) -> bool:
+        """Reports an error of this rank, once a run; returns whether all ranks raise at the same moment.
+
+        Rank 0 decides, within a second of the first error, and all get its answer. One that gets none takes it for no:
+        then rank 0 has ended, or hangs.
+
+        Args:
+            moment: How far this rank has come; empty where it cannot go on together with the others.
+        """
+        if self.rank == 0:
+            self._take_moment(0, moment)
+        for peer in list(self._peers) if self.rank != 0 else []:
+            self._send(peer, {"raises": moment})
+        until = time.monotonic() + _TOGETHER + _ANSWER
+        with self._answered:
+            while self._together is None and self._peers and time.monotonic() < until:
+                self._answered.wait(0.5)
+            return bool(self._together)
+
+    def _take_moment(self, rank: int, moment: str) -> None:
+        with self._meeting:
+            if not self._moments:
+                self._first_moment = time.monotonic()
+            self._moments[rank] = moment
+        self._compare_moments()
+
+    def _compare_moments(self) -> None:
+        """Decides, on rank 0, whether all ranks raise together, once that is known; tells all."""
+        with self._meeting:
+            if not self._moments or self._together is not None:
+                return
+            same = "" not in self._moments.values() and len(set(self._moments.values())) == 1
+            late = time.monotonic() - self._first_moment > _TOGETHER
+            complete = len(self._moments) == self.world_size
+            if same and not late and not complete:
+                return
+            answer = {"together": same and complete and not late}
+            for peer in list(self._peers):
+                self._send(peer, answer)
+            self._take_together(answer)
+
+    def _take_together(self, answer: dict[str, Any]) -> None:
+        with self._answered:
+            self._together = bool(answer["together"])
+            self._answered.notify_all()
+
     def _check_call(self, passed: float) -> None:
         """Answers, on rank 0, the ranks that wait in :meth:`meet`, once all have come or some will not come."""
         with self._meeting:
@@ -341,6 +392,7 @@ class RankMonitor:
             if self.rank == 0:
                 self._check_call(passed)
                 self._check_request(passed)
+                self._compare_moments()
             if self._waited and self._shared.first is None:
                 since_waited += passed
                 if since_waited >= _ALSO_WAITED:
@@ -476,6 +528,10 @@ class RankMonitor:
             self._check_call(0.0)
         elif "met" in message and self.rank != 0:
             self._take_answer(message)
+        elif "raises" in message and self.rank == 0 and peer.rank is not None:
+            self._take_moment(peer.rank, str(message["raises"]))
+        elif "together" in message and self.rank != 0:
+            self._take_together(message)
         elif "at" in message:
             peer.place, peer.moves = int(message["at"]), int(message["moves"])
             if "still" in message:

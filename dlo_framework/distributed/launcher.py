@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
@@ -47,7 +47,7 @@ from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.signals import SignalListener
 from dlo_framework.distributed.stacks import StackSampler, print_stack
-from dlo_framework.errors import DloError, is_agreed
+from dlo_framework.errors import DloError, is_agreed, mark_agreed
 from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.strategy_contract import contract_of
 
@@ -61,6 +61,8 @@ _AT_ONCE = 0.2
 _INTERRUPTED = 0.5
 #: Seconds that callbacks have for their ``on_exception``, where they may wait for dead ranks.
 _FAREWELL = 5.0
+#: The same where all ranks have raised and save together; only a rank that has died or hangs since takes so long.
+_SAVING = 600.0
 #: Seconds to wait, after a connection error, for the failure that caused it.
 _CAUSE = 2.0
 #: Time limit for ranks to find each other, however short the time limit of a collective is.
@@ -280,16 +282,21 @@ class RankLauncher(_SubprocessScriptLauncher):
             record_for_torchrun(error)
         if first.stacks and first != own:
             print_stack(self._rank, first.world_size, error)
-        # Time does not help a rank that was stopped or hangs to leave, but lets it print its stack.
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._end_children(
-            _CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.is_reported else 0.0
-        )
-        set_run_end(self._make_end(first))
-        self._end_silent_parent(first)
-        self._end_watch(orderly=False)
-        self._disarm()
         farewell = _INTERRUPTED if interrupted else _FAREWELL
+        if self._raises_together(error):
+            mark_agreed(error)
+            self._end_watch(orderly=True)
+            farewell = _SAVING
+        else:
+            # Time does not help a rank that was stopped or hangs to leave, but lets it print its stack.
+            self._end_children(
+                _CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.is_reported else 0.0
+            )
+            set_run_end(self._make_end(first))
+            self._end_silent_parent(first)
+            self._end_watch(orderly=False)
+            self._disarm()
         threading.Thread(target=self._abandon_unless, args=(self._handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
@@ -302,6 +309,15 @@ class RankLauncher(_SubprocessScriptLauncher):
             if first is not None:
                 return first
         return watch.fail(own, waited=is_lost_connection(error))
+
+    def _raises_together(self, error: BaseException) -> TypeGuard[Exception]:
+        """Returns whether all ranks raise at the same moment, each with its state whole, so that they can save it."""
+        if self._watch is None or self._trainer is None:
+            return False
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        may_save = isinstance(error, Exception) and not is_lost_connection(error)
+        able = [callback for callback in callbacks if may_save and hasattr(callback, "moment_of_error")]
+        return self._watch.raises_together("".join(callback.moment_of_error(self._trainer) for callback in able))
 
     def _disarm(self) -> None:
         """Switches off Lightning's checkpoints on exceptions: all ranks must take part in a save, and some are dead."""

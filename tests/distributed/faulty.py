@@ -96,7 +96,7 @@ class Items(torch.utils.data.Dataset):
 
 
 class Fault(Callback):
-    """At one place and step, on one rank: raises, hangs, leaves, uses the model alone, compiles, or gets a signal."""
+    """At one place and step, on one rank or all (-1): raises, hangs, leaves, compiles, gets a signal, and more."""
 
     def __init__(self, at: str = "step", rank: int = 1, what: str = "raise", after: int = 3, once: str = "") -> None:
         self.at, self.rank, self.what, self.after, self.once = at, rank, what, after, once
@@ -105,7 +105,12 @@ class Fault(Callback):
         say("PID")
 
     def _fault(self, trainer, where: str) -> None:
-        if where != self.at or own_rank() != self.rank or trainer.global_step != self.after or trainer.sanity_checking:
+        if (
+            where != self.at
+            or self.rank not in (-1, own_rank())
+            or trainer.global_step != self.after
+            or trainer.sanity_checking
+        ):
             return
         if self.once and os.path.exists(f"{self.once}.{self.after}"):
             return
@@ -118,6 +123,9 @@ class Fault(Callback):
             time.sleep(600)
         if self.what == "compile":
             torch.compile(torch.sin, backend=endless_backend)(torch.zeros(2))
+        if self.what == "mismatch":
+            torch.distributed.all_reduce(torch.ones(2 + own_rank()))
+            raise ValueError("boom")
         if self.what == "exit":
             os._exit(7)
         if self.what == "call":

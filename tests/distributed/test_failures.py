@@ -144,6 +144,24 @@ def test_an_error_on_one_rank_ends_all_and_is_the_last_word(dlo):
     callbacks = f"{{class_path: ModelCheckpoint, init_args: {arguments}}}"
     check_boom(fails(dlo, config(dlo.folder, "ddp", fault="{at: callback}", callbacks=callbacks)), 1)
     assert not (dlo.folder / "ex").exists()
+    assert not [*dlo.folder.glob("runs/*/*/checkpoints/last.ckpt")]
+
+
+def test_an_error_of_all_ranks_is_printed_once_and_the_state_before_it_is_saved(dlo):
+    end = fails(dlo, config(dlo.folder, "zero3", fault="{at: callback, rank: -1}"))
+    assert end.code == 1
+    assert end.err.count("ValueError: boom") == 1
+    assert end.err.count("Traceback") == 1
+    assert end.err.count("saved the state before the error, of step 3") == 1
+    (saved,) = dlo.folder.glob("runs/*/*/checkpoints/last.ckpt")
+    assert load(saved)["global_step"] == 3
+
+
+@pytest.mark.slow
+def test_an_error_inside_a_collective_ends_all_and_saves_nothing(dlo):
+    end = fails(dlo, config(dlo.folder, "ddp", fault="{at: callback, rank: -1, what: mismatch}"))
+    assert end.code == 1
+    assert not [*dlo.folder.glob("runs/*/*/checkpoints/last.ckpt")]
 
 
 def test_bad_input_on_one_rank_is_one_line(dlo):

@@ -291,6 +291,39 @@ def test_a_call_that_takes_all_ranks_waits_for_them_and_names_those_that_do_not_
         assert "rank 2 is in training_step of ZeroStrategy, waiting in all_reduce" in answers[0]
 
 
+@pytest.mark.parametrize(
+    ("moments", "together"),
+    [
+        (["step 3", "step 3", "step 3"], True),
+        (["step 3", "step 3", "step 4"], False),  # It has gone further.
+        (["step 3", "", "step 3"], False),  # Its weights have changed in part.
+        (["step 3", "step 3", None], False),  # It does not raise.
+        ([None, "step 3", "step 3"], False),
+    ],
+)
+def test_ranks_raise_together_if_all_do_at_one_moment(moments, together):
+    with ranks(3) as (watches, *_):
+        found, began = {}, time.monotonic()
+        threads = [
+            threading.Thread(
+                target=lambda rank=rank: found.__setitem__(rank, watches[rank].raises_together(moments[rank]))
+            )
+            for rank in range(3)
+            if moments[rank] is not None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found == {rank: together for rank in range(3) if moments[rank] is not None}
+        if None in moments:  # One that raises later gets the same answer, and one without an answer does not wait long.
+            assert not watches[moments.index(None)].raises_together("step 3")
+            assert time.monotonic() - began < 10
+            watches[0].end(orderly=False)
+            watches[1]._together = None
+            assert not watches[1].raises_together("step 3")
+
+
 def test_a_run_that_was_asked_to_stop_is_ended_once_it_does_not_move():
     grace = GracePeriod(10)
     assert not any(grace.is_over(1.0, 0) for _ in range(100))  # Nobody asked.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +91,31 @@ CASES = {
 @pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, scenario: Scenario) -> None:
     assert differences(scenario, tmp_path) == []
+
+
+#: Errors of all ranks, by strategy and size of the accumulation window, and the steps from which the run goes on.
+ERRORS = {
+    ("ddp", 1): ((Event("training_step", 5, False, True), Event("on_train_batch_start", 2, False, True)), [4, 5]),
+    ("zero3", 1): ((Event("training_step", 5, False, True),), [4]),
+    ("fsdp", 1): ((Event("training_step", 5, False, True),), [4]),
+    # The second is in backward, which changes the window's gradients: the last checkpoint is that of the first.
+    ("fsdp", 2): ((Event("on_train_batch_start", 5, False, True), Event("on_before_backward", 2, False, True)), [2, 2]),
+}
+
+
+def _raised(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
+    found = {}
+    for (name, window), (events, _) in ERRORS.items():
+        place = Path(folder) / f"{name} {window}"
+        wrong = differences(Scenario(3, strategy=name, ranks=2, accumulate=window, events=events), place)
+        lines = (place / "parts" / "run" / "version_0" / "checkpoints" / "resumed.jsonl").read_text().splitlines()
+        found[name, window] = wrong, [json.loads(line)["step"] for line in lines]
+    return found
+
+
+def test_ranks_that_all_raise_save_the_state_before_the_batch(tmp_path: Path) -> None:
+    for found in run_distributed(_raised, 2, str(tmp_path), timeout=300.0):
+        assert found == {key: ([], steps) for key, (_, steps) in ERRORS.items()}
 
 
 @pytest.mark.slow

@@ -443,6 +443,11 @@ class Interrupt(Checkpoint):
         else:
             signal.raise_signal(signal.SIGTERM)
 
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.event is not None and self.event.hook == "training_step":
+            # In the middle of a forward pass, while a sharded layer's weights may be gathered.
+            pl_module.net[-1].register_forward_pre_hook(lambda *_: self._at("training_step", trainer))
+
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._at("on_train_batch_start", trainer)
 
@@ -556,6 +561,8 @@ def run(scenario: Scenario, folder: Path, seen: dict[Any, Any], event: Event | N
             dist.barrier()
         return False
     except Failed:
+        if scenario.ranks > 1:
+            dist.barrier()
         if not last.exists():
             shutil.rmtree(folder / "run", ignore_errors=True)
         return False
