@@ -23,8 +23,9 @@ from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
+from dlo_framework.metric_states import metrics_of
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
-from dlo_framework.resume import ExactResume, logged_metrics, same_metrics
+from dlo_framework.resume import ExactResume, logged_metrics, same_metrics, training_metrics
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
@@ -250,19 +251,22 @@ class EndCheckpoint(Callback):
         self.last, self.stop = last, stop
         self._metrics: dict[str, Any] = {}
         self._statistics: list[Tensor] = []  # of batch norms, which a forward pass changes
+        self._torchmetrics: dict[str, Any] = {}
         self._before: _BatchStart | None = None
         self._had_backward = False  # since the batch began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds what a forward pass changes."""
-        self._before = None
+        self._before, self._torchmetrics = None, metrics_of(pl_module)
         norms = (module for module in pl_module.modules() if isinstance(module, _NormBase))
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Copies what the batch changes besides weights."""
         self._had_backward = False
-        self._before = _BatchStart(trainer.global_step, raw_random_state(), [each.clone() for each in self._statistics])
+        statistics = [each.clone() for each in self._statistics]
+        metrics = training_metrics(trainer, self._torchmetrics)
+        self._before = _BatchStart(trainer.global_step, raw_random_state(), statistics, metrics)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Notes that gradients change."""
@@ -331,6 +335,9 @@ class EndCheckpoint(Callback):
         restore_raw_random_state(before.random)
         for buffer, value in zip(self._statistics, before.statistics, strict=True):
             buffer.copy_(value)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ExactResume):
+                callback.set_metrics(before.metrics)
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         for batches in (progress.total, progress.current):
             # The loader has handed it out: its position is that before a batch that has started.
@@ -357,11 +364,12 @@ def _is_in_batch(trainer: Trainer) -> bool:
 
 
 class _BatchStart(NamedTuple):
-    """State before a batch, apart from weights and gradients: optimizer steps, random state, running statistics."""
+    """State before a batch, apart from weights and gradients: steps, random state, running statistics, metrics."""
 
     step: int
     random: tuple[Any, ...]
     statistics: list[Tensor]
+    metrics: dict[str, Any]
 
 
 def _save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:

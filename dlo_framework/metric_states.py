@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 #: Fields of Lightning's description of a logged value that are plain data.
@@ -61,33 +61,34 @@ def restore_logged_sums(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         trainer.fit_loop.epoch_loop._results[key] = metric
 
 
-def metric_states(module: LightningModule, without: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the states of a module's torchmetrics by name.
+def metrics_of(module: LightningModule) -> dict[str, Metric | MetricCollection]:
+    """Returns a module's torchmetrics by name, and the collections that hold some of them."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)}
+
+
+def metric_states(metrics: Mapping[str, Metric | MetricCollection], without: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states of torchmetrics by name.
 
     Args:
-        module: Module of the run.
+        metrics: What :func:`metrics_of` returned.
         without: Collection of logged values, whose metrics are left out.
     """
     reset = {id(metric.value) for metric in without.values() if not metric.is_tensor}
-    for collection in module.modules():
+    for collection in metrics.values():
         if isinstance(collection, MetricCollection):
             collection.items(copy_state=False)  # Metrics that share a state get it from the one that is updated.
     return {
         name: _states(metric)
-        for name, metric in _metrics(module).items()
-        if metric.update_called and id(metric) not in reset
+        for name, metric in metrics.items()
+        if isinstance(metric, Metric) and metric.update_called and id(metric) not in reset
     }
 
 
 def restore_metric_states(module: LightningModule, saved: Mapping[str, Any]) -> None:
     """Restores what :func:`metric_states` returned, of the metrics that the module still has."""
-    metrics = _metrics(module)
-    for name in saved.keys() & metrics.keys():
-        _restore(metrics[name], saved[name], module.device)
-
-
-def _metrics(module: nn.Module) -> dict[str, Metric]:
-    return {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    for name, metric in metrics_of(module).items():
+        if name in saved and isinstance(metric, Metric):
+            _restore(metric, saved[name], module.device)
 
 
 def _states(metric: Metric) -> dict[str, Any]:
@@ -104,5 +105,5 @@ def _restore(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
+        return list(value)  # Items, one a batch, are not written to.
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -8,6 +8,7 @@ in a checkpoint; the logged metrics; and the loop counters of a run that ended i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.data.distributed_loader import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
-from dlo_framework.metric_states import logged_sums, metric_states, restore_logged_sums, restore_metric_states
+from dlo_framework.metric_states import (
+    logged_sums,
+    metric_states,
+    metrics_of,
+    restore_logged_sums,
+    restore_metric_states,
+)
 from dlo_framework.random_streams import random_state, restore_random_state, restore_stream
 from dlo_framework.strategy_contract import contract_of
 
@@ -52,6 +59,10 @@ class ExactResume(Callback):
         #: Whether the epoch's last batch was done, where the run ends with the resumed epoch; None where it does not.
         self._stops: bool | None = None
 
+    def set_metrics(self, metrics: dict[str, Any]) -> None:
+        """Sets the metrics of checkpoints until the next batch: those before a batch that raised."""
+        self._metrics = metrics
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the position in the run, the random state and the metrics of every rank, and open gradients."""
         position: dict[str, Any] = {}
@@ -66,10 +77,10 @@ class ExactResume(Callback):
         if trainer.state.fn == "fit":
             results = trainer.fit_loop.epoch_loop._results
             is_between = position.get("stage") == "epoch"
-            ended = {"sums": {}, "metrics": metric_states(pl_module, results)} if is_between else None
-            state |= ended or self._metrics or _training_metrics(trainer)
+            ended = {"sums": {}, "metrics": metric_states(metrics_of(pl_module), results)} if is_between else None
+            state |= ended or self._metrics or training_metrics(trainer)
             state["loaders"] = [loader.state_dict() for loader in _replayed_loaders(trainer)]
-        states = gather_states(tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
+        states = gather_states(tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), state))
         checkpoint[KEY] = {
             "random_state": [each.pop("random_state") for each in states],
             "streams": [each.pop("stream") for each in states],
@@ -183,7 +194,7 @@ class ExactResume(Callback):
         """Stores the random state and the metrics of training."""
         if trainer.state.fn == "fit":
             self._training = random_state()
-        self._metrics = _training_metrics(trainer) if trainer.state.fn == "fit" else None
+        self._metrics = training_metrics(trainer) if trainer.state.fn == "fit" else None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the random state of training."""
@@ -202,7 +213,7 @@ class ExactResume(Callback):
             self._stops, trainer.should_stop = None, True
         trainer.fit_loop._restarting = trainer.fit_loop.epoch_loop._restarting = False
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            self._metrics = _training_metrics(trainer)
+            self._metrics = training_metrics(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drops what belongs to a run that did not end, and stores the random state of training."""
@@ -242,10 +253,16 @@ class ExactResume(Callback):
             trainer.fit_loop.epoch_loop.max_steps -= 1
 
 
-def _training_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Returns the metrics of this rank's training, without those of a validation that is over."""
+def training_metrics(trainer: Trainer, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the metrics of this rank's training, without those of a validation that is over.
+
+    Args:
+        trainer: Trainer of the run.
+        metrics: Torchmetrics of its module; None to look for them.
+    """
     ended = trainer.fit_loop.epoch_loop.val_loop._results if trainer.validating else {}
-    return {"sums": logged_sums(trainer), "metrics": metric_states(trainer.lightning_module, ended)}
+    metrics = metrics_of(trainer.lightning_module) if metrics is None else metrics
+    return {"sums": logged_sums(trainer), "metrics": metric_states(metrics, ended)}
 
 
 def _open_gradients(trainer: Trainer) -> Any:

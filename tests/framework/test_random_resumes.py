@@ -78,6 +78,7 @@ CASES = {
         manual=True,
         events=(Event("on_train_batch_end", 5, True), Event("on_train_batch_end", 6, False)),
     ),
+    "metrics that a batch logs before it raises": Scenario(18, events=(Event("on_before_backward", 5, False, True),)),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),
@@ -96,7 +97,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, scena
 #: Errors of all ranks, by strategy and size of the accumulation window, and the steps from which the run goes on.
 ERRORS = {
     ("ddp", 1): ((Event("training_step", 5, False, True), Event("on_train_batch_start", 2, False, True)), [4, 5]),
-    ("zero3", 1): ((Event("training_step", 5, False, True),), [4]),
+    ("zero3", 1): ((Event("training_step", 5, False, True), Event("on_before_backward", 2, False, True)), [4, 5]),
     ("fsdp", 1): ((Event("training_step", 5, False, True),), [4]),
     # The second is in backward, which changes the window's gradients: the last checkpoint is that of the first.
     ("fsdp", 2): ((Event("on_train_batch_start", 5, False, True), Event("on_before_backward", 2, False, True)), [2, 2]),

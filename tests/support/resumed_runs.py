@@ -165,7 +165,7 @@ def choose_ranks(seed: int) -> Scenario:
         replace(
             event,
             count=event.count * (one.accumulate if event.hook == "on_train_batch_end" else 1),
-            raises=False,
+            raises=event.raises and strategy != "pp" and one.accumulate == 1,
         )
         for event in one.events
     )
