@@ -25,7 +25,7 @@ from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.metric_states import metrics_of
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
-from dlo_framework.resume import ExactResume, logged_metrics, same_metrics, training_metrics
+from dlo_framework.resume import ExactResume, logged_metrics, replayed_loaders, same_metrics, training_metrics
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
@@ -266,7 +266,10 @@ class EndCheckpoint(Callback):
         self._had_backward = False
         statistics = [each.clone() for each in self._statistics]
         metrics = training_metrics(trainer, self._torchmetrics)
-        self._before = _BatchStart(trainer.global_step, raw_random_state(), statistics, metrics)
+        # A resumed run takes the batch from its loader again.
+        states = (each.before_batch for each in replayed_loaders(trainer) if each.before_batch is not None)
+        random = next(states, None) or raw_random_state()
+        self._before = _BatchStart(trainer.global_step, random, statistics, metrics)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Notes that gradients change."""

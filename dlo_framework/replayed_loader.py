@@ -16,7 +16,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dlo_framework.random_streams import random_state, restore_random_state
+from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state
 
 
 class ReplayedLoader(DataLoader):
@@ -24,6 +24,8 @@ class ReplayedLoader(DataLoader):
 
     _begun: dict[str, Any] | None = None
     _replay: tuple[dict[str, Any], int] | None = None
+    #: Random state before the last batch, where the dataset draws from the generators of this process.
+    before_batch: tuple[Any, ...] | None = None
 
     def __iter__(self) -> Any:
         replay, self._replay = self._replay, None
@@ -35,7 +37,18 @@ class ReplayedLoader(DataLoader):
             "has_workers": self._iterator is not None,
             "batch_size": self.batch_size,
         }
-        return super().__iter__()
+        iterator = super().__iter__()
+        # Lightning takes batches in advance from loaders without a length.
+        return iterator if self.num_workers > 0 or sized_len(self) is None else self._watched(iterator)
+
+    def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self.before_batch = raw_random_state()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators when the epoch began, and of the loader's own now."""

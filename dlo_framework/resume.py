@@ -79,7 +79,7 @@ class ExactResume(Callback):
             is_between = position.get("stage") == "epoch"
             ended = {"sums": {}, "metrics": metric_states(metrics_of(pl_module), results)} if is_between else None
             state |= ended or self._metrics or training_metrics(trainer)
-            state["loaders"] = [loader.state_dict() for loader in _replayed_loaders(trainer)]
+            state["loaders"] = [loader.state_dict() for loader in replayed_loaders(trainer)]
         states = gather_states(tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), state))
         checkpoint[KEY] = {
             "random_state": [each.pop("random_state") for each in states],
@@ -167,7 +167,7 @@ class ExactResume(Callback):
             self._stops = loop.batch_progress.is_last_batch if ends_epoch else None
             trainer.should_stop |= not ends_epoch
         has_begun = stage != "epoch" or trainer.current_epoch == 0  # The first is iterated before it starts.
-        for loader, state in zip(_replayed_loaders(trainer), own["loaders"], strict=False):
+        for loader, state in zip(replayed_loaders(trainer), own["loaders"], strict=False):
             loader.replay(state, batches if has_begun else None)
         if has_begun and own["loaders"] and not _has_foreign_state(trainer):
             iter(fit_loop._data_fetcher)  # type: ignore[arg-type]
@@ -288,14 +288,14 @@ def _step_plateau_schedules(trainer: Trainer, interval: str) -> None:
 def _has_foreign_state(trainer: Trainer) -> bool:
     """Whether a training loader of another library restores its own position, by its first iteration."""
     combined: Any = trainer.fit_loop._combined_loader
-    own = _replayed_loaders(trainer)
+    own = replayed_loaders(trainer)
     return any(
         isinstance(each, _Stateful) and not isinstance(each, ResumableLoader) and each not in own
         for each in combined.flattened
     )
 
 
-def _replayed_loaders(trainer: Trainer) -> list[Any]:
+def replayed_loaders(trainer: Trainer) -> list[Any]:
     """Returns the training loaders that go on by a replay (:class:`~dlo_framework.replayed_loader.ReplayedLoader`)."""
     combined: Any = trainer.fit_loop._combined_loader
     return [] if combined is None else [each for each in combined.flattened if hasattr(each, "replay")]

@@ -79,6 +79,9 @@ CASES = {
         events=(Event("on_train_batch_end", 5, True), Event("on_train_batch_end", 6, False)),
     ),
     "metrics that a batch logs before it raises": Scenario(18, events=(Event("on_before_backward", 5, False, True),)),
+    "augmentation of a batch that raised": Scenario(
+        19, loader="shuffled", events=(Event("on_train_batch_start", 12, False, True),)
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),
