@@ -82,6 +82,9 @@ CASES = {
     "augmentation of a batch that raised": Scenario(
         19, loader="shuffled", events=(Event("on_train_batch_start", 12, False, True),)
     ),
+    "the mixture of a batch that raised": Scenario(
+        20, "image", callbacks=("mix",), events=(Event("on_train_batch_start", 3, False, True),)
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),

@@ -131,7 +131,8 @@ class BatchMix(BatchTransform):
         if self._trainer is None:
             return 0
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        return int(progress.ready > progress.processed)
+        # After an error it is only started: EndCheckpoint has taken back that the loader has handed it out.
+        return int(max(progress.ready, progress.started) > progress.processed)
 
     def for_parity(self, shares: int) -> str:
         """Splits each batch into equal shares that are mixed separately, as this number of ranks mix their batches."""
