@@ -70,7 +70,7 @@ def metric_states(metrics: Mapping[str, Metric | MetricCollection], without: Map
     """Returns the states of torchmetrics by name.
 
     Args:
-        metrics: What :func:`metrics_of` returned.
+        metrics: Result of :func:`metrics_of`.
         without: Collection of logged values, whose metrics are left out.
     """
     reset = {id(metric.value) for metric in without.values() if not metric.is_tensor}

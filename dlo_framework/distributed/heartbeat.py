@@ -275,7 +275,7 @@ class RankMonitor:
         then rank 0 has ended, or hangs.
 
         Args:
-            moment: How far this rank has come; empty where it cannot go on together with the others.
+            moment: Counters of this rank's loops and collectives; empty where it cannot go on together with the others.
         """
         if self.rank == 0:
             self._take_moment(0, moment)
