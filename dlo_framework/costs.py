@@ -188,8 +188,8 @@ class OperatorCounter(FlopCounterMode):
 class _Observer(_FlopCounterMode):
     """Runs each operator's own kernel, as without a count.
 
-    torch's mode (2.11 to 2.15) runs the decomposition of each operator that has one, also where the device has a
-    kernel: of SiLU's backward, with other roundings.
+    torch's mode (2.11 to 2.15) decomposes each operator for which it can, also where the device has a kernel
+    that rounds differently, such as SiLU's backward.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -295,7 +295,7 @@ class RankMonitor:
         self._compare_moments()
 
     def _compare_moments(self) -> None:
-        """Decides, on rank 0, whether all ranks raise together, once that is known; tells all."""
+        """Decides, on rank 0, whether all ranks raise together, once that is known, and sends the answer to all."""
         with self._meeting:
             if not self._moments or self._together is not None:
                 return

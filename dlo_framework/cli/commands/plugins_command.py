@@ -216,7 +216,7 @@ def write_plugin(kind: str, name: str, folder: Path, registry: Registry) -> str:
         registry: Registry of the installed plug-ins, whose names are taken.
 
     Returns:
-        Text that tells the user the next steps.
+        Text with the next steps for the user.
 
     Raises:
         DloError: If the kind is unknown, the name is not in snake_case or is taken, or a file exists.

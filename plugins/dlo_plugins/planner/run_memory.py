@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,11 @@ from dlo_framework.mesh import AXES, MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.pipeline.pipeline_schedules import make_placement
 from dlo_plugins.planner.layout import Layout
-from dlo_plugins.planner.machine import Host, load_machine
+from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.plan_config import find_part, read_batch, strategy_options
 from dlo_plugins.planner.plan_report import profile_run, run_state
 from dlo_plugins.planner.rank_memory import MemoryModel
 from dlo_plugins.planner.step_time import TimeModel
-from dlo_plugins.remat.budget import Budget
-from dlo_plugins.remat.host_link import parse_link
 
 #: ZeRO stage of strategies without a mesh, by class or short name; None for the option `stage`.
 _STAGES = {
@@ -27,30 +24,6 @@ _STAGES = {
 }
 #: Default micro-batches of a pipeline for each of its ranks.
 _MICRO_BATCHES = 4
-
-
-def rotor_budget(config: dict[str, Any]) -> Budget | None:
-    """Returns the budget of a run's Rotor; None for a run without.
-
-    Raises:
-        DloError: The budget is what memory was left, which is not predicted.
-    """
-    options = find_part(config, "Rotor")
-    if options is None:
-        return None
-    budget = Budget.parse(options.get("budget", "auto"))
-    if budget.is_auto:
-        raise DloError(
-            "a predicted run must have no Rotor, or one with a budget in bytes or per cent, got budget: auto; set a"
-            " budget, or measure a run"
-        )
-    return budget
-
-
-def given_host(config: dict[str, Any]) -> Host | None:
-    """Returns the host with the link that a run's Rotor was given; None if it has measured the link."""
-    link = parse_link((find_part(config, "Rotor") or {}).get("link", "auto"))
-    return None if link is None else Host(link.to_host, math.inf)
 
 
 def read_dtypes(config: dict[str, Any], device: str) -> tuple[str | None, str | None]:

@@ -301,11 +301,3 @@ def _features(block: nn.Module, name: str) -> tuple[int, int]:
     base: Any = base_of(block.get_submodule(name))
     kind = projection_kind(name, base)
     return int(getattr(base, kind.outputs)), int(getattr(base, kind.inputs))
-
-
-def rules_of(candidates: Iterator[Mapping[str, Rule]]) -> dict[str, Rule]:
-    """Returns the rules of several candidates; those of single parameters and projections come before modules'."""
-    found: dict[str, Rule] = {}
-    for rules in candidates:
-        found |= rules
-    return dict(sorted(found.items(), key=lambda item: item[1] in SHAPING))
