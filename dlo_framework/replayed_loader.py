@@ -16,6 +16,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from dlo_framework.data.distributed_loader import DistributedEvalLoader
 from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state
 
 
@@ -114,6 +115,17 @@ def as_replayed(loader: Any) -> Any:
         kind: Any = type(loader)
         loader.__class__ = _replayed_class(kind)
     return loader
+
+
+def give_generator(loader: Any) -> None:
+    """Gives a loader of torch's that validates in a fit a generator, if it has none.
+
+    Without one, each pass draws its seed from training's stream, before any hook could store that stream's state.
+    """
+    if isinstance(loader, DataLoader | DistributedEvalLoader):
+        for draws in (loader, loader.sampler):
+            if getattr(draws, "generator", loader) is None:
+                draws.generator = torch.Generator().manual_seed(0)
 
 
 @functools.cache

@@ -22,9 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader
 
-from dlo_framework.data.distributed_loader import DistributedEvalLoader
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.metric_states import (
     logged_sums,
@@ -34,6 +32,7 @@ from dlo_framework.metric_states import (
     restore_metric_states,
 )
 from dlo_framework.random_streams import random_state, restore_random_state, restore_stream
+from dlo_framework.replayed_loader import give_generator
 from dlo_framework.strategy_contract import contract_of
 
 KEY = "dlo"
@@ -123,7 +122,8 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the rest of the state: after this, the next batch is the first to use it."""
-        _set_loader_generators(trainer)
+        for loader in tree_leaves(trainer.val_dataloaders):
+            give_generator(loader)  # Strategies of others have not.
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -338,19 +338,6 @@ def _drop_replaced_schedule(trainer: Trainer, checkpoint: dict[str, Any]) -> Non
             saved = checkpoint.get("callbacks", {}).get(callback.state_key, {})
             if saved.get("scheduler_state") is not None:
                 trainer.strategy.lr_scheduler_configs.clear()
-
-
-def _set_loader_generators(trainer: Trainer) -> None:
-    """Gives torch's validation loaders a generator: without one, each pass draws its seed from training's stream.
-
-    It does so before any hook could store training's random state.
-    """
-    for number, loader in enumerate(tree_leaves(trainer.val_dataloaders)):
-        is_torchs = isinstance(loader, DataLoader | DistributedEvalLoader)
-        drawing: list[Any] = [loader, loader.sampler] if is_torchs else []
-        for draws in drawing:
-            if getattr(draws, "generator", number) is None:
-                draws.generator = torch.Generator().manual_seed(number)
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -48,7 +48,7 @@ from dlo_framework.random_streams import (
     seed_torch,
     set_torch_state,
 )
-from dlo_framework.replayed_loader import as_replayed
+from dlo_framework.replayed_loader import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
 from dlo_framework.strategy_contract import StrategyContract
 
@@ -143,10 +143,14 @@ class CanonicalStrategy(Strategy, StrategyContract):
             yield
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Returns a loader that, in training, can go on in mid-epoch."""
+        """Returns a loader that can go on in mid-epoch; one of a fit's validations draws nothing of training's."""
         loader = super().process_dataloader(dataloader)
-        trains = self.lightning_module is not None and self.lightning_module.trainer.training
-        return as_replayed(loader) if trains else loader
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is not None and trainer.training:
+            return as_replayed(loader)
+        if trainer is not None and trainer.state.fn == "fit":
+            give_generator(loader)
+        return loader
 
     def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Restores the full parameters of a module that another strategy has sharded.

@@ -85,6 +85,9 @@ CASES = {
     "the mixture of a batch that raised": Scenario(
         20, "image", callbacks=("mix",), events=(Event("on_train_batch_start", 3, False, True),)
     ),
+    "a validation's loader that is made inside an epoch": Scenario(
+        21, loader="shuffled", check=3, reload=1, events=(Event("on_before_backward", 14, False, True),)
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),
