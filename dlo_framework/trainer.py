@@ -291,20 +291,27 @@ class Trainer(LightningTrainer):
             self.loggers = [TensorBoardLogger(self.run_folder.absolute(), name="", version="", default_hp_metric=False)]
         lightnings = [callback for callback in self._callbacks() if callback in self._lightnings]
         users = [callback for callback in self._callbacks() if callback not in lightnings]
-        callbacks = add_default_callbacks(
+        config = self._config if self._config is not None else self._record(model, data)
+        callbacks = self._run_callbacks(users, self.run_folder, model, config)
+        # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.
+        self.callbacks = _CallbackConnector._reorder_callbacks([*callbacks, *lightnings])
+        self._default_root_dir = str(self.run_folder)
+
+    def _run_callbacks(
+        self, users: list[Callback], run_folder: Path, model: LightningModule, config: str
+    ) -> list[Callback]:
+        """Returns the callbacks of a training: the user's and dlo's."""
+        return add_default_callbacks(
             users,
-            run_folder=self.run_folder,
+            run_folder=run_folder,
             model=model,
-            config=self._config if self._config is not None else self._record(model, data),
+            config=config,
             progress_bar=self._options["enable_progress_bar"] is not False,
             checkpoints=self._options["enable_checkpointing"] is not False,
             stop_grace=self._stop_grace,
             save_minutes=self._save_minutes,
             cudnn_benchmark=self._options["benchmark"] is not False,
         )
-        # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.
-        self.callbacks = _CallbackConnector._reorder_callbacks([*callbacks, *lightnings])
-        self._default_root_dir = str(self.run_folder)
 
     def _record(self, model: LightningModule, data: Any) -> str:
         """Returns the options of a run from Python as YAML."""
@@ -344,6 +351,21 @@ class Trainer(LightningTrainer):
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+
+class CheckedTrainer(Trainer):
+    """Trainer without a run folder, callbacks and loggers of dlo's, for commands that inspect a run or compare runs."""
+
+    def _open_options(self) -> dict[str, Any]:
+        """Returns nothing: the command line has asked the strategy about the config, and then changed it."""
+        return {}
+
+    def _lightning_options(self) -> dict[str, Any]:
+        options = {key: value for key, value in self._options.items() if key != "self"}
+        return options | {"plugins": with_checkpoint_io(options["plugins"])}
+
+    def _start_run(self, model: LightningModule, data: Any, path: str | None, is_auto: bool) -> None:
+        """Does nothing."""
 
 
 def script_name() -> str:

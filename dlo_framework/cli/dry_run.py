@@ -12,18 +12,18 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dlo_framework import runs
+from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_function
-from dlo_framework.run_setup import check_data, check_parts, check_run
+from dlo_framework.run_setup import check_data, check_parts, check_run, find_start_checkpoint, resumed_run
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
 from dlo_framework.trainer import Trainer
@@ -33,136 +33,99 @@ from dlo_framework.watch.state_bytes import paper_bytes
 MEMORY_GROUP = "dlo_framework.memory"
 
 
-class ObjectCLI(DloCLI):
-    """``dlo fit`` with a :class:`~dlo_framework.trainer.Trainer`, which makes the run folder when it fits."""
+def describe_run(found: ConfigScan) -> None:
+    """Prints the description of a run.
 
-    prog = "load_config"
-    trainer: Trainer
+    Args:
+        found: Scanned command line of the run.
 
-    def _parse_ckpt_path(self) -> None:
-        """Refuses a checkpoint: the methods of the trainer take one."""
-        if self.config[self.command].ckpt_path:
-            raise DloError("load_config: ckpt_path must be unset; pass it to fit, validate, test or predict")
+    Raises:
+        DloError: If a check refuses the run.
+    """
+    cli = DloCLI(found, "dlo fit --dry-run")
+    cli.find_checkpoint()
+    path, _ = find_start_checkpoint(cli.options.ckpt_path, cli.runs, trains=cli.command == "fit")
+    cli.build()
+    check_data(cli.model, cli.datamodule, cli.command)
+    check_parts(cli.model, cli.datamodule, predicts=cli.command == "predict")
+    trainer = cli.make_trainer(Trainer)
+    check_run(trainer, cli.model, cli.datamodule, command=cli.command, ckpt_path=path)
+    rows = dict(_describe(cli, trainer, path))
+    width = max(map(len, rows))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in rows.items()))
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer."""
-        config = self.config[self.command]
-        self._runs()  # Sets the name.
-        options = {**self._get(self.config_init, "trainer"), **kwargs}
-        return Trainer(
-            run_name=config.run.name,
-            run_dir=config.run.dir,
-            async_checkpoints=config.run.async_checkpoints,
-            checkpoint_format=config.run.checkpoint_format,
-            stop_grace=config.run.stop_grace,
-            save_minutes=config.run.save_minutes,
-            config=self._config_to_keep(),
-            **options,
+
+def _describe(cli: DloCLI, trainer: Trainer, path: str | None) -> Iterator[tuple[str, str]]:
+    ranks = trainer.num_devices * trainer.num_nodes
+    device = trainer.strategy.root_device.type
+    yield "strategy", f"{type(trainer.strategy).__name__} on {ranks} rank(s) of {device}, {trainer.precision}"
+    axes = mesh_axes(trainer.strategy)
+    if axes:
+        yield "mesh", ", ".join(f"{name} {size}" for name, size in axes.items())
+    trained, frozen = count_parameters(cli.model)
+    yield "model", f"{type(cli.model).__name__}, {trained:,} trained parameters, {frozen:,} frozen"
+    yield from _describe_memory(cli, trainer, trained, frozen, ranks, axes)
+    trainer.strategy.connect(cli.model)  # Data may read the tokenizer or the sizes of `trainer.lightning_module`.
+    yield "data", describe_data(cli.datamodule, count_data_ranks(ranks, axes))
+    divides = cli.options.trainer.use_distributed_sampler
+    shares = count_data_ranks(ranks, axes) if divides else 1
+    batches = count_batches(trainer, cli.datamodule, shares) if cli.command == "fit" else None
+    steps = count_steps(trainer, batches) if cli.command == "fit" else None
+    if steps is not None and not cli.model.automatic_optimization:
+        yield "steps", f"those of {type(cli.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
+        steps = None
+    elif cli.command == "fit":
+        yield "steps", describe_steps(trainer, steps, batches)
+    seconds = last_step_seconds(cli.runs())
+    if steps is not None and seconds is not None:
+        yield (
+            "time",
+            f"{format_duration(steps * seconds)}, at the {seconds:.3g} s a step of the last run of this name",
         )
+    yield "start", path or "the model's own weights"
+    if cli.command == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        newest = runs.versions(cli.runs())[:1]
+        number = int(newest[0].name.removeprefix("version_")) + 1 if newest else 0
+        yield "run folder", str(resumed_run(path, cli.runs()) or cli.runs() / f"version_{number}")
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
+
+def _describe_memory(
+    cli: DloCLI, trainer: Trainer, trained: int, frozen: int, ranks: int, axes: dict[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Yields the bytes of a rank by kind: of a mesh that splits the model all predicted, else by the ZeRO paper."""
+    strategy = contract_of(trainer.strategy)
+    predicted, reason = _predict(cli, trainer, ranks) if cli.command == "fit" else ({}, "only for fit")
+    if strategy.zero_stage is None or any(axes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep")):
+        total = format_bytes(sum(predicted.values()))
+        yield (
+            "memory",
+            f"{total} on the rank that needs most, predicted" if predicted else f"not predicted: {reason}",
+        )
+        for part, size in predicted.items():
+            yield f"  {part.replace('_', ' ')}", format_bytes(size)
+        return
+    shards = axes.get("dp_shard", ranks)
+    masters = strategy.has_master_weights
+    found = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
+    yield "  parameters", f"{format_bytes(found.parameters)} a rank"
+    yield "  gradients", f"{format_bytes(found.gradients)} a rank"
+    yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
+    working = sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss"))
+    told = f"{format_bytes(working)} a rank, predicted" if predicted else f"not predicted: {reason}"
+    yield "  activations", told
 
 
-class DryRun(ObjectCLI):
-    """``dlo fit`` that checks its objects and describes the run."""
-
-    prog = "dlo fit --dry-run"
-
-    def before_instantiate_classes(self) -> None:
-        """Keeps the config as the user means it: all files and overrides, without Lightning's defaults."""
-        super().before_instantiate_classes()
-        config = self.config[self.command]
-        self.user_config = yaml.safe_load(self._parser(self.command).dump(config, skip_default=True))
-
-    def _parse_ckpt_path(self) -> None:
-        """Finds the checkpoint that the run would start from."""
-        DloCLI._parse_ckpt_path(self)
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Prints the description.
-
-        Raises:
-            DloError: If a check refuses the run.
-        """
-        check_data(self.model, self.datamodule, subcommand)
-        check_parts(self.model, self.datamodule, predicts=subcommand == "predict")
-        path = self.config[self.command].ckpt_path
-        check_run(self.trainer, self.model, self.datamodule, command=subcommand, ckpt_path=path)
-        rows = dict(self._describe(path))
-        width = max(map(len, rows))
-        print("\n".join(f"{name:<{width}}  {text}" for name, text in rows.items()))
-
-    def _describe(self, path: str | None) -> Iterator[tuple[str, str]]:
-        trainer = self.trainer
-        ranks = trainer.num_devices * trainer.num_nodes
+def _predict(cli: DloCLI, trainer: Trainer, ranks: int) -> tuple[dict[str, float], str]:
+    """Returns the predicted bytes of a rank by part, and why there are none."""
+    reason = "no installed package predicts memory"
+    for point in installed_points().select(group=MEMORY_GROUP):
+        predict = load_function(point, "memory prediction")
         device = trainer.strategy.root_device.type
-        yield "strategy", f"{type(trainer.strategy).__name__} on {ranks} rank(s) of {device}, {trainer.precision}"
-        axes = mesh_axes(trainer.strategy)
-        if axes:
-            yield "mesh", ", ".join(f"{name} {size}" for name, size in axes.items())
-        trained, frozen = count_parameters(self.model)
-        yield "model", f"{type(self.model).__name__}, {trained:,} trained parameters, {frozen:,} frozen"
-        yield from self._describe_memory(trained, frozen, ranks, axes)
-        trainer.strategy.connect(self.model)  # Data may read the tokenizer or the sizes of `trainer.lightning_module`.
-        yield "data", describe_data(self.datamodule, count_data_ranks(ranks, axes))
-        divides = self.config[self.command].trainer.use_distributed_sampler
-        shares = count_data_ranks(ranks, axes) if divides else 1
-        batches = count_batches(trainer, self.datamodule, shares) if self.command == "fit" else None
-        steps = count_steps(trainer, batches) if self.command == "fit" else None
-        if steps is not None and not self.model.automatic_optimization:
-            yield "steps", f"those of {type(self.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
-            steps = None
-        elif self.command == "fit":
-            yield "steps", describe_steps(trainer, steps, batches)
-        seconds = last_step_seconds(self._runs())
-        if steps is not None and seconds is not None:
-            yield (
-                "time",
-                f"{format_duration(steps * seconds)}, at the {seconds:.3g} s a step of the last run of this name",
-            )
-        yield "start", path or "the model's own weights"
-        if self.command == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            newest = runs.versions(self._runs())[:1]
-            number = int(newest[0].name.removeprefix("version_")) + 1 if newest else 0
-            yield "run folder", str(self._resumed_run() or self._runs() / f"version_{number}")
-
-    def _describe_memory(
-        self, trained: int, frozen: int, ranks: int, axes: dict[str, int]
-    ) -> Iterator[tuple[str, str]]:
-        """Yields the bytes of a rank by kind: of a mesh that splits the model all predicted, else by the ZeRO paper."""
-        strategy = contract_of(self.trainer.strategy)
-        predicted, reason = self._predict(ranks) if self.command == "fit" else ({}, "only for fit")
-        if strategy.zero_stage is None or any(axes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep")):
-            total = format_bytes(sum(predicted.values()))
-            yield (
-                "memory",
-                f"{total} on the rank that needs most, predicted" if predicted else f"not predicted: {reason}",
-            )
-            for part, size in predicted.items():
-                yield f"  {part.replace('_', ' ')}", format_bytes(size)
-            return
-        shards = axes.get("dp_shard", ranks)
-        masters = strategy.has_master_weights
-        found = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
-        yield "  parameters", f"{format_bytes(found.parameters)} a rank"
-        yield "  gradients", f"{format_bytes(found.gradients)} a rank"
-        yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
-        working = sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss"))
-        told = f"{format_bytes(working)} a rank, predicted" if predicted else f"not predicted: {reason}"
-        yield "  activations", told
-
-    def _predict(self, ranks: int) -> tuple[dict[str, float], str]:
-        """Returns the predicted bytes of a rank by part, and why there are none."""
-        reason = "no installed package predicts memory"
-        for point in installed_points().select(group=MEMORY_GROUP):
-            predict = load_function(point, "memory prediction")
-            device = self.trainer.strategy.root_device.type
-            try:
-                return predict(self.user_config, self.model, self.datamodule, ranks, device), ""
-            except DloError as error:
-                reason = str(error)
-        return {}, reason
+        try:
+            return predict(cli.user_config(), cli.model, cli.datamodule, ranks, device), ""
+        except DloError as error:
+            reason = str(error)
+    return {}, reason
 
 
 def mesh_axes(strategy: Strategy) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""LightningCLI with dlo's defaults: model and data by class path, one run folder, checks before a run starts."""
+"""LightningCLI with dlo's defaults: model and data by class path, and the commands that train or evaluate."""
 
 from __future__ import annotations
 
@@ -6,42 +6,27 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
+import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dlo_framework import run_lock, runs
+from dlo_framework import runs
 from dlo_framework.checkpoint.store import LOCAL, store_of
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.run_help import CKPT_PATH
-from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
+from dlo_framework.defaults import check_on_file_system
 from dlo_framework.distributed.grace import GRACE
-from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, dlo_error_in
-from dlo_framework.run_setup import (
-    check_accumulation,
-    check_data,
-    check_parts,
-    check_ranks,
-    check_run,
-    check_strategy,
-    explain_trainer_error,
-    find_start_checkpoint,
-    lock_run_folder,
-    resumed_run,
-    set_checkpoints,
-    strategy_arguments,
-    with_checkpoint_io,
-)
+from dlo_framework.run_setup import check_data, check_strategy, strategy_arguments
 from dlo_framework.stop import SAVE_MINUTES
-from dlo_framework.watch.clock import StepClock
+from dlo_framework.trainer import Trainer
 from dlo_framework.watch.predictions import SavePredictions, check_table
+
+T = TypeVar("T", bound=Trainer)
 
 #: Seed of a run whose config sets none.
 DEFAULT_SEED = 42
@@ -90,25 +75,26 @@ class DloParser(LightningArgumentParser):
 
 
 class DloCLI(LightningCLI):
-    """LightningCLI with dlo's defaults. Only the differences are documented here.
+    """LightningCLI with dlo's defaults, which parses when it is made; a command then calls what it needs of the rest.
+
+    ``dlo fit`` and its kin are :func:`run_command`. Other commands build model and data by :meth:`build` and a trainer
+    by :meth:`make_trainer`, with their changes as arguments. Only the differences from Lightning are documented here.
 
     Args:
         found: Scanned command line; its plug-ins have been imported.
+        prog: Words that call the command, for usage lines; None for ``dlo`` and the trainer's method.
+        description: Text of ``--help`` for the command; None for Lightning's text on the trainer's method.
+
+    Attributes:
+        trainer_options: Arguments of the trainer, instantiated, as the config has them; set by :meth:`build`.
     """
 
-    #: Text of ``--help`` for the command; None keeps Lightning's text on the trainer's method.
-    description: str | None = None
-    #: Words that call the command, for usage lines; None for ``dlo`` and the trainer's method.
-    prog: str | None = None
-    #: Whether no rank starts, so that batch sizes need not be those of the run.
-    simulates_ranks = False
+    trainer_options: dict[str, Any]
 
-    def __init__(self, found: ConfigScan) -> None:
-        self.command = found.argv[0]
+    def __init__(self, found: ConfigScan, prog: str | None = None, description: str | None = None) -> None:
+        self.command, self.prog = found.argv[0], prog
         self.config_paths = list(found.configs)
-        self.run_folder: Path | None = None
         self._refused: DloError | None = None
-        self._found_auto = False
         super().__init__(
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
@@ -119,7 +105,7 @@ class DloCLI(LightningCLI):
                 "prog": "dlo",
                 "allow_abbrev": False,
                 "description": "Train with plug-ins that the config names.",
-                self.command: {"description": self.description} if self.description else {},
+                self.command: {"description": description} if description else {},
             },
             seed_everything_default=DEFAULT_SEED,
             save_config_callback=None,  # defaults.RunRecord does it, into the run folder.
@@ -210,52 +196,71 @@ class DloCLI(LightningCLI):
             raise
 
     def _parse_ckpt_path(self) -> None:
-        """Finds the checkpoint that ``--ckpt_path`` names and refuses an unsafe one, before the run starts.
+        """Does nothing: in Lightning's, hyperparameters of the checkpoint override the config, which wins here."""
 
-        Lightning's method lets hyperparameters of the checkpoint override the config; here the config wins.
-        """
-        config = self.config[self.command]
-        run = next((folder for path in self.config_paths if self._is_own(folder := Path(path).parent)), None)
-        if run is not None and config.ckpt_path in ("last", "best"):  # The config is that which the run has kept.
-            config.ckpt_path = str(runs.find_checkpoint(run.parent, config.ckpt_path, only=run))
-        path, self._found_auto = find_start_checkpoint(config.ckpt_path, self._runs, trains=self.command == "fit")
-        config.ckpt_path = path
-        if path is None and self.command != "fit" and runs.is_first_process():
-            print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
+    def instantiate_classes(self) -> None:
+        """Does nothing, as the constructor calls it; :meth:`build` instantiates."""
 
-    def _runs(self) -> Path:
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Does nothing, as the constructor calls it; :func:`run_command` runs."""
+
+    # --- the config ------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Namespace:
+        """Parsed options of the command."""
+        options: Namespace = self.config[self.command]
+        return options
+
+    def user_config(self) -> dict[str, Any]:
+        """Returns the config as the user means it: all files and overrides, without Lightning's defaults."""
+        config: dict[str, Any] = yaml.safe_load(self._parser(self.command).dump(self.options, skip_default=True))
+        return config
+
+    def runs(self) -> Path:
         """Returns the folder of this config's runs: ``runs/quickstart``; sets the run's name where the config does not.
 
         Raises:
             DloError: If the name leaves its folder, or the folder begins with a scheme, such as ``s3:``.
         """
-        config = self.config[self.command]
-        config.run.name = config.run.name or (Path(self.config_paths[0]).stem if self.config_paths else "default")
-        name = Path(config.run.name)
+        run, root = self.options.run, self.options.trainer.default_root_dir
+        run.name = run.name or (Path(self.config_paths[0]).stem if self.config_paths else "default")
+        name = Path(run.name)
         if name.is_absolute() or ".." in name.parts:
             raise DloError(f"run.name must be a name below run.dir, got {name}; set run.dir to its folder")
-        folder = Path(config.run.dir or config.trainer.default_root_dir or "runs") / name
-        rooted = config.trainer.default_root_dir and not config.run.dir
-        check_on_file_system("trainer.default_root_dir" if rooted else "run.dir", folder)
+        folder = Path(run.dir or root or "runs") / name
+        check_on_file_system("trainer.default_root_dir" if root and not run.dir else "run.dir", folder)
         return folder
+
+    def find_checkpoint(self) -> None:
+        """Replaces the words `last` and `best` of ``--ckpt_path`` by a path; the trainer checks and loads it."""
+        options = self.options
+        if options.ckpt_path in ("last", "best"):
+            # The config may be that which a run has kept.
+            run = next((folder for path in self.config_paths if self._is_own(folder := Path(path).parent)), None)
+            folder = run.parent if run is not None else self.runs()
+            options.ckpt_path = str(runs.find_checkpoint(folder, options.ckpt_path, only=run))
+        if not options.ckpt_path and self.command != "fit" and runs.is_first_process():
+            print("no --ckpt_path (a path, last or best): the weights are untrained", file=sys.stderr)
+
+    def predictions_path(self) -> Path:
+        """Returns the path for predictions: in the checkpoint's run folder, unless the config names another."""
+        path = Path(self.options.ckpt_path) if self.options.ckpt_path else None
+        is_in_run = path is not None and path.parent.name == runs.CHECKPOINTS and store_of(path) is LOCAL
+        run = path.parent.parent if path is not None and is_in_run else None
+        if run is None or (self.options.run.dir and not self._is_own(run)):
+            run = self.runs()
+        return run / f"predictions-{path.stem if path is not None else 'untrained'}.{self.options.run.predictions}"
+
+    def _is_own(self, run: Path) -> bool:
+        """Whether a run's folder is one of this config's runs."""
+        return run.parent.resolve() == self.runs().resolve()
+
+    # --- its objects -----------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
         """Registers :meth:`_build_strategy` as the builder of strategies."""
         self.parser.add_instantiator(self._build_strategy, Strategy)
-
-    def instantiate_classes(self) -> None:
-        """Instantiates model, data and trainer.
-
-        Raises:
-            DloError: If a constructor or a check refuses its arguments; jsonargparse wraps the error in one of its own.
-        """
-        try:
-            super().instantiate_classes()
-        except Exception as error:
-            cause = dlo_error_in(error) or self._refused or _missing_package(error)
-            if cause is None:
-                raise
-            raise cause from error
 
     def _build_strategy(self, cls: type[Strategy], *args: Any, **kwargs: Any) -> Strategy:
         """Instantiates a strategy and keeps its error: for a union type jsonargparse raises the first type's error."""
@@ -265,118 +270,77 @@ class DloCLI(LightningCLI):
             self._refused = error
             raise
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer with the run folder, logger, checkpoint and monitoring callbacks."""
-        self._runs()  # So that the saved config has the name too.
-        config = self._get(self.config_init, "trainer")
-        callbacks = config.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        self._check_parts(config)  # Before the run folder is made, so that a refused config leaves none behind.
-        kwargs["plugins"] = with_checkpoint_io(config.get("plugins"))
-        if self.command != "fit" or config.get("fast_dev_run"):
-            if config.get("logger") in (None, True):
-                kwargs["logger"] = False
-            if self.command != "fit" and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-                kwargs["enable_checkpointing"] = False
-            if self.command == "predict":
-                form = self.config[self.command].run.predictions
-                if form != "pt":
-                    check_table(form, self.datamodule)
-                kwargs["callbacks"] = [*callbacks, SavePredictions(self._predictions(), form)]
-            return self._build_trainer(kwargs)
-        check_checkpoint_folders(callbacks)
-        self.run_folder = self._resumed_run() or self._new_run()
-        lock_run_folder(self.run_folder, self._runs(), starts=self._found_auto and self._resumed_run() is None)
-        if config.get("logger") in (None, True):
-            folder = self.run_folder.absolute()
-            kwargs["logger"] = TensorBoardLogger(folder, name="", version="", default_hp_metric=False)
-        kwargs["callbacks"] = add_default_callbacks(
-            callbacks,
-            run_folder=self.run_folder,
-            model=self.model,
-            config=self._config_to_keep(),
-            progress_bar=config.get("enable_progress_bar") is not False,
-            checkpoints=config.get("enable_checkpointing") is not False,
-            stop_grace=self.config[self.command].run.stop_grace,
-            save_minutes=self.config[self.command].run.save_minutes,
-            cudnn_benchmark=config.get("benchmark") is not False,
-        )
-        kwargs["default_root_dir"] = str(self.run_folder)
-        if config.get("profiler") is None:
-            kwargs["profiler"] = StepClock()
-        return self._build_trainer(kwargs)
+    def build(self) -> None:
+        """Instantiates the model, the data and the trainer's arguments; each call makes new ones.
+
+        Raises:
+            DloError: If a constructor or a check refuses its arguments; jsonargparse wraps the error in one of its own.
+        """
+        try:
+            self.config_init = self.parser.instantiate_classes(self.config)
+        except Exception as error:
+            cause = dlo_error_in(error) or self._refused or _missing_package(error)
+            if cause is None:
+                raise
+            raise cause from error
+        self.model, self.datamodule = self._get(self.config_init, "model"), self._get(self.config_init, "data")
+        self.trainer_options = dict(self._get(self.config_init, "trainer"))
+        self._add_configure_optimizers_method_to_model(self.command)
+        check_strategy(self.trainer_options["strategy"])
+
+    def callbacks(self) -> list[Callback]:
+        """Returns the config's callbacks."""
+        callbacks = self.trainer_options["callbacks"] or []
+        return list(callbacks) if isinstance(callbacks, list) else [callbacks]
+
+    def make_trainer(self, cls: type[T], **changes: Any) -> T:
+        """Returns a trainer for the config.
+
+        A strategy with a config file of its own, such as DeepSpeed's, sets arguments that the config leaves at their
+        defaults.
+
+        Args:
+            cls: Class of the trainer.
+            changes: Arguments in place of the config's.
+
+        Raises:
+            DloError: If the trainer or its strategy refuses the options.
+        """
+        self.runs()  # Sets the name.
+        options, run = self.trainer_options, self.options.run
+        asked = strategy_arguments(options, self.datamodule)
+        opened = {key: asked[key] for key in asked if changes.get(key, options[key]) == options[key]}
+        about = {"run_name": run.name, "run_dir": run.dir, "config": self._config_to_keep()}
+        names = ("async_checkpoints", "checkpoint_format", "stop_grace", "save_minutes")
+        return cls(**{**about, **{name: run[name] for name in names}, **options, **changes, **opened})
 
     def _config_to_keep(self) -> str:
         """Returns the config as YAML to run again, without the checkpoint that this run resumed from."""
-        config = self.config[self.command].clone()
+        config = self.options.clone()
         config.pop("ckpt_path", None)
         # A null is kept where the default is another value: it is a setting too.
         return self._parser(self.command).dump(config, skip_unset=False)
 
-    def _check_parts(self, config: Any) -> None:
-        """Checks the model, the data and the trainer's options.
 
-        Raises:
-            DloError: If an option would fail later.
-        """
-        check_data(self.model, self.datamodule, self.command)
-        check_parts(self.model, self.datamodule, predicts=self.command == "predict")
-        check_strategy(config.get("strategy"))
-        check_accumulation(config.get("accumulate_grad_batches", 1))
+def run_command(found: ConfigScan) -> None:
+    """Runs ``fit``, ``validate``, ``test`` or ``predict``, the first of a command line's words.
 
-    def _predictions(self) -> Path:
-        """Returns the path for predictions: in the checkpoint's run folder, unless the config names another."""
-        config = self.config[self.command]
-        path = Path(config.ckpt_path) if config.ckpt_path else None
-        is_in_run = path is not None and path.parent.name == runs.CHECKPOINTS and store_of(path) is LOCAL
-        run = path.parent.parent if path is not None and is_in_run else None
-        if run is None or (config.run.dir and not self._is_own(run)):
-            run = self._runs()
-        form = getattr(config.run, "predictions", "pt")
-        return run / f"predictions-{path.stem if path is not None else 'untrained'}.{form}"
-
-    def _build_trainer(self, kwargs: dict[str, Any]) -> Trainer:
-        """Builds the trainer, and raises its configuration errors as :class:`DloError`."""
-        try:
-            register_data_parallel()
-            trainer = super().instantiate_trainer(**self._with_strategys_arguments(kwargs))
-            use_canonical_checkpoints(trainer)
-            check_ranks(trainer.strategy, {**self._get(self.config_init, "trainer"), **kwargs})
-            run = self.config[self.command].run
-            set_checkpoints(trainer, background=run.async_checkpoints, form=run.checkpoint_format)
-            path = self.config[self.command].ckpt_path
-            parts = trainer, self.model, self.datamodule
-            check_run(*parts, command=self.command, ckpt_path=path, has_batch_size=not self.simulates_ranks)
-            return trainer
-        except (MisconfigurationException, ValueError, TypeError) as error:
-            if runs.is_first_process():
-                run_lock.release_all()
-            if self.run_folder is not None and self.run_folder.is_dir() and not any(self.run_folder.iterdir()):
-                self.run_folder.rmdir()
-            if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
-                raise
-            raise explain_trainer_error(error, self._get(self.config_init, "trainer")) from error
-
-    def _with_strategys_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the trainer's arguments, with values from its strategy where the config leaves the defaults.
-
-        A strategy with a config file of its own, such as DeepSpeed's, may define them there.
-        """
-        config = self._get(self.config_init, "trainer")
-        found = strategy_arguments(config, self.datamodule)
-        return {**kwargs, **{key: found[key] for key in found if kwargs.get(key, config[key]) == config[key]}}
-
-    def _new_run(self) -> Path:
-        """Creates the folder of a new run."""
-        return runs.new_run(self._runs())
-
-    def _resumed_run(self) -> Path | None:
-        """Returns the run folder of ``--ckpt_path`` if it is one of this config's runs, else None."""
-        return resumed_run(self.config[self.command].ckpt_path, self._runs())
-
-    def _is_own(self, run: Path) -> bool:
-        """Whether a run's folder is one of this config's runs."""
-        return run.parent.resolve() == self._runs().resolve()
+    Raises:
+        DloError: If a part or a check refuses the run.
+    """
+    cli = DloCLI(found)
+    cli.find_checkpoint()
+    cli.build()
+    check_data(cli.model, cli.datamodule, cli.command)
+    changes: dict[str, Any] = {}
+    if cli.command == "predict":
+        form = cli.options.run.predictions
+        if form != "pt":
+            check_table(form, cli.datamodule)
+        changes["callbacks"] = [*cli.callbacks(), SavePredictions(cli.predictions_path(), form)]
+    trainer = cli.make_trainer(Trainer, **changes)
+    arguments = {name: cli.options[name] for name in cli._subcommand_method_arguments[cli.command]}
+    getattr(trainer, cli.command)(cli.model, datamodule=cli.datamodule, **arguments)
 
 
 def _missing_package(error: Exception) -> DloError | None:

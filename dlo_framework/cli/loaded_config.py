@@ -75,10 +75,14 @@ def _to_text(value: Any) -> str:
 def _build(found: ConfigScan) -> LoadedConfig:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from dlo_framework.cli.dry_run import ObjectCLI
+    from dlo_framework.cli.lightning_cli import DloCLI
+    from dlo_framework.trainer import Trainer
 
+    cli = DloCLI(found, "load_config")
+    if cli.options.ckpt_path:
+        raise DloError("load_config: ckpt_path must be unset; pass it to fit, validate, test or predict")
     try:
-        built = ObjectCLI(found)
+        cli.build()
+        return LoadedConfig(cli.make_trainer(Trainer), cli.model, cli.datamodule)
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
-    return LoadedConfig(built.trainer, built.model, built.datamodule)

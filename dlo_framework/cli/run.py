@@ -43,26 +43,26 @@ def run(argv: list[str]) -> int:
 
     def build() -> None:
         if DRY_RUN in argv:
-            from dlo_framework.cli.dry_run import DryRun
+            from dlo_framework.cli.dry_run import describe_run
 
-            DryRun(found)
+            describe_run(found)
             return
-        from dlo_framework.cli.lightning_cli import DloCLI
+        from dlo_framework.cli.lightning_cli import run_command
 
-        DloCLI(found)
+        run_command(found)
 
     return train(found, build)
 
 
 def train(found: ConfigScan, build: Callable[[], None]) -> int:
-    """Builds a command line that trains or evaluates in its constructor, as LightningCLI does.
+    """Runs a command that trains or evaluates.
 
     Args:
         found: Scanned command line.
-        build: Function that builds it, called in :func:`prepared_process`.
+        build: Function that runs it, called in :func:`prepared_process`.
 
     Returns:
-        Exit code; 0 also after an :class:`~dlo_framework.errors.OrderlyEnd`.
+        Exit code; 0 also after an :class:`~dlo_framework.errors.OrderlyEnd` of a trainer.
 
     Raises:
         DloError: If the input is invalid.
@@ -97,12 +97,10 @@ def _train(build: Callable[[], None]) -> int:
             raise
         # Lightning checks it only once the loaders exist.
         raise DloError(f"trainer: {str(error).strip()}") from error
-    except RunStopped as stopped:
-        if runs.is_first_process():
-            print(stopped, file=sys.stderr)
-        return stopped.exit_code
-    except OrderlyEnd:
-        pass
+    except SystemExit as end:
+        if isinstance(end.__cause__, RunStopped):  # The trainer has said so.
+            return end.__cause__.exit_code
+        raise
     return 0
 
 

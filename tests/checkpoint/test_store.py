@@ -289,8 +289,8 @@ def test_a_run_s_folder_has_no_scheme(option, tmp_path, monkeypatch) -> None:
 def test_predictions_from_another_store_are_written_to_the_runs_of_the_config(memory) -> None:
     cli = DloCLI.__new__(DloCLI)
     cli.command = "predict"
-    run, trainer = Namespace(dir=None, name="digits"), Namespace(default_root_dir=None)
+    run, trainer = Namespace(dir=None, name="digits", predictions="pt"), Namespace(default_root_dir=None)
     for folder, expected in ((RUN, "runs/digits"), (Path("kept/version_3"), "kept/version_3")):
         path = str(folder / "checkpoints" / "last.ckpt")
         cli.config = Namespace(predict=Namespace(ckpt_path=path, run=run, trainer=trainer))
-        assert cli._predictions() == Path(expected) / "predictions-last.pt"
+        assert cli.predictions_path() == Path(expected) / "predictions-last.pt"

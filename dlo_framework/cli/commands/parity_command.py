@@ -16,7 +16,7 @@ from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
-    from dlo_framework.cli.parity_cli import ParityCLI
+    from dlo_framework.cli.lightning_cli import DloCLI
     from dlo_framework.testing.comparison import Comparison
     from dlo_framework.testing.record import Record
     from dlo_framework.testing.training import Setting
@@ -51,12 +51,12 @@ def main(argv: list[str]) -> int:
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
     cli = _parse(found)
-    devices = options.devices or cli.devices()
+    devices = options.devices or _devices(cli.options.trainer.devices)
     comparison = _compare(cli, found, devices, options)
     if options.json:
         from dlo_framework.testing.comparison import to_json
 
-        print(json.dumps({"strategy": cli.strategy_name(), "ranks": devices, **to_json(comparison)}, indent=1))
+        print(json.dumps({"strategy": _strategy_name(cli), "ranks": devices, **to_json(comparison)}, indent=1))
     else:
         from dlo_framework.testing.report import report
 
@@ -64,27 +64,98 @@ def main(argv: list[str]) -> int:
     return 0 if comparison.ok else 1
 
 
-def _parse(found: ConfigScan) -> ParityCLI:
+def _parse(found: ConfigScan) -> DloCLI:
     """Returns the parsed command line; nothing is built yet."""
     with prepared_process(found):
-        from dlo_framework.cli.parity_cli import ParityCLI
+        from dlo_framework.cli.lightning_cli import DloCLI
+        from dlo_framework.run_setup import check_strategy
+        from dlo_framework.testing.training import silence_lightning
 
-        return ParityCLI(found)
+        silence_lightning()
+        cli = DloCLI(found, "dlo parity")
+        if cli.options.ckpt_path:
+            raise DloError("parity: --ckpt_path must be unset; remove it: both runs start from the config's weights")
+        check_strategy(cli.options.trainer.strategy)
+        return cli
 
 
-def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.Namespace) -> Comparison:
+def _devices(devices: Any) -> int:
+    """Returns the number of ranks that a config asks for, at least 2."""
+    if isinstance(devices, list):
+        return max(2, len(devices))
+    return max(2, int(devices)) if str(devices).isdigit() else 2
+
+
+def _strategy_name(cli: DloCLI) -> str:
+    """Returns the short name of the config's strategy."""
+    strategy = cli.options.trainer.strategy
+    return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
+
+
+def _seed(cli: DloCLI) -> int:
+    """Returns the config's seed, or the default seed where the config asks for none or a random one."""
+    from dlo_framework.cli.lightning_cli import DEFAULT_SEED
+
+    seed = cli.options.seed_everything
+    return DEFAULT_SEED if isinstance(seed, bool) or seed is None else int(seed)
+
+
+def _check(cli: DloCLI, ranks: int) -> None:
+    """Builds the run of some ranks in this process, so that errors show before ranks take seconds to start.
+
+    Raises:
+        DloError: If the trainer or a part refuses its options.
+    """
+    from dlo_framework.run_setup import check_data, check_parts, check_run
+    from dlo_framework.testing.training import Setting, trainer_options
+    from dlo_framework.trainer import CheckedTrainer
+
+    cli.build()
+    check_data(cli.model, cli.datamodule, "fit")
+    check_parts(cli.model, cli.datamodule)
+    setting = Setting(steps=1, seed=_seed(cli), ranks=ranks)
+    options = trainer_options(cli.trainer_options, setting, cli.trainer_options["strategy"])
+    trainer = cli.make_trainer(CheckedTrainer, **options | {"callbacks": None})
+    check_run(trainer, cli.model, cli.datamodule, command="fit", ckpt_path=None)
+
+
+def _train(cli: DloCLI, setting: Setting) -> Record:
+    """Builds model, data and trainer again, trains, and returns the record of the training.
+
+    Raises:
+        DloError: If the trainer or a part refuses its options.
+    """
+    from lightning.pytorch import seed_everything
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from dlo_framework.testing.training import record_training
+    from dlo_framework.trainer import CheckedTrainer
+
+    seed_everything(setting.seed, workers=True, verbose=False)
+    cli.build()
+    options = cli.trainer_options
+    strategy = options["strategy"] if setting.ranks is not None else "auto"
+    make = lambda options: cli.make_trainer(CheckedTrainer, **options)
+    try:
+        return record_training(cli.model, cli.datamodule, options, setting, strategy, make)
+    except MisconfigurationException as error:
+        raise DloError(str(error)) from error
+
+
+def _compare(cli: DloCLI, found: ConfigScan, devices: int, options: argparse.Namespace) -> Comparison:
     """Trains on ranks and in this process, as often as the verdict asks for."""
     from dlo_framework.testing.compare import default_rtol
     from dlo_framework.testing.training import Setting
     from dlo_framework.testing.verdict import verdict
 
     with contextlib.redirect_stdout(sys.stderr):
-        cli.check(devices)
+        _check(cli, devices)
+    precision = cli.options.trainer.precision
     runs = verdict(
-        f"{cli.strategy_name()} on {devices} ranks",
-        Setting(options.steps, cli.seed(), ranks=devices),
-        precision=cli.precision(),
-        rtol=default_rtol(cli.precision()) if options.rtol is None else options.rtol,
+        f"{_strategy_name(cli)} on {devices} ranks",
+        Setting(options.steps, _seed(cli), ranks=devices),
+        precision=precision,
+        rtol=default_rtol(precision) if options.rtol is None else options.rtol,
     )
     wanted, shares = next(runs), 1
     while True:
@@ -93,11 +164,11 @@ def _compare(cli: ParityCLI, found: ConfigScan, devices: int, options: argparse.
             if records and isinstance(records[-1], str):  # The ranks refused double precision.
                 records.append(records[-1])
                 continue
-            print(f"parity: {_describe_run(setting, cli.strategy_name())}", file=sys.stderr, flush=True)
+            print(f"parity: {_describe_run(setting, _strategy_name(cli))}", file=sys.stderr, flush=True)
             try:
                 if setting.ranks is None:
                     with contextlib.redirect_stdout(sys.stderr):
-                        records.append(cli.train(dataclasses.replace(setting, shares=shares)))
+                        records.append(_train(cli, dataclasses.replace(setting, shares=shares)))
                 else:
                     records.append(_train_ranks(found, setting, options.timeout))
                     shares = records[-1].place[1]
@@ -145,7 +216,7 @@ def _train_ranks(found: ConfigScan, setting: Setting, timeout: float) -> Record:
 def _train_rank(rank: int, world_size: int, found: ConfigScan, setting: Any) -> Record:
     """Trains the config on one rank, with its stdout redirected to stderr: stdout is for the report only."""
     os.dup2(2, 1)
-    record = _parse(found).train(setting)
+    record = _train(_parse(found), setting)
     if rank != 0:
         record.weights, record.optimizer = {}, {}
     return record

@@ -65,7 +65,7 @@ def _to_json(found: ConfigScan, ranks: int | None) -> str:
         from dlo_plugins.commands.simulated_run import SimulatedRun
 
         run = SimulatedRun(found, ranks, "dlo deepspeed-config")
-    text = to_json(run.trainer, run.trainer_arguments, run.datamodule)
+    text = to_json(run.trainer, run.trainer_options, run.datamodule)
     if json.loads(text)["train_batch_size"] == "auto":
         print(
             'batch sizes are "auto", which `dlo fit` fills in: the batch size of this data is not known yet; to use the'

@@ -52,10 +52,10 @@ def main(argv: list[str]) -> int:
     if options.measure is None:
         load_machine(options.machine)
     with prepared_process(found):
-        from dlo_plugins.commands.simulated_run import UnplannedRun
+        from dlo_plugins.commands.simulated_run import SimulatedRun
         from dlo_plugins.planner.plan_report import plan_run, report_json, report_text
 
-        run = UnplannedRun(found, 1, "dlo plan")
+        run = SimulatedRun(found, 1, "dlo plan", unplanned=True)
         gpus, nodes = count_gpus(run.user_config, options)
         planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, len(run.second_models()))
     files = planned.write(options.out) if options.out is not None else []

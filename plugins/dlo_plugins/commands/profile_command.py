@@ -64,11 +64,11 @@ def _describe_model(
     if options.batches == "none" and not options.graph:
         return
     with prepared_process(found):
-        from dlo_plugins.commands.simulated_run import UnplannedRun
+        from dlo_plugins.commands.simulated_run import SimulatedRun
         from dlo_plugins.profiling.memory_table import memory_table, write_memory_table
         from dlo_plugins.profiling.model_graph import draw_model
 
-        run = UnplannedRun(found, 1, "dlo profile")
+        run = SimulatedRun(found, 1, "dlo profile", unplanned=True)
         if options.batches != "none":
             try:
                 table = memory_table(run.user_config, run.model, run.datamodule, batches, lengths)

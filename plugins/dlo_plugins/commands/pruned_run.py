@@ -1,4 +1,4 @@
-"""Command line of ``dlo fit`` that makes a smaller model of its own, and writes its weights and its config."""
+"""Smaller model of a run: removes units and blocks, and writes its weights and its config."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.run_setup import check_parts, find_start_checkpoint
 from dlo_framework.task import Task
-from dlo_plugins.commands.simulated_run import SimulatedRun
+from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.pruning.structured import (
     block_scores,
     find_units,
@@ -30,35 +31,27 @@ from dlo_plugins.pruning.structured import (
 _MODEL = "model."
 
 
-class PrunedRun(SimulatedRun):
-    """Run that is built, not trained, for its task and its checkpoint.
+class PrunedRun:
+    """Task and checkpoint of a run that is not trained.
 
     Args:
         found: Scanned command line, with ``fit`` as its command.
-
-    Attributes:
-        user_config: Config as the user means it, without Lightning's defaults.
     """
 
-    user_config: dict[str, Any]
-
     def __init__(self, found: ConfigScan) -> None:
-        super().__init__(found, 1, "dlo prune")
-
-    def _parse_ckpt_path(self) -> None:
-        """Finds the checkpoint, as ``dlo validate`` does: one with weights only is enough."""
-        if self.config[self.command].ckpt_path == "auto":
+        silence_lightning()
+        cli = DloCLI(found, "dlo prune")
+        if cli.options.ckpt_path == "auto":
             raise DloError("prune: --ckpt_path must be a path, last or best, got auto; set best")
-        DloCLI._parse_ckpt_path(self)
-
-    def before_instantiate_classes(self) -> None:
-        """Keeps the config, and builds the run on one process."""
-        super().before_instantiate_classes()
-        config = self.config[self.command]
-        self.checkpoint = str(config.ckpt_path)
-        self.user_config = yaml.safe_load(self._parser(self.command).dump(config, skip_default=True))
-        for key, value in (("strategy", "auto"), ("devices", 1), ("num_nodes", 1)):
-            config[f"trainer.{key}"] = value
+        #: Config as the user means it, without Lightning's defaults.
+        self.user_config = cli.user_config()
+        cli.find_checkpoint()
+        # As `dlo validate`: weights alone are enough.
+        self.checkpoint = str(find_start_checkpoint(cli.options.ckpt_path, cli.runs, trains=False)[0])
+        cli.options["trainer.strategy"] = "auto"
+        cli.build()
+        self.model, self.datamodule = cli.model, cli.datamodule
+        check_parts(self.model, self.datamodule)
 
     def write(self, amounts: dict[str, Any], output: Path) -> str:
         """Writes the smaller model's checkpoint and config; returns a description.

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from dlo_framework import runs
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import scan
+from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.cli.run import train
 from dlo_framework.errors import DloError
 
@@ -39,10 +46,47 @@ def main(argv: list[str]) -> int:
     found = scan(["validate", *words])
     if not found.configs:
         raise DloError("quantise: --config must name a config, got none; add --config x.yaml")
+    return train(found, lambda: _quantise(found, options))
 
-    def build() -> None:
-        from dlo_plugins.commands.quantise_cli import QuantiseCLI
 
-        QuantiseCLI(found, options)
+def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
+    """Converts the model in one process, whatever the config's strategy, writes the report, and prints it."""
+    from dlo_framework.cli.lightning_cli import DloCLI
+    from dlo_framework.run_setup import check_data, check_parts, check_run, find_start_checkpoint
+    from dlo_framework.trainer import CheckedTrainer
+    from dlo_plugins.callbacks.quantise import Quantise, write_report
+    from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
 
-    return train(found, build)
+    callback = Quantise(  # It checks the options as in a run's config.
+        options.scheme,
+        skip=options.skip,
+        group_size=options.group_size,
+        calibration_batches=options.calibration_batches,
+        export=options.export,
+    )
+    cli = DloCLI(found, "dlo quantise")
+    cli.find_checkpoint()
+    path, _ = find_start_checkpoint(cli.options.ckpt_path, cli.runs, trains=False)
+    cli.options["trainer.strategy"] = "auto"
+    cli.build()
+    check_data(cli.model, cli.datamodule, cli.command)
+    check_parts(cli.model, cli.datamodule)
+    one = {"devices": 1, "num_nodes": 1, "callbacks": [callback], "precision": "32-true"}
+    bare = {"logger": False, "enable_checkpointing": False, "profiler": None}
+    trainer = cli.make_trainer(CheckedTrainer, **one, **bare)
+    check_run(trainer, cli.model, cli.datamodule, command=cli.command, ckpt_path=path)
+    callback.check_run(trainer, cli.model, cli.datamodule)
+    checkpoint, limit = Path(path) if path else None, cli.options.trainer.limit_val_batches
+    in_run = checkpoint is not None and checkpoint.parent.name == runs.CHECKPOINTS
+    run = checkpoint.parent.parent if checkpoint is not None and in_run else cli.runs()
+    folder = Path(options.output) if options.output else run / f"quantised-{options.scheme}"
+    asked = callback.options if limit is None else callback.options.with_limit(limit)
+    # Lightning's lines, and the model's own, must not be among the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        conversion = PostTraining(asked, EvaluationData(cli.datamodule), trainer.strategy.root_device)
+        report = conversion.run(cli.model, checkpoint, callback.when, folder)
+    write_report(report, folder)
+    files = ", ".join(str(folder / name) for name in report.exported)
+    exported = f"\nexported: {files}" if files else ""
+    text = f"\n{report.table()}\n\nreport: {folder / 'report.json'}{exported}"
+    print(json.dumps(report.as_json()) if options.json else text)

@@ -1,4 +1,4 @@
-"""Command line of ``dlo fit`` that builds the parts of a run on simulated CPU ranks, to inspect them."""
+"""Parts of a run on simulated CPU ranks, for commands that inspect them: no rank starts, and nothing is written."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import math
 import sys
 from typing import Any
 
-import yaml
-from lightning.pytorch import Trainer
-
 from dlo_framework.cli.config_scan import ConfigScan
 from dlo_framework.cli.lightning_cli import DloCLI
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel, find_frozen_models
-from dlo_framework.run_setup import check_strategy, with_checkpoint_io
+from dlo_framework.run_setup import check_run, with_checkpoint_io
 from dlo_framework.testing.training import silence_lightning
+from dlo_framework.trainer import CheckedTrainer
 from dlo_plugins.mesh.mesh_simulation import simulated_precision
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
-class SimulatedRun(DloCLI):
-    """``dlo fit`` up to its trainer, without callbacks, loggers and a run folder.
+class SimulatedRun:
+    """Model, data and trainer of ``dlo fit``, without callbacks, loggers and a run folder.
 
     Args:
         found: Scanned command line, with ``fit`` as its command.
@@ -29,49 +27,57 @@ class SimulatedRun(DloCLI):
         prog: Words that call the command, for usage lines.
         infers_ranks: Whether a run whose devices depend on the machine has the ranks of its mesh's axes, and one rank
             without a mesh; otherwise it is an error.
+        unplanned: Whether the run has one process, and a task that does not recompute, whatever the config says; a plan
+            chooses both.
+
+    Attributes:
+        model: Module of the run.
+        datamodule: Datamodule of the run; None without one.
+        trainer: Trainer, whose strategy knows the ranks and has started none.
+        trainer_options: Arguments of the trainer as the config has them.
+        user_config: Config as the user means it: all files and overrides, without Lightning's defaults.
 
     Raises:
         DloError: If a part refuses its options; above all, if the mesh does not fit the ranks or the model.
     """
 
-    simulates_ranks = True
-
-    def __init__(self, found: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False) -> None:
-        self._ranks, self.prog, self._infers_ranks = ranks, prog, infers_ranks
-        #: Arguments of the trainer as the config has them.
-        self.trainer_arguments: dict[str, Any] = {}
+    def __init__(
+        self, found: ConfigScan, ranks: int | None, prog: str, infers_ranks: bool = False, unplanned: bool = False
+    ) -> None:
         silence_lightning()
-        super().__init__(found)
-
-    def _parse_ckpt_path(self) -> None:
-        """Does nothing: the inspected parts do not depend on a checkpoint."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Builds the trainer on as many simulated CPU ranks as the run has; none of them is started."""
-        config = self._get(self.config_init, "trainer")
-        check_strategy(config.get("strategy"))
+        cli = DloCLI(found, prog)
+        self.user_config = cli.user_config()
+        if unplanned:
+            for key, value in (("strategy", "auto"), ("devices", 1), ("num_nodes", 1)):
+                cli.options[f"trainer.{key}"] = value
+            if cli.options.get("model.init_args.recompute"):
+                cli.options["model.init_args.recompute"] = False
+        cli.build()
+        self.model, self.datamodule, self.trainer_options = cli.model, cli.datamodule, cli.trainer_options
         check_model = getattr(self.model, "check", None)
         if callable(check_model):
             check_model(self.datamodule)  # A task may read its number of classes from the data.
-        self.trainer_arguments = dict(config)
-        if self._ranks is None and self._infers_ranks and config.get("devices") in ("auto", -1, "-1"):
-            self._ranks = _ranks_of_axes(config.get("strategy"))
-            print(f"{self.prog}: devices is {config.get('devices')}; ranks: {self._ranks} (--ranks)", file=sys.stderr)
-        devices, nodes = count_ranks_and_nodes(config.get("devices"), config.get("num_nodes") or 1, self._ranks)
-        kwargs |= {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
-        kwargs |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
-        if config.get("precision") in ("16-mixed", 16, "16"):  # Lightning takes fp16 on accelerators only.
-            plugins = [*with_checkpoint_io(config.get("plugins")), simulated_precision("16-mixed")]
-            kwargs |= {"precision": None, "plugins": plugins}
-        return self._build_trainer(kwargs)
+        self._callbacks = cli.callbacks()
+        self.trainer = self._make_trainer(cli, ranks, infers_ranks)
+        parts = self.trainer, self.model, self.datamodule
+        check_run(*parts, command=cli.command, ckpt_path=None, has_batch_size=False)
+
+    def _make_trainer(self, cli: DloCLI, ranks: int | None, infers_ranks: bool) -> CheckedTrainer:
+        config = self.trainer_options
+        if ranks is None and infers_ranks and config["devices"] in ("auto", -1, "-1"):
+            ranks = _ranks_of_axes(config["strategy"])
+            print(f"{cli.prog}: devices is {config['devices']}; ranks: {ranks} (--ranks)", file=sys.stderr)
+        devices, nodes = count_ranks_and_nodes(config["devices"], config["num_nodes"] or 1, ranks)
+        changes: dict[str, Any] = {"accelerator": "cpu", "devices": devices, "num_nodes": nodes}
+        changes |= {"callbacks": [], "logger": False, "enable_checkpointing": False, "profiler": None}
+        if config["precision"] in ("16-mixed", 16, "16"):  # Lightning takes fp16 on accelerators only.
+            plugins = [*with_checkpoint_io(config["plugins"]), simulated_precision("16-mixed")]
+            changes |= {"precision": None, "plugins": plugins}
+        return cli.make_trainer(CheckedTrainer, **changes)
 
     def second_models(self) -> list[FrozenModel]:
         """Returns the second models of the config's task and callbacks, such as a teacher."""
-        callbacks = self._get(self.config_init, "trainer").get("callbacks") or []
-        return find_frozen_models([self.model, *(callbacks if isinstance(callbacks, list) else [callbacks])])
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Does nothing: Lightning (2.6) would start the command at the end of its constructor."""
+        return find_frozen_models([self.model, *self._callbacks])
 
 
 def _ranks_of_axes(strategy: Any) -> int:
@@ -104,23 +110,3 @@ def count_ranks_and_nodes(devices: Any, nodes: int, ranks: int | None) -> tuple[
             " --ranks 8, or --trainer.devices 8"
         )
     return number, nodes
-
-
-class UnplannedRun(SimulatedRun):
-    """Run on one rank, whose task does not recompute; a plan chooses both.
-
-    Attributes:
-        user_config: Config as the user means it: all files and overrides, without Lightning's defaults.
-    """
-
-    user_config: dict[str, Any]
-
-    def before_instantiate_classes(self) -> None:
-        """Keeps the config, and removes from it what a plan chooses."""
-        super().before_instantiate_classes()
-        config = self.config[self.command]
-        self.user_config = yaml.safe_load(self._parser(self.command).dump(config, skip_default=True))
-        for key, value in (("strategy", "auto"), ("devices", 1), ("num_nodes", 1)):
-            config[f"trainer.{key}"] = value
-        if config.get("model.init_args.recompute"):
-            config["model.init_args.recompute"] = False

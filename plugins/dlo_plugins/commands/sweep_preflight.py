@@ -27,16 +27,20 @@ def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
     """
     together = scan(["fit", *(word for path in configs for word in ("--config", path)), *words])
     with prepared_process(together):
+        from dlo_framework.cli.lightning_cli import DloCLI
         from dlo_framework.defaults import ASSUMED_METRIC
-        from dlo_plugins.commands.inspected_run import InspectedRun
+        from dlo_framework.run_setup import check_strategy
+        from dlo_framework.testing.training import silence_lightning
 
         more = without_configs(together.argv[1:])
         first, *others = (["fit", "--config", path, *more] for path in configs)
-        run = InspectedRun(scan(first))
+        silence_lightning()
+        cli = DloCLI(scan(first), "dlo sweep")
+        cli.build()
         for words in others:
-            run.check(words)
-        metric, mode = getattr(run.model, "best_metric", ASSUMED_METRIC) or (None, None)
-        return {"metric": metric, "mode": mode, "validations": count_validations(run.trainer_arguments)}
+            check_strategy(cli.parser.parse_args(words).fit.trainer.strategy)
+        metric, mode = getattr(cli.model, "best_metric", ASSUMED_METRIC) or (None, None)
+        return {"metric": metric, "mode": mode, "validations": count_validations(cli.trainer_options)}
 
 
 def count_validations(trainer: dict[str, Any]) -> int | None:
