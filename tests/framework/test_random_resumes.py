@@ -88,6 +88,15 @@ CASES = {
     "a validation's loader that is made inside an epoch": Scenario(
         21, loader="shuffled", check=3, reload=1, events=(Event("on_before_backward", 14, False, True),)
     ),
+    "pruning beside the average of a schedule-free optimizer": Scenario(
+        22,
+        "image",
+        optimizer="adamw_schedulefree",
+        accumulate=3,
+        check=3,
+        callbacks=("prune",),
+        events=(Event("on_train_batch_end", 4, False),),
+    ),
     "an average of weights": Scenario(
         12,
         callbacks=("ema",),

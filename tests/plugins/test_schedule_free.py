@@ -14,6 +14,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
+from dlo_plugins.callbacks.prune import Prune
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.optimizers.schedule_free_optimizers import AdamWScheduleFree
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -66,6 +67,26 @@ def test_the_average_is_validated_and_left_and_the_run_is_that_without_validatio
     name = "net.stem.weight"
     assert torch.equal(saved["state_dict"][name], watch.validated[-1][0])
     assert not torch.equal(trained[name], saved["state_dict"][name])
+
+
+@pytest.mark.parametrize(
+    "options", [{"amount": 0.5, "scope": "layer"}, {"pattern": "1:2"}], ids=["magnitude", "pattern"]
+)
+def test_an_average_of_pruned_weights_is_pruned_and_the_run_is_that_without_validation(
+    tmp_path: Path, options: Any
+) -> None:
+    def made() -> Prune:
+        return Prune(begin=0.0, end=2.0, skip=["net.blocks.*.two"], **options)
+
+    watch, prune = Watch(), made()
+    _, module = run(watch, prune, max_epochs=3, limit_val_batches=1, default_root_dir=tmp_path)
+    _, plain = run(made(), max_epochs=3, limit_val_batches=0, default_root_dir=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    masks = {item.name: item.pruned for item in prune.shards.items}
+    assert len(masks) == 4
+    assert all(0.4 < mask.float().mean() < 0.6 for mask in masks.values())
+    for name, value in zip(dict(module.named_parameters()), watch.validated[-1], strict=True):
+        assert name not in masks or not value[masks[name]].any()
 
 
 @pytest.mark.parametrize("strategy", ["auto", "zero3"])

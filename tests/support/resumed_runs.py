@@ -356,7 +356,7 @@ class Pictures(ResumableDataModule):
 # --- what is recorded ----------------------------------------------------------------------------------------------
 
 
-class Trail(Callback):
+class Trail(Checkpoint):
     """Records losses, learning rates and metrics by their place in the run; a place that is redone is overwritten."""
 
     def __init__(self, seen: dict[Any, Any]) -> None:

@@ -38,6 +38,7 @@ from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.media import draw_figure, log_figure
 from dlo_plugins.callbacks.gradients import last_linear
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
+from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.mesh.mesh_description import prepare_model
 from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
 from dlo_plugins.pruning.nm_pattern import NMPattern
@@ -115,7 +116,7 @@ class Prune(Callback):
         self._items: list[PrunedShard] = []  # Where a snapshot of the run finds the tensors.
         self._handle: RemovableHandle | None = None
         self._pending: Any = None  # Masks of a checkpoint, until the optimizer's tensors hold values.
-        self._restored = False
+        self._restored = self._steps = False
         self._reset()
 
     def _check_values(self) -> None:
@@ -218,7 +219,8 @@ class Prune(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run."""
         self._remove_hook()
-        self.shards, self._items, self._pending, self._restored = None, [], None, False
+        self.shards, self._items, self._pending = None, [], None
+        self._restored = self._steps = False
         self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,7 +240,7 @@ class Prune(Callback):
             # DeepSpeed steps its parameter groups one by one; its weights are masked at the batch's end.
             self._handle = prepend_post_hook(trainer.optimizers[0], lambda *_: self._after_step(trainer, 1))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightEMA):
+            if isinstance(callback, WeightEMA | ScheduleFree):
                 callback.restrictions.append(self._restrict_average)
 
     @torch.no_grad()
@@ -277,7 +279,7 @@ class Prune(Callback):
         """Masks the gradients, or puts pruned weights back that train aside."""
         if self.shards is None:
             self._prepare(trainer)
-        shards = self.shards
+        shards, self._steps = self.shards, True
         assert shards is not None
         if shards.keeps_dense and self.trains_pruned:
             shards.restore_dense(self.decay)
@@ -314,8 +316,8 @@ class Prune(Callback):
             trainer: Trainer of the run.
             ahead: Number of steps that are done and not yet counted by the trainer.
         """
-        shards = self.shards
-        if shards is None:
+        shards, is_step, self._steps = self.shards, self._steps, False
+        if shards is None or not is_step:  # ScheduleFree puts its average into the weights like a step.
             return
         step = trainer.global_step + ahead
         self._restored = False
@@ -366,9 +368,10 @@ class Prune(Callback):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             self._after_deepspeed_step(trainer)
-        elif self._restored:
-            self._restored = False
+            return
+        if self._restored:
             self.shards.reapply()
+        self._restored = self._steps = False
 
     def _after_deepspeed_step(self, trainer: Trainer) -> None:
         shards = self.shards

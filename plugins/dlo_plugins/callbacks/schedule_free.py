@@ -6,6 +6,7 @@ The Road Less Scheduled. Defazio et al., 2024, arXiv 2405.15682. The layout of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,6 +37,10 @@ class ScheduleFree(Callback):
     #: Shows ExactResume that this callback loads the trained weights of a checkpoint that has both.
     loads_trained_weights = True
 
+    def __init__(self) -> None:
+        #: Functions of the strategy that change the average in the module when it is put there, such as pruning's mask.
+        self.restrictions: list[Callable[[Any], None]] = []
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks strategy and callbacks."""
         if stage != "fit":
@@ -61,6 +66,9 @@ class ScheduleFree(Callback):
             contract.finish_step()
             optimizer.swap(average=average)
         contract.finish_step()
+        for restrict in self.restrictions if average else ():
+            restrict(trainer.strategy)
+            contract.refresh()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Loads the trained weights, where the module has just loaded the average."""
