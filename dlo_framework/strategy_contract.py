@@ -7,6 +7,7 @@ and yours that derive from those, know nothing of it: :func:`contract_of` wraps 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -18,9 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.optim import Optimizer
 
 from dlo_framework.mesh import MeshSpec
+from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 
@@ -100,7 +103,7 @@ class StrategyContract:
         Args:
             values: Tensors in the shape of this rank's shards of parameters, by parameter name; called on all ranks.
         """
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values.values()))))
+        return total_norm(values.values())
 
     def data_share(self) -> tuple[int, int]:
         """Returns this rank's share of the samples: its number, and the number of shares.
@@ -169,12 +172,9 @@ class StrategyContract:
         """
         return parameter.numel()
 
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once; on all ranks.
-
-        None for the norm of the gradients in the module's own tensors.
-        """
-        return None
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once; on all ranks."""
+        return total_norm(collect_gradients(optimizer), _strategy_of(self).root_device)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks' shards too; the same on all ranks.
@@ -386,6 +386,11 @@ class ForeignStrategy(StrategyContract):
         found = self._strategy()
         assert found is not None, "the Trainer that has the strategy is gone"
         return found
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the 2-norm of the full gradients; torch's FSDP 1 tells it when it clips to infinity."""
+        model = self.strategy.model
+        return model.clip_grad_norm_(math.inf) if isinstance(model, FSDP1) else super().gradient_norm(optimizer)
 
 
 _WRAPPED: weakref.WeakKeyDictionary[Strategy, ForeignStrategy] = weakref.WeakKeyDictionary()

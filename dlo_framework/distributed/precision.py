@@ -13,6 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from dlo_framework.norms import collect_gradients
 from dlo_framework.task import Task
 
 
@@ -68,7 +69,7 @@ class EmptyClipping:
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips an optimizer's gradients to ``[-clip_val, clip_val]``, if there are any."""
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if collect_gradients(optimizer):
             super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
 
 
@@ -104,11 +105,10 @@ class ShardedClipping(GuardedHooks, EmptyClipping):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scales an optimizer's gradients so that their norm over all ranks is at most ``clip_val``."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         # As in torch.nn.utils.clip_grad_norm_: never scales up, and does not wait for the device.
         scale = torch.clamp(clip_val / (self.gradient_norm(optimizer) + 1e-6), max=1.0)
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in gradients:
+        for gradient in collect_gradients(optimizer):
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, on_device in by_device.items():
             torch._foreach_mul_(on_device, scale.to(device))
@@ -139,8 +139,7 @@ class ShardedScaler(ShardedGradScaler):
         that all ranks have, would call one all-reduce more than the others.
         """
         home = inv_scale.device
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        if home.type != "cpu" and any(gradient.device.type == "cpu" for gradient in gradients):
+        if home.type != "cpu" and any(gradient.device.type == "cpu" for gradient in collect_gradients(optimizer)):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         flags = [
             flag.to(home) for flag in super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()

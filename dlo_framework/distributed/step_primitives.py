@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.distributed.precision import without_empty_clipping
 from dlo_framework.strategy_contract import contract_of
 
@@ -40,8 +39,7 @@ def agreed_gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
         Scalar on the device. This function does not wait for it; to read it does.
     """
     strategy, inner, plugin = trainer.strategy, torch_optimizer(optimizer), trainer.precision_plugin
-    measure = getattr(plugin, "gradient_norm", None)
-    norm: Tensor = gradient_norm(strategy, inner) if measure is None else measure(inner)
+    norm: Tensor = getattr(plugin, "gradient_norm", contract_of(strategy).gradient_norm)(inner)
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is not None and _unscales_itself(inner):
         norm = norm / scaler._scale.to(norm.device)  # torch (2.11 to 2.15): `get_scale` waits for the device.

@@ -31,11 +31,11 @@ from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.gradient_check import check_gradients
 from dlo_framework.distributed.launcher import WatchedRanks
-from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.distributed.unused_parameters import USED_AT_THE_END, unused_message, unused_numbers
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.norms import collect_gradients, total_norm
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
@@ -72,10 +72,6 @@ class SingleProcessStrategy(CanonicalStrategy, SingleDeviceStrategy):
 
     def separate_copies(self) -> None:
         """Does nothing, as there is one copy."""
-
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the 2-norm of an optimizer's gradients."""
-        return total_norm(optimizer)
 
 
 class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
@@ -124,10 +120,6 @@ class DataParallelStrategy(CanonicalStrategy, WatchedRanks):
         looks = self._ddp_kwargs.get("find_unused_parameters", False) or self._ddp_kwargs.get("static_graph", False)
         if trains and not looks and self.num_processes * self.num_nodes > 1:
             check_gradients(module, datamodule, callbacks, allow=_ALLOW_UNUSED)
-
-    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the 2-norm of an optimizer's gradients, which are the same on all ranks."""
-        return total_norm(optimizer)
 
     def configure_ddp(self) -> None:
         """Wraps the module, and notes the names of its trainable parameters, which torch numbers at this moment."""
@@ -437,10 +429,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
-        local = total_norm(optimizer).to(self.root_device)
-        squared = local.square()
-        dist.all_reduce(squared)
-        return squared.sqrt()
+        return total_norm(collect_gradients(optimizer), self.root_device, dist.group.WORLD)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

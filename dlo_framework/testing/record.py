@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from dlo_framework.batches import batch_size, leaves
 from dlo_framework.data import data_parallel_coordinates
@@ -159,15 +157,16 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Records the gradient norm, unless backward has stepped the gradients."""
-        if contract_of(trainer.strategy).drops_gradients:
+        contract = contract_of(trainer.strategy)
+        if contract.drops_gradients:
             return
         for parameter in pl_module.parameters() if self._rounding else ():
             if parameter.grad is not None:
                 noise = torch.rand(parameter.shape, generator=self._generator).to(parameter.grad) * 2 - 1
                 parameter.grad.mul_(1 + self._rounding * noise)
-        norm = gradient_norm(trainer, optimizer)
-        if norm is not None:
-            self._squares.append(float(norm) ** 2)
+        norm = float(contract.gradient_norm(optimizer))
+        if norm or isinstance(trainer.strategy, CanonicalStrategy):  # Others may keep gradients out of sight.
+            self._squares.append(norm**2)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,34 +237,6 @@ def optimizer_tensors(trainer: Trainer, strategy: CanonicalStrategy) -> dict[str
     if grouped and (dist.get_world_size() > 1 or is_cut):
         return gather_full_tensors(state)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
-
-
-def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor | None:
-    """Returns the 2-norm of an optimizer's gradients over all ranks; None without gradients.
-
-    A strategy that keeps gradients itself has a method ``gradient_norm(optimizer)``. Under other strategies, gradients
-    are plain tensors that are equal on all ranks, DTensors, or those of torch's FSDP 1, which returns the norm when it
-    clips to infinity.
-    """
-    own = contract_of(trainer.strategy).gradient_norm(optimizer)
-    if own is not None:
-        return own
-    model = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(float("inf"))
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not gradients:
-        return None
-    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    norms = [torch.nn.utils.get_total_norm(plain)] if plain else []
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for gradient in sharded:
-        by_mesh.setdefault(gradient.device_mesh, []).append(gradient)
-    for same in by_mesh.values():
-        total = torch.nn.utils.get_total_norm(same)
-        norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
 
 
 def digest(batch: Any, samples: int) -> int:

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, map_rows, rebuild
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
-from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.rehearsal import BeforeTraining
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.compare import RTOL, default_rtol
 from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
 from dlo_framework.testing.record import Record, Recorder
@@ -217,12 +217,12 @@ def _clip_precisely(trainer: Trainer) -> None:
     """Makes a run whose ranks have full gradients clip by their precise norm, as those that shard gradients do.
 
     torch's norm of a large CPU tensor is off by up to 1e-4 in single precision, by which clipped gradients would
-    differ: see :func:`~dlo_framework.distributed.norms.split_for_norm`.
+    differ: see :func:`~dlo_framework.norms.total_norm`.
     """
     plugin, strategy = trainer.precision_plugin, trainer.strategy
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and getattr(plugin, "scaler", None) is None
     if whole and type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
-        strategy.precision_plugin = with_sharded_clipping(plugin, total_norm)
+        strategy.precision_plugin = with_sharded_clipping(plugin, contract_of(strategy).gradient_norm)
 
 
 def trainer_options(options: dict[str, Any], setting: Setting, strategy: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "mesh",
                 "tensor_slice",
                 "shards",
+                "norms",
                 "applier",
                 "placed_model",
                 "strategy_contract",

@@ -11,10 +11,10 @@ from dlo_framework.accumulation import AccumulationTail, find_window
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.distributed.norms import gradient_norm
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.progress import AccumulationWindow
 from dlo_framework.resume import ExactResume
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed
 from dlo_plugins.callbacks.gradients import AdaptiveGradientClipping, unit_norms
 from dlo_plugins.strategies.zero import ZeroStrategy
@@ -49,7 +49,7 @@ class Norms(Callback):
         self.found: list[float] = []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.found.append(float(gradient_norm(trainer.strategy, optimizer)))
+        self.found.append(float(contract_of(trainer.strategy).gradient_norm(optimizer)))
 
 
 class Data(ResumableDataModule):

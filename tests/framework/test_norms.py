@@ -1,16 +1,9 @@
 """The norm of a gradient: exact enough at any size, whoever holds it."""
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch.utilities import grad_norm
-from torch import Tensor, nn
 
-from dlo_framework.distributed.norms import JointGradients, total_norm
-from dlo_framework.errors import DloError
+from dlo_framework.norms import collect_gradients, total_norm
 
 
 @pytest.mark.parametrize("shape", [(3,), (1 << 14,), (40_000,), (1 << 15,), (1000, 4001)])
@@ -21,7 +14,7 @@ def test_it_is_the_norm_in_double_precision(shape):
     for parameter in parameters[:2]:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     expected = torch.cat([p.grad.double().flatten() for p in parameters[:2]]).norm()
-    found = total_norm(torch.optim.SGD(parameters, lr=0.1))
+    found = total_norm(collect_gradients(torch.optim.SGD(parameters, lr=0.1)))
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -31,74 +24,10 @@ def test_gradients_that_are_not_contiguous_empty_or_missing_count():
     empty = torch.nn.Parameter(torch.zeros(0))
     empty.grad = torch.zeros(0)
     expected = (first.grad.double().square().sum() + second.grad.double().square().sum()).sqrt()
-    assert float(total_norm(torch.optim.SGD([first, second, third, empty], lr=0.1))) == pytest.approx(
-        float(expected), rel=1e-5
-    )
-    assert float(total_norm(torch.optim.SGD([third], lr=0.1))) == 0
-
-
-# --- hooks on ranks with other gradients -----------------------------------------------------------------------
-
-
-def _summed_in_python(model: nn.Module) -> float:
-    return math.sqrt(sum(p.grad.norm().item() ** 2 for p in model.parameters()))
-
-
-def _summed_in_place(model: nn.Module) -> None:
-    total = torch.zeros(1)
-    for parameter in model.parameters():
-        total += parameter.grad.pow(2).sum()
-
-
-def _written_to_places(model: nn.Module) -> None:
-    norms = torch.zeros(4)
-    for place, parameter in enumerate(model.parameters()):
-        norms[place] = parameter.grad.data.norm()
-    norms.norm()
-
-
-def _each_by_itself(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        nn.utils.clip_grad_norm_(parameter, 1.0)
-        parameter.grad = (parameter.grad * 0.5 + torch.randn_like(parameter)).clamp_(-1, 1)
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-JOINT: tuple[Callable[[Any], Any], ...] = (
-    lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    lambda model: nn.utils.clip_grad_norm_([*model.parameters()], 1.0, norm_type=math.inf, foreach=False),
-    lambda model: nn.utils.get_total_norm(_gradients(model)),
-    lambda model: torch.stack([gradient.norm() for gradient in _gradients(model)]).norm(),
-    lambda model: torch.cat([gradient.flatten() for gradient in _gradients(model)]).norm(),
-    lambda model: any(bool(gradient.isnan().any()) for gradient in _gradients(model)),
-    lambda model: grad_norm(model, 2),
-    _summed_in_python,
-    _summed_in_place,
-    _written_to_places,
-)
-SINGLE: tuple[Callable[[Any], Any], ...] = (
-    lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    lambda model: torch._foreach_mul_(_gradients(model), 0.5),
-    lambda model: torch._foreach_norm(_gradients(model)),
-    lambda model: float(_gradients(model)[0].norm()),
-    _each_by_itself,
-)
-
-
-def test_a_number_from_several_gradients_is_refused_where_ranks_have_others() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    model(torch.randn(5, 3)).square().sum().backward()
-    for use in SINGLE:
-        with JointGradients("pp=2"):
-            use(model)
-    for use in JOINT:
-        before = [gradient.clone() for gradient in _gradients(model)]
-        with (
-            pytest.raises(DloError, match=r"does not support pp=2: .* \(test_norms.py:\d+\); clip by"),
-            JointGradients("pp=2"),
-        ):
-            use(model)
-        assert all(map(torch.equal, before, _gradients(model)))
+    gradients = collect_gradients(torch.optim.SGD([first, second, third, empty], lr=0.1))
+    assert float(total_norm(gradients)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(total_norm([])) == 0
+    doubles = [gradient.double() for gradient in gradients]
+    mixed = total_norm([*gradients, *doubles])
+    assert mixed.dtype == torch.float64
+    assert float(mixed) == pytest.approx(float(expected) * 2**0.5, rel=1e-6)

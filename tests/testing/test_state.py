@@ -11,9 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dlo_framework.distributed.strategy import SingleProcessStrategy
 from dlo_framework.shards import FlatShard
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import full_state, run_distributed
 from dlo_framework.testing.full_state import checksum, gather_full_tensors, gather_full_weights
-from dlo_framework.testing.record import gradient_norm
 
 
 class OwnNorm(SingleProcessStrategy):
@@ -55,9 +55,9 @@ def _spread(rank: int, world_size: int) -> tuple[dict, float, float]:
     plain.grad, sharded.grad = tensors["plain"].clone(), mine["sharded"].detach().clone()
     optimizer = torch.optim.SGD([plain, sharded], lr=0.1)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    norm = float(gradient_norm(trainer, optimizer))
+    norm = float(contract_of(trainer.strategy).gradient_norm(optimizer))
     trainer.strategy.__class__ = OwnNorm
-    own = float(gradient_norm(trainer, optimizer))
+    own = float(contract_of(trainer.strategy).gradient_norm(optimizer))
     dist.barrier()
     return gathered, norm, own
 

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
-from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.norms import total_norm
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
+from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
     LRRule,
@@ -176,7 +177,7 @@ class DynamicBatchSize(Callback):
         _check_trainer(trainer, pl_module)
         self._reset(trainer)
         keeps_gradients = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
-        if self.noise is not None and (not keeps_gradients or shards_state(trainer.strategy)):
+        if self.noise is not None and (not keeps_gradients or contract_of(trainer.strategy).zero_stage):
             raise DloError(
                 "DynamicBatchSize: strategy must keep each rank's own gradients for noise_scale, got"
                 f" {type(trainer.strategy).__name__}; set strategy ddp, or use a schedule"
@@ -436,7 +437,7 @@ class NoiseMeter:
         """Measures the gradient of one micro-batch; ``batches`` is the divisor of its loss."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 1.0
-        self._small = squared_norm(parameters) * (batches / scale) ** 2
+        self._small = _squared_norm(parameters) * (batches / scale) ** 2
 
     def before_step(self, parameters: list[Tensor], sizes: tuple[float, float]) -> None:
         """Measures the gradient of the full step, after unscaling.
@@ -447,7 +448,7 @@ class NoiseMeter:
         """
         if self._small is None:
             return
-        large = squared_norm(parameters)
+        large = _squared_norm(parameters)
         noise, signal = noise_and_signal(self._small.to(large.device), large, sizes)
         self._sums = self._sums.to(large.device)
         found = torch.stack([noise, signal, torch.ones_like(signal)]).double()
@@ -483,12 +484,8 @@ class NoiseMeter:
         self._sums, self._small = state["sums"], state["small"]
 
 
-def squared_norm(parameters: list[Tensor]) -> Tensor:
-    """Returns the squared 2-norm of the parameters' gradients, a scalar on their device."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    return torch.nn.utils.get_total_norm(gradients).float().square()
+def _squared_norm(parameters: list[Tensor]) -> Tensor:
+    return total_norm(parameter.grad for parameter in parameters if parameter.grad is not None).float().square()
 
 
 _UNSCALED = "dlo_unscaled_lr"

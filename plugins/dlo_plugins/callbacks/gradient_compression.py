@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
+from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.progress import optimizer_steps
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
@@ -246,7 +246,7 @@ class GradientCompression(Callback):
 
     def _norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm for clipping: of the mean gradient, or the mean of the ranks' norms if there is none."""
-        norm = total_norm(optimizer)
+        norm = total_norm(collect_gradients(optimizer))
         if self.all_reduce is not None and isinstance(optimizer, OneBitOptimizer) and optimizer.compressing:
             return self.all_reduce.mean(norm)
         return norm

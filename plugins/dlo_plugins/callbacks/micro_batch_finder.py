@@ -26,10 +26,10 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
 from dlo_framework.data import Position, data_parallel_coordinates
 from dlo_framework.distributed.local_memory import stored_tensors
-from dlo_framework.distributed.norms import shards_state
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
 from dlo_framework.snapshot import training_loaders
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.memory import memory_peak, reset_memory_peak
 
 FILE = "batch_size.json"
@@ -211,7 +211,7 @@ class MicroBatchFinder(BeforeTraining):
 def _communicates(trainer: Trainer) -> str | None:
     """Returns what communicates in forward and backward, for a message; None if nothing does."""
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or shards_state(strategy):
+    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or contract_of(strategy).zero_stage:
         return type(strategy).__name__
     synced = trainer.world_size > 1 and isinstance(strategy, DDPStrategy) and strategy._layer_sync
     return "trainer.sync_batchnorm" if synced else None

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.norms import total_norm
 from dlo_framework.distributed.unused_parameters import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.norms import collect_gradients, total_norm
 from dlo_plugins.deepspeed.environment import device_index
 from dlo_plugins.deepspeed.master_weights import MasterWeights
 from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params
@@ -226,12 +226,10 @@ class DeepSpeedEngine:
 
     def gradient_norm(self) -> Tensor:
         """Returns the global 2-norm of the gradient over all ranks, before clipping."""
-        if self.master_weights is None:
-            return total_norm(self.optimizer) / self.loss_scale()
-        squared = self.master_weights.squared_norm().to(self.device)
-        if self.master_weights.sharded:
-            dist.all_reduce(squared)
-        return squared.sqrt() / self.loss_scale()
+        masters = self.master_weights
+        gradients = collect_gradients(self.optimizer) if masters is None else masters.gradients()
+        group = dist.group.WORLD if masters is not None and masters.sharded else None
+        return total_norm(gradients, self.device, group) / self.loss_scale()
 
     def load_params(self) -> None:
         """Copies changed partitions into the parameters of all ranks."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.flat_slices import FlatSlice
@@ -174,12 +173,9 @@ class MasterWeights(ABC):
         """Whether a callback has dropped the exposed gradients, so that the step is skipped."""
         return bool(self.partitions) and all(flat.tensor.grad is None for flat in self.partitions)
 
-    def squared_norm(self) -> Tensor:
-        """Returns the squared 2-norm of this rank's shard of the gradient, a scalar on the partitions' device."""
-        gradients = [flat.tensor.grad for flat in self.partitions if flat.tensor.grad is not None]
-        if not gradients:
-            return torch.zeros((), device=self.partitions[0].tensor.device if self.partitions else None)
-        return torch.nn.utils.get_total_norm([part for g in gradients for part in split_for_norm(g)]).square()
+    def gradients(self) -> list[Tensor]:
+        """Returns tensors with the joint 2-norm of this rank's shard of the gradient."""
+        return [flat.tensor.grad for flat in self.partitions if flat.tensor.grad is not None]
 
     # --- state ---------------------------------------------------------------------------------------------
 

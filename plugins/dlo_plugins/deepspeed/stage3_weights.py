@@ -64,11 +64,11 @@ class Stage3Weights(MasterWeights):
             )
         return super().shards()
 
-    def squared_norm(self) -> Tensor:
-        """Returns the squared 2-norm of this rank's shard of the gradient, a scalar."""
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients; of those on NVMe their norms."""
         if not self.swapped:
-            return super().squared_norm()
-        return torch.tensor(sum(float(norm) ** 2 for norm in self.zero.norm_for_param_grads.values()))
+            return super().gradients()
+        return [torch.tensor(float(norm)) for norm in self.zero.norm_for_param_grads.values()]
 
     def expose_partitions(self) -> None:
         """Puts the partitions in the optimizer's parameter groups, which are empty outside DeepSpeed's step."""

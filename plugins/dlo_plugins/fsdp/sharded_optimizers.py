@@ -11,65 +11,23 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.local_memory import local_tensor
-from dlo_framework.distributed.norms import split_for_norm
 from dlo_framework.errors import DloError
+from dlo_framework.norms import total_norm
 from dlo_framework.shards import Shard, attach_slice, place_in_slice
 from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.fsdp.tp_full_tensors import JoinedTensorShard, SeparateShards
+from dlo_plugins.sharding.gradient_guards import CHANGED, GradientWrites
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import FullTensorShard, OptimizerShard, patch_global_norm
-from dlo_plugins.sharding.outside_use import attribute_of
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
-
-#: Message about a gradient that was changed where the optimizer does not see it.
-_CHANGED = (
-    "gradients of sharded parameters must be changed in on_after_backward, or later in place if the optimizer is"
-    " elementwise, got that of {1} {0} after it; change it in on_after_backward"
-)
-
-
-class GradientWrites(TorchFunctionMode):
-    """Raises where code writes to gradients.
-
-    Args:
-        gradients: Names by the ids of the gradients; entries may be added and removed inside the block.
-    """
-
-    def __init__(self, gradients: Mapping[int, str]) -> None:
-        super().__init__()
-        self._gradients = gradients
-        self._aliases: dict[int, tuple[Tensor, Any]] = {}  # Results of ``data`` and ``detach``, and their sources.
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function, unless it writes to a gradient.
-
-        Raises:
-            DloError: It does.
-        """
-        name = getattr(func, "__name__", "")
-        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
-        for leaf in tree_leaves((args, kwargs)) if writes and self._gradients else ():
-            source = self._aliases[id(leaf)][1] if id(leaf) in self._aliases else leaf
-            if id(source) in self._gradients:
-                raise DloError(_CHANGED.format("written", self._gradients[id(source)]))
-        result = func(*args, **(kwargs or {}))
-        if name == "detach" or (name == "__get__" and attribute_of(func) == "data"):
-            self._aliases[id(result)] = (result, args[0])
-        return result
-
-
-#: Special methods that write to a tensor.
-_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
 
 
 class OptimizerShards:
@@ -91,8 +49,6 @@ class OptimizerShards:
         self.sharded, self.communicator = sharded, sharded.sharers
         self.optimizers = optimizers
         self._names = {id(parameter): plain_name(name) for name, parameter in sharded.module.named_parameters()}
-        dtypes = {parameter.dtype.to_real() for parameter in sharded.parameters.values()}
-        self._wide = torch.float64 if torch.float64 in dtypes else torch.float32  # dtype in which norms are summed
         self._shares = {id(optimizer): self._share(optimizer) for optimizer in optimizers}
         #: Full tensors that are stepped after backward, where the others are stepped in backward.
         self._late: list[OptimizerShard[RowGroup]] | None = None
@@ -265,7 +221,7 @@ class OptimizerShards:
             yield
         for name, parameter, given in self._given.pop(id(optimizer), ()) if self._late is None else ():
             if parameter.grad is not given:
-                raise DloError(_CHANGED.format("replaced", name))
+                raise DloError(CHANGED.format("replaced", name))
 
     def guard_writes(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that raises where code writes to a gradient of which an optimizer has a full copy."""
@@ -376,26 +332,17 @@ class OptimizerShards:
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """Returns the 2-norm over all ranks of an optimizer's gradients, each element counted once."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        gradients = [
-            part
-            for name, tensor in self.tensors(optimizer).items()
-            if tensor.grad is not None and self._counts(name, tensor)
-            for part in split_for_norm(local_tensor(tensor.grad))
-        ]
-        squared = torch.zeros((), device=self.sharded.device, dtype=self._wide)
-        if gradients:
-            norms = torch._foreach_norm(gradients)
-            squared += torch.stack([norm.to(squared) for norm in norms]).square().sum()
-        return self.sharded.copy.sum(squared).sqrt()
+        stepped = self.tensors(optimizer)
+        gradients = {name: tensor.grad for name, tensor in stepped.items() if tensor.grad is not None}
+        return self._norm(gradients, stepped)
 
     def norm_of_shards(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the 2-norm over a copy's ranks of tensors laid out as its parameters, each element counted once."""
-        parameters = self.sharded.parameters
-        squared = torch.zeros((), device=self.sharded.device, dtype=self._wide)
-        for name, value in values.items():
-            if self._counts(name, parameters[name]):
-                squared += torch.linalg.vector_norm(value).to(squared).square()
-        return self.sharded.copy.sum(squared).sqrt()
+        return self._norm(values, self.sharded.parameters)
+
+    def _norm(self, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Tensor:
+        counted = (local_tensor(value) for name, value in values.items() if self._counts(name, tensors[name]))
+        return total_norm(counted, self.sharded.device, self.sharded.copy)
 
     def _counts(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the norm counts this rank's shard of a gradient, of which another rank may have a copy."""

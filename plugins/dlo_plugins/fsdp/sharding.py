@@ -151,7 +151,7 @@ class ShardedModule:
     ) -> None:
         self.module, self.groups, self.device, self.options = module, groups, device, options
         self.layout = layout or Layout()
-        self.sharers, self.copy = Communicator(groups.shard_group), Communicator(groups.replica_group)
+        self.sharers, self.copy = Communicator(groups.shard_group), groups.replica_group
         self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
         self._averaging = Communicator(groups.averaging_group)
         wanted = (groups.has_data_parallelism and not options.full_parameters) or options.needs_fsdp

@@ -21,7 +21,6 @@ from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
 from dlo_framework.distributed.gradient_check import check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
-from dlo_framework.distributed.norms import JointGradients
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
@@ -42,6 +41,7 @@ from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
 from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
+from dlo_plugins.sharding.gradient_guards import JointGradients
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +37,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.shards import FlatShard
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 from dlo_plugins.sharding.optimizer_probe import probe_optimizer
@@ -246,7 +248,10 @@ class ZeroEngine:
             )
         kind = probe_optimizer(optimizer)
         share = (ElementwiseShard if kind == "elementwise" else FullTensorShard)(groups, self.communicator)
-        if kind == "all" and not patch_global_norm(optimizer, lambda: self._gradient_norm(share)):
+        ranks = self.communicator.group or dist.group.WORLD
+        if kind == "all" and not patch_global_norm(
+            optimizer, lambda: total_norm(collect_gradients(optimizer), self.device, ranks)
+        ):
             raise DloError(
                 "an optimizer under ZeRO must update each tensor without the others, got"
                 f" {type(optimizer).__name__}; use strategy ddp or fsdp with it"
@@ -258,11 +263,6 @@ class ZeroEngine:
             self.options.rounding.attach(optimizer, share.local_params, share.as_shard)
         optimizer.register_step_post_hook(lambda *_: self._after_step(share))
         return share
-
-    def _gradient_norm(self, share: OptimizerShard[FlatGroup]) -> Tensor:
-        local = [tensor.grad for tensor in share.local_params.values() if tensor.grad is not None]
-        norms = torch.stack(torch._foreach_norm(local)) if local else torch.zeros(1)
-        return self.communicator.sum(norms.square().sum().to(self.device)).sqrt()
 
     # --- one step ------------------------------------------------------------------------------------------
 

@@ -1,71 +1,60 @@
-"""Gradient norms, also of gradients that are sharded over ranks."""
+"""Modes for hooks of users: they raise where a hook uses or changes gradients in a way that ranks cannot follow."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlo_framework.distributed.stacks import is_dlos, own_line
 from dlo_framework.errors import DloError
-from dlo_framework.strategy_contract import contract_of
+from dlo_plugins.sharding.outside_use import attribute_of
 
-#: Most elements whose squares are added up one after the other.
-_ROW = 1 << 14
-
-
-def total_norm(optimizer: Optimizer) -> Tensor:
-    """Returns the 2-norm of an optimizer's gradients on this rank; for DTensors, over their mesh."""
-    parts: list[Tensor] = []
-    kinds = set()
-    device = None
-    for group in optimizer.param_groups:  # Few calls of Python functions: it runs in every step.
-        for parameter in group["params"]:
-            gradient, device = parameter.grad, device or parameter.device
-            if gradient is not None:
-                kinds.add((type(gradient), gradient.device.type, gradient.dtype))
-                parts += [gradient] if gradient.numel() < 2 * _ROW else split_for_norm(gradient)
-    if not parts:
-        return torch.zeros((), device=device)
-    if len(kinds) == 1 and (Tensor, "cpu") == kinds.pop()[:2]:
-        # What torch's function (2.11 to 2.15) computes, except one by one on CPUs.
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))).detach()
-    norm = torch.nn.utils.get_total_norm(parts)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+#: Message about a gradient that was changed where the optimizer does not see it.
+CHANGED = (
+    "gradients of sharded parameters must be changed in on_after_backward, or later in place if the optimizer is"
+    " elementwise, got that of {1} {0} after it; change it in on_after_backward"
+)
 
 
-def split_for_norm(gradient: Tensor) -> list[Tensor]:
-    """Returns tensors with the same joint 2-norm as a gradient, for which torch computes it precisely.
+class GradientWrites(TorchFunctionMode):
+    """Raises where code writes to gradients.
 
-    torch (2.11 to 2.15) adds up a CPU tensor's squares in the order of its elements: for 16 million elements in single
-    precision the norm is off by 6e-4. So the norms of rows are computed first, and then their norm, in the same time.
+    Args:
+        gradients: Names by the ids of the gradients; entries may be added and removed inside the block.
     """
-    rows = gradient.numel() // _ROW
-    if rows < 2 or isinstance(gradient, DTensor) or gradient.device.type != "cpu" or not gradient.is_contiguous():
-        return [gradient]
-    flat = gradient.view(-1)
-    return [torch.linalg.vector_norm(flat[: rows * _ROW].view(rows, _ROW), dim=1), flat[rows * _ROW :]]
+
+    def __init__(self, gradients: Mapping[int, str]) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self._aliases: dict[int, tuple[Tensor, Any]] = {}  # Results of ``data`` and ``detach``, and their sources.
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function, unless it writes to a gradient.
+
+        Raises:
+            DloError: It does.
+        """
+        name = getattr(func, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+        for leaf in tree_leaves((args, kwargs)) if writes and self._gradients else ():
+            source = self._aliases[id(leaf)][1] if id(leaf) in self._aliases else leaf
+            if id(source) in self._gradients:
+                raise DloError(CHANGED.format("written", self._gradients[id(source)]))
+        result = func(*args, **(kwargs or {}))
+        if name == "detach" or (name == "__get__" and attribute_of(func) == "data"):
+            self._aliases[id(result)] = (result, args[0])
+        return result
 
 
-def shards_state(strategy: Any) -> bool:
-    """Returns whether a strategy of dlo shards optimizer state, gradients or parameters."""
-    return (contract_of(strategy).zero_stage or 0) > 0
-
-
-def gradient_norm(strategy: Any, optimizer: Optimizer) -> Tensor:
-    """Returns the 2-norm of an optimizer's full gradient under a strategy; called on all ranks.
-
-    A strategy that shards gradients has a method for it; under any other, a rank has the full gradients.
-    """
-    of_strategy = contract_of(strategy).gradient_norm(optimizer)
-    return total_norm(optimizer) if of_strategy is None else of_strategy
+#: Special methods that write to a tensor.
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
 
 
 class JointGradients(TorchFunctionMode):
