@@ -118,12 +118,13 @@ def as_replayed(loader: Any) -> Any:
 
 
 def give_generator(loader: Any) -> None:
-    """Gives a loader of torch's that validates in a fit a generator, if it has none.
+    """Gives a DataLoader that validates in a fit a generator, if it has none.
 
     Without one, each pass draws its seed from training's stream, before any hook could store that stream's state.
     """
     if isinstance(loader, DataLoader | DistributedEvalLoader):
-        for draws in (loader, loader.sampler):
+        drawing: list[Any] = [loader, loader.sampler]
+        for draws in drawing:
             if getattr(draws, "generator", loader) is None:
                 draws.generator = torch.Generator().manual_seed(0)
 
