@@ -14,12 +14,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from dlo_framework import run_lock, runs
+from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
+from dlo_framework.lock import RunLock, check_free, check_only_starter, lock_run, release_all
 from dlo_framework.registry import Registry
 from dlo_framework.strategy_contract import contract_of
 
@@ -69,7 +70,7 @@ def find_start_checkpoint(
     if is_auto:
         newest = runs.versions(folder())[:1] if runs.is_first_process() else []
         for other in newest:
-            run_lock.check_free(other)  # Another job may train in it before its first checkpoint.
+            check_free(other)  # Another job may train in it before its first checkpoint.
         found = runs.unfinished(folder())
         ckpt_path = None if found is None else str(found)
         for other in newest if found is None else []:
@@ -112,7 +113,7 @@ def resumed_run(ckpt_path: str | None, folder: Path) -> Path | None:
     return run if run.parent.resolve() == folder.resolve() else None
 
 
-def lock_run_folder(run: Path, folder: Path, *, starts: bool) -> run_lock.RunLock | None:
+def lock_run_folder(run: Path, folder: Path, *, starts: bool) -> RunLock | None:
     """Acquires the lock of a run folder, and completes what a killed save has left; on rank 0.
 
     Args:
@@ -128,12 +129,12 @@ def lock_run_folder(run: Path, folder: Path, *, starts: bool) -> run_lock.RunLoc
     """
     if not runs.is_first_process():
         return None
-    lock = run_lock.lock_run(run)
+    lock = lock_run(run)
     if starts:
         try:
-            run_lock.check_only_starter(run, runs.versions(folder))
+            check_only_starter(run, runs.versions(folder))
         except DloError:
-            run_lock.release_all()
+            release_all()
             run.rmdir()
             raise
     recover(run / runs.CHECKPOINTS)

@@ -20,11 +20,12 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dlo_framework import run_lock, runs
+from dlo_framework import runs
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
+from dlo_framework.lock import RunLock
 from dlo_framework.process_setup import disable_nvml_check, silence_warnings
 from dlo_framework.registry import Registry
 from dlo_framework.run_setup import (
@@ -109,7 +110,7 @@ class Trainer(LightningTrainer):
                 hint = f"; did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
                 raise DloError(f"unknown argument '{name}' of Trainer{hint}")
         self.run_folder: Path | None = None
-        self._lock: run_lock.RunLock | None = None
+        self._lock: RunLock | None = None
         self._run_options: dict[str, Any] = {"name": run_name or script_name()}
         self._run_options["dir"] = str(run_dir) if run_dir is not None else None
         self._run_options |= {"async_checkpoints": async_checkpoints, "checkpoint_format": checkpoint_format}

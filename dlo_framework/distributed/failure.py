@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework._version import __version__
 from dlo_framework.errors import DloError, worker_message
-from dlo_framework.run_lock import release_all
+from dlo_framework.lock import release_all
 
 #: Messages of gloo, NCCL and torch when another rank is dead or silent.
 _LOST = re.compile(

@@ -13,10 +13,10 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import dlo_framework as dlo
-from dlo_framework import run_lock, runs
+from dlo_framework import runs
 from dlo_framework.checkpoint import load
 from dlo_framework.cli.main import main
-from dlo_framework.process_identity import start_time, this_process
+from dlo_framework.lock import release_all, start_time, this_process
 from dlo_framework.registry import Registry
 
 MODULE = """
@@ -61,7 +61,7 @@ def net(tmp_path, monkeypatch):
     Path("x.yaml").write_text(CONFIG)
     Registry().load_user_module("./python_net.py")
     yield sys.modules["python_net"].Net
-    run_lock.release_all()
+    release_all()
     os.environ.pop(runs.ENVIRONMENT, None)
     os.environ.pop(runs.FOUND, None)
 
@@ -105,7 +105,7 @@ def test_every_plugin_has_its_name():
 def test_a_run_from_python_is_the_run_of_the_command(net):
     assert main(["fit", "--config", "x.yaml"]) == 0
     os.environ.pop(runs.ENVIRONMENT, None)
-    run_lock.release_all()
+    release_all()
     loaded = dlo.load_config("x.yaml", options={"run.name": "loaded"})
     assert not Path("runs/loaded").exists(), "the run folder is made by a fit"
     loaded.fit()

@@ -141,10 +141,10 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
     Raises:
         DloError: The config or the space is invalid, or the folder holds another sweep.
     """
+    from dlo_framework.lock import ProcessLock
     from dlo_plugins.sweep.config_keys import merge_configs
     from dlo_plugins.sweep.search_space import SearchSpace
     from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
-    from dlo_plugins.sweep.trial_queue import ProcessLock
 
     space = SearchSpace(read_space(options.space))
     words = without_configs(found.argv[1:])

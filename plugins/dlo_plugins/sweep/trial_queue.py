@@ -12,13 +12,10 @@ processes enqueues another trial, with another number and folder; ``Study.optimi
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from dlo_framework import runs
 from dlo_framework.errors import DloError
-from dlo_framework.run_lock import RunLock, is_held
+from dlo_framework.lock import ProcessLock, RunLock, is_held
 from dlo_plugins.sweep.search_methods import best_value, make_pruner, make_sampler, trial_seed
 from dlo_plugins.sweep.search_space import SearchSpace
 from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
@@ -40,52 +37,6 @@ STARTS = 3
 #: Attributes of a trial in the storage.
 PRUNED, STARTED, RUN, ERROR, ENDED_WITH = "pruned_at", "starts", "run", "error", "ended_with"
 _FOLDER = "folder"
-
-
-class ProcessLock:
-    """Lock between processes, also of several hosts, that the kernel releases when its process ends.
-
-    It is a POSIX lock (``lockf``), which NFS 4, GPFS, and Lustre mounted with ``flock`` share among hosts. Threads of
-    one process exclude each other too.
-
-    Args:
-        path: File of the lock, which is created and stays empty.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._thread_lock = threading.Lock()
-        self._file = open(path, "a+b")  # noqa: SIM115  # Kept: closing any descriptor of it would release the lock.
-
-    def acquire(self) -> None:
-        """Waits for the lock and takes it.
-
-        Raises:
-            DloError: The file system has no locks.
-        """
-        self._thread_lock.acquire()
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)
-        except OSError as error:
-            self._thread_lock.release()
-            raise DloError(
-                f"sweep: the folder must be on a file system with POSIX locks, got {self.path.parent}:"
-                f" {error.strerror}; choose another --folder, or mount it with locks"
-            ) from error
-
-    def release(self) -> None:
-        """Releases the lock."""
-        fcntl.lockf(self._file, fcntl.LOCK_UN)
-        self._thread_lock.release()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the lock."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
 
 
 class JournalLock(ProcessLock):

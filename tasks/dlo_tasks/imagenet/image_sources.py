@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
-from dlo_framework.data.build_lock import build_once
 from dlo_framework.data.remote import (
     BlockCache,
     LocalFile,
@@ -30,6 +29,7 @@ from dlo_framework.data.remote import (
 )
 from dlo_framework.data.tar_shard import scan_tar
 from dlo_framework.errors import DloError
+from dlo_framework.lock import build_once
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 LABEL_SUFFIXES = (".cls", ".json")

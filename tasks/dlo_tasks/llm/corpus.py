@@ -15,8 +15,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.data.build_lock import build_once
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.lock import build_once
 from dlo_tasks.llm.cache_folder import cached_file
 from dlo_tasks.llm.records import content_hash, read_text
 from dlo_tasks.llm.tokenizer import require_transformers

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tqdm import tqdm
 
-from dlo_framework.data.build_lock import build_once
+from dlo_framework.lock import build_once
 from dlo_tasks.llm.records import content_hash, read_records
 from dlo_tasks.llm.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
 from dlo_tasks.llm.tokenization import tokenize_records

@@ -10,7 +10,8 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.trial_queue import JournalLock, ProcessLock
+from dlo_framework.lock import ProcessLock
+from dlo_plugins.sweep.trial_queue import JournalLock
 
 APPEND = """
 import sys
@@ -57,7 +58,7 @@ def test_a_line_that_was_cut_off_is_not_read_and_the_next_writer_removes_it(tmp_
 def test_a_lock_ends_with_its_process(tmp_path):
     path = tmp_path / "lock"
     code = (
-        "import sys, time; from pathlib import Path; from dlo_plugins.sweep.trial_queue import ProcessLock\n"
+        "import sys, time; from pathlib import Path; from dlo_framework.lock import ProcessLock\n"
         "with ProcessLock(Path(sys.argv[1])).held():\n    print('held', flush=True); time.sleep(60)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
@@ -76,9 +77,9 @@ def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise OSError(38, os.strerror(38))
 
-    monkeypatch.setattr("dlo_plugins.sweep.trial_queue.fcntl.lockf", refuse)
+    monkeypatch.setattr("dlo_framework.lock.fcntl.lockf", refuse)
     with (
-        pytest.raises(DloError, match="sweep: the folder must be on a file system with POSIX locks"),
+        pytest.raises(DloError, match="must be on a file system with POSIX locks"),
         ProcessLock(tmp_path / "lock").held(),
     ):
         pass

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dlo_framework.process_identity import start_time
+from dlo_framework.lock import start_time
 from dlo_plugins.sweep import sweep_worker
 from dlo_plugins.sweep.sweep_settings import SweepSettings
 from dlo_plugins.sweep.sweep_worker import SweepWorkers, environment_of_job, visible_gpus

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_framework.run_lock import RunLock
+from dlo_framework.lock import RunLock
 from dlo_plugins.sweep import trial_queue
 from dlo_plugins.sweep.search_methods import check_methods, trial_seed
 from dlo_plugins.sweep.sweep_report import values_of
@@ -39,10 +39,10 @@ def make(tmp_path):
 def forget(queue, number):
     """Leaves a trial as the kill of its worker does: its lock names a process that does not exist."""
     lock = queue._locks.pop(number)
-    lock._stop.set()
-    path = lock._path
+    lock._ended.set()
+    path = lock._own
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 2**22 + 1}))
-    lock._path = None
+    lock._own = None
 
 
 def states(queue):

@@ -32,10 +32,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
-from dlo_framework.data.build_lock import build_once
 from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, is_remote, list_files, local_name, open_bytes
 from dlo_framework.data.tar_shard import TarMember, scan_tar
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.lock import build_once
 from dlo_tasks.llm.streams.token_shards import RecordShard, StoreShard, TokenShard, gather_windows, map_bytes
 
 Format = Literal["dlo", "megatron", "webdataset"]
