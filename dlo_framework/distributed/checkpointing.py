@@ -36,7 +36,7 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
-from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
+from dlo_framework.distributed.local_memory import state_bytes
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.random_streams import (
@@ -217,12 +217,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of parameters, gradients and optimizer state in this rank's memory now."""
         assert self.lightning_module is not None
-        parameters = list(self.lightning_module.parameters())
-        return {
-            "parameters": memory_of(parameters),
-            "gradients": memory_of(p.grad for p in parameters if p.grad is not None),
-            "optimizer": optimizer_bytes(self.optimizers),
-        }
+        return state_bytes(self.lightning_module.parameters(), self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Builds the optimizers, and adds torch's step hooks to wrappers that skip the base constructor.

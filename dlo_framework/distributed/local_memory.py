@@ -49,6 +49,29 @@ def stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from stored_tensors(getattr(tensor, name))
 
 
+def state_bytes(
+    parameters: Iterable[Tensor], optimizers: Iterable[Optimizer], buffers: Iterable[Tensor] = ()
+) -> dict[str, float]:
+    """Returns the bytes on this rank of ``parameters``, their ``gradients``, and ``optimizer`` state.
+
+    Args:
+        parameters: Tensors of the parameters, and copies of them.
+        optimizers: Optimizers that have state.
+        buffers: Gradients beside those of the tensors.
+    """
+    parameters = list(parameters)
+    return {
+        "parameters": memory_of(parameters),
+        "gradients": memory_of([*(p.grad for p in parameters if p.grad is not None), *buffers]),
+        "optimizer": optimizer_bytes(optimizers),
+    }
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of optimizers' state on this rank."""
+    return memory_of(value for optimizer in optimizers for _, state in _states(optimizer) for value in _tensors(state))
+
+
 def _states(optimizer: Optimizer) -> list[tuple[Any, Mapping[Any, Any]]]:
     """Returns an optimizer's states on this rank and their parameters, with those of optimizers that it wraps.
 
@@ -78,11 +101,6 @@ def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
         waiting += [value for key, value in inner.items() if key not in found]
         found |= inner
     return list(found.values())
-
-
-def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Returns the bytes of optimizers' state on this rank."""
-    return memory_of(value for optimizer in optimizers for _, state in _states(optimizer) for value in _tensors(state))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes, states_per_parameter
+from dlo_framework.distributed.local_memory import state_bytes, states_per_parameter
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.flops import is_compiled
@@ -255,14 +255,7 @@ def _saved_attributes(kind: type) -> list[str]:
 def _measure_state(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     """Returns the bytes of this rank's parameters, gradients and optimizer state."""
     of_strategy = contract_of(trainer.strategy).state_bytes()
-    if of_strategy is not None:
-        return of_strategy
-    parameters = list(module.parameters())
-    return {
-        "parameters": memory_of(parameters),
-        "gradients": memory_of(p.grad for p in parameters if p.grad is not None),
-        "optimizer": optimizer_bytes(trainer.strategy.optimizers),
-    }
+    return state_bytes(module.parameters(), trainer.strategy.optimizers) if of_strategy is None else of_strategy
 
 
 def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:

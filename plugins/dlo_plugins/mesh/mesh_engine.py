@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.gradient_check import is_shipped
-from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
+from dlo_framework.distributed.local_memory import local_tensor, state_bytes
 from dlo_framework.distributed.unused_parameters import unused_message
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
@@ -380,11 +380,7 @@ class MeshEngine:
         if self._state is not None:
             held += self._state.usage.gathered.values()
             held += [tensor for optimizer in optimizers for tensor in self.shares.tensors(optimizer).values()]
-        return {
-            "parameters": memory_of(held),
-            "gradients": memory_of(tensor.grad for tensor in held if tensor.grad is not None),
-            "optimizer": optimizer_bytes(optimizers),
-        }
+        return state_bytes(held, optimizers)
 
     @property
     def shares(self) -> OptimizerShards:

@@ -26,7 +26,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.fused_optimizers import prefer_fused
-from dlo_framework.distributed.local_memory import memory_of
+from dlo_framework.distributed.local_memory import state_bytes
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.placed_model import PlacedModel
@@ -491,18 +491,12 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
-        measured = super().state_bytes()
         masters = self.engine.master_weights if self.engine is not None else None
         if masters is None:
-            return measured
+            return super().state_bytes()
         parameters = list(self._module().parameters())
-        weights = [local_tensor(p) for p in parameters]
-        gradients = [p.grad for p in [*parameters, *(flat.tensor for flat in masters.partitions)] if p.grad is not None]
-        return {
-            "parameters": memory_of([*weights, *parameters, *(flat.tensor for flat in masters.partitions)]),
-            "gradients": memory_of([*gradients, *masters.buffers()]),
-            "optimizer": measured["optimizer"],
-        }
+        held = [*(local_tensor(p) for p in parameters), *parameters, *(flat.tensor for flat in masters.partitions)]
+        return state_bytes(held, self.optimizers, masters.buffers())
 
     def refresh(self) -> None:
         """Updates the parameters of all ranks from the partitions, after these were written from outside."""
