@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import broadcast_values
-from dlo_framework.distributed.unused_parameters import unused_message
+from dlo_framework.distributed.gradient_check import unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import with_strides_of
 

@@ -29,11 +29,10 @@ from torchmetrics import Metric
 from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
-from dlo_framework.distributed.gradient_check import check_gradients
+from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, unused_message, unused_numbers
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clipping
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
-from dlo_framework.distributed.unused_parameters import USED_AT_THE_END, unused_message, unused_numbers
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
 

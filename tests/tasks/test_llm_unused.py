@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_framework.distributed.unused_parameters import find_unused, unused_message
+from dlo_framework.distributed.gradient_check import find_unused, unused_message
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.unused_parameters import check_backward_seen
+from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_plugins.deepspeed.environment import device_index

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.distributed.unused_parameters import check_backward_seen
+from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_plugins.fsdp.sharding import ShardedModule
 
 

@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from dlo_framework.batches import batch_size, map_rows
-from dlo_framework.distributed.gradient_check import may_freeze, still_trained, trains_by_loss
-from dlo_framework.distributed.unused_parameters import unused_message
+from dlo_framework.distributed.gradient_check import may_freeze, still_trained, trains_by_loss, unused_message
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import UNSUPPORTED, copy_modules
 from dlo_framework.mesh import Coordinates, MeshSpec

@@ -18,12 +18,11 @@ from torchmetrics import Metric
 
 from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
-from dlo_framework.distributed.gradient_check import check_gradients, run_check
+from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel

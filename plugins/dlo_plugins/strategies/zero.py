@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.gradient_check import check_gradients
+from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.distributed.unused_parameters import USED_AT_THE_END
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard

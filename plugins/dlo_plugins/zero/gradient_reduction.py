@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.copy_streams import CopyHandle
 from dlo_framework.distributed.collectives import Communicator, Pending
-from dlo_framework.distributed.unused_parameters import check_backward_seen, unused_message
+from dlo_framework.distributed.gradient_check import check_backward_seen, unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.flat_group import FlatGroup
 

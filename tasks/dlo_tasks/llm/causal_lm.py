@@ -19,8 +19,8 @@ from dlo_framework.attention import Attention
 from dlo_framework.batches import FULL_POSITIONS
 from dlo_framework.data import gradient_ranks
 from dlo_framework.distillation import Distilled, LogitLoss
+from dlo_framework.distributed.gradient_check import find_unused
 from dlo_framework.distributed.step_primitives import mean_over_data
-from dlo_framework.distributed.unused_parameters import find_unused
 from dlo_framework.errors import DloError
 from dlo_framework.experts.mixture_options import MixtureOptions, read_options
 from dlo_framework.experts.router_training import RouterTraining
