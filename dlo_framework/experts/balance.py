@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dlo_framework.errors import DloError
 from dlo_framework.experts.auxiliary_loss import attach_loss
 from dlo_framework.experts.mixture_options import MixtureOptions, RouterKind
+from dlo_framework.experts.router_counts import RouterCounts, is_recomputed
 from dlo_framework.experts.routers import (
     BIAS,
     Router,
@@ -29,7 +30,6 @@ from dlo_framework.experts.routers import (
     moved_bias,
     router_z_loss,
 )
-from dlo_framework.experts.step_counts import StepCounts, is_recomputed
 
 _ROUTERS = re.compile(r"(Router|Gate|Gating)$")
 
@@ -102,7 +102,7 @@ class RouterLoad:
         self.name, self.kind = name, router_kind(router)
         self.counts: Tensor | None = None
         self.sums: Tensor | None = None
-        self.step = StepCounts()
+        self.step = RouterCounts()
 
     @torch.no_grad()
     def add(self, routing: Routing) -> None:
@@ -144,7 +144,7 @@ def watch_losses(
 
     The fractions of the load-balancing loss are those of all ranks' tokens, in this micro-batch and in those before it
     in the optimizer step. So a step's gradients do not depend on the number of ranks, and those of the last micro-batch
-    balance the whole batch. The caller ends the steps of the loads: :meth:`StepCounts.end_step`.
+    balance the whole batch. The caller ends the steps of the loads: :meth:`RouterCounts.end_step`.
 
     Args:
         model: Model.

@@ -63,7 +63,7 @@ def step_only(optimizer: Optimizer, tensors: list[Tensor], homes: dict[int, int]
         tensor.grad = None
 
 
-class StepCounts:
+class _GroupCounts:
     """Settings of parameter groups that count steps: a step in parts is counted once.
 
     Each part begins with the counts from before the step. After the step they are those of one of the parts.
@@ -131,7 +131,7 @@ class OptimizerInBackward(Callback):
         self.steps = 0  # number of partial steps in this fit
         self._optimizer: Optimizer | None = None
         self._homes: dict[int, int] = {}
-        self._counts: StepCounts | None = None
+        self._counts: _GroupCounts | None = None
         self._clip: float | None = None
 
     def check_run(
@@ -200,7 +200,7 @@ class OptimizerInBackward(Callback):
                 f" {', '.join(by_values)} of its parameter groups by the gradients; use adamw"
             )
         groups = self._optimizer.param_groups
-        self._counts = StepCounts(self._optimizer, counted)
+        self._counts = _GroupCounts(self._optimizer, counted)
         self._homes = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         # The Trainer's own clipping (Lightning 2.6) raises where no gradient is left at the end of backward.
         self._clip, self.steps = trainer.gradient_clip_val or None, 0

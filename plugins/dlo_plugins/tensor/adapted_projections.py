@@ -101,7 +101,7 @@ class InnerRowProjection(RowProduct):
         return self.product(x)
 
 
-class SharedNorm:
+class ShardedRowNorms:
     """Mixin for the class of peft's DoRA layer of a row projection, whose rows are sharded."""
 
     def get_weight_norm(self, weight: Tensor, lora_weight: Tensor, scaling: float, **options: Any) -> Tensor:
@@ -130,7 +130,7 @@ def install_row_adapters(module: Any, region: Any) -> None:
     base.__class__ = _derived(InnerRowProjection, type(base))  # type: ignore[arg-type]
     for layer in getattr(module, "lora_magnitude_vector", {}).values():
         layer.__dict__[REGION] = region
-        layer.__class__ = _derived(SharedNorm, type(layer))  # type: ignore[arg-type]
+        layer.__class__ = _derived(ShardedRowNorms, type(layer))  # type: ignore[arg-type]
 
 
 @functools.cache

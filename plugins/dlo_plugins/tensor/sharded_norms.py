@@ -18,7 +18,7 @@ from dlo_plugins.tensor.collectives import all_reduce_both
 _COMMUNICATOR = "tensor_communicator"
 
 
-class SharedNorm:
+class ShardedRMSNorm:
     """Mixin for the class of an RMS norm: normalises over the features of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ def install_norm(module: nn.Module, size: int, communicator: Communicator) -> No
         communicator: Communicator of the ranks that share the features.
     """
     module.__dict__[_COMMUNICATOR] = _Shared((communicator, size))
-    module.__class__ = _shared_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _shared_class(cls: Any) -> type[nn.Module]:
-    return type(f"Shared{cls.__name__}", (SharedNorm, cls), {})
+def _sharded_class(cls: Any) -> type[nn.Module]:
+    return type(f"Sharded{cls.__name__}", (ShardedRMSNorm, cls), {})

@@ -19,8 +19,8 @@ from dlo_framework.experts.balance import (
 )
 from dlo_framework.experts.layer import Experts, MixtureLayer
 from dlo_framework.experts.mixture_options import MixtureOptions
+from dlo_framework.experts.router_counts import in_micro_batch
 from dlo_framework.experts.routers import expert_scores, load_balancing_loss, router_z_loss
-from dlo_framework.experts.step_counts import in_micro_batch
 
 CPU = torch.device("cpu")
 

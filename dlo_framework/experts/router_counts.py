@@ -46,7 +46,7 @@ def is_recomputed() -> bool:
     return _Current.recomputes or bool(torch._C._current_graph_task_id() != -1)
 
 
-class StepCounts:
+class RouterCounts:
     """Choices of one router in the micro-batches of an optimizer step so far, of all ranks."""
 
     def __init__(self) -> None:
