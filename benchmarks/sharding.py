@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.local_memory import memory_of, optimizer_bytes
+from dlo_framework.local_memory import memory_of, optimizer_bytes
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import paper_bytes
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions

@@ -20,8 +20,10 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dlo_framework.local_memory import state_bytes
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
@@ -131,7 +133,8 @@ class StrategyContract:
     def local_tensors(self) -> list[Tensor]:
         """Returns this rank's shards of parameters and buffers, of which an average of the weights is taken."""
         module = _module_of(self)
-        return [*module.parameters(), *module.buffers()]
+        tensors = [*module.parameters(), *module.buffers()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def refresh(self) -> None:
         """Called after :meth:`local_tensors` have been written to from outside."""
@@ -142,9 +145,9 @@ class StrategyContract:
         Args:
             optimizer: Optimizer of the run.
         """
-        names = {id(parameter): name for name, parameter in _module_of(self).named_parameters()}
+        names = {id(parameter): plain_name(name) for name, parameter in _module_of(self).named_parameters()}
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return {names[id(tensor)]: tensor for tensor in stepped if id(tensor) in names}
+        return {names.get(id(tensor), f"unnamed.{number}"): tensor for number, tensor in enumerate(stepped)}
 
     def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a tensor that is laid out as a stepped one, as a shard with its place in the full tensor.
@@ -159,9 +162,9 @@ class StrategyContract:
     def finish_step(self) -> None:
         """Waits for communication and copies of the last step, before state is read or written; called on all ranks."""
 
-    def state_bytes(self) -> dict[str, float] | None:
-        """Returns the bytes on this rank of ``parameters``, ``gradients`` and ``optimizer`` state; None if unknown."""
-        return None
+    def state_bytes(self) -> dict[str, float]:
+        """Returns the bytes on this rank of ``parameters``, ``gradients`` and ``optimizer`` state, as they are now."""
+        return state_bytes(_module_of(self).parameters(), _strategy_of(self).optimizers)
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of a parameter's full tensor.
@@ -195,11 +198,19 @@ class StrategyContract:
     def accumulated_gradients(self) -> Mapping[str, Any]:
         """Returns the gradients of an unfinished accumulation by parameter name, their mean over the ranks.
 
-        Tensors or shards, in the form that checkpoints take; called on all ranks.
+        Tensors or shards, in the form that checkpoints take; called on all ranks. Ranks may have used different
+        parameters: each returns those that any has used.
         """
-        gradients = ((name, parameter.grad) for name, parameter in _module_of(self).named_parameters())
-        reduce = _strategy_of(self).reduce
-        return {name: reduce(grad.clone(), reduce_op="mean").cpu() for name, grad in gradients if grad is not None}
+        strategy = _strategy_of(self)
+        named = [(plain_name(name), p) for name, p in _module_of(self).named_parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for _, p in named], dtype=torch.int32, device=strategy.root_device)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            used = strategy.reduce(used, reduce_op="max")
+        return {
+            name: strategy.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
+            for (name, p), somewhere in zip(named, used.tolist(), strict=True)
+            if somewhere
+        }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores an unfinished accumulation.
@@ -394,6 +405,11 @@ class ForeignStrategy(StrategyContract):
 
 
 _WRAPPED: weakref.WeakKeyDictionary[Strategy, ForeignStrategy] = weakref.WeakKeyDictionary()
+
+
+def plain_name(name: str) -> str:
+    """Returns a tensor's name without the prefix that ``torch.compile(module)`` adds."""
+    return name.replace("_orig_mod.", "")
 
 
 def with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.testing.training import silence_lightning
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint

@@ -26,7 +26,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.agreement import run_on_all_ranks
@@ -36,7 +35,6 @@ from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
 from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
-from dlo_framework.distributed.local_memory import state_bytes
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.random_streams import (
@@ -50,7 +48,7 @@ from dlo_framework.random_streams import (
 )
 from dlo_framework.replayed_loader import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
-from dlo_framework.strategy_contract import StrategyContract
+from dlo_framework.strategy_contract import StrategyContract, plain_name
 
 #: Formats in which checkpoints are written.
 FORMATS = ("canonical", "lightning")
@@ -179,15 +177,6 @@ class CanonicalStrategy(Strategy, StrategyContract):
 
     # --- the strategy's tensors ----------------------------------------------------------------------------
 
-    def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns the tensors that an optimizer steps on this rank, by parameter name, in the optimizer's order."""
-        assert self.lightning_module is not None
-        names = {id(parameter): plain_name(name) for name, parameter in self.lightning_module.named_parameters()}
-        return {
-            names.get(id(parameter), f"unnamed.{number}"): parameter
-            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        }
-
     def empty_shard(self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Shard:
         """Returns an empty shard on this rank for a state tensor to be loaded.
 
@@ -201,23 +190,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
             return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
         return torch.empty(shape, dtype=dtype)
 
-    def local_tensors(self) -> list[Tensor]:
-        """Returns this rank's local tensors of parameters and buffers, of which WeightEMA takes its average."""
-        assert self.lightning_module is not None
-        tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
     zero_stage = 0
-
-    @property
-    def shard_size(self) -> int:
-        """Number of ranks that the strategy divides state among."""
-        return self._world()
-
-    def state_bytes(self) -> dict[str, float]:
-        """Returns the bytes of parameters, gradients and optimizer state in this rank's memory now."""
-        assert self.lightning_module is not None
-        return state_bytes(self.lightning_module.parameters(), self.optimizers)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Builds the optimizers, and adds torch's step hooks to wrappers that skip the base constructor.
@@ -233,22 +206,6 @@ class CanonicalStrategy(Strategy, StrategyContract):
     def prefer_fused_step(self, optimizer: Optimizer) -> None:
         """Switches an optimizer to its fused step, unless the user has chosen an implementation."""
         prefer_fused(optimizer, self.lightning_module)
-
-    def accumulated_gradients(self) -> dict[str, Shard]:
-        """Returns the gradients of an unfinished accumulation by parameter name: the mean over the ranks.
-
-        Ranks may have used different parameters. Every rank returns each parameter that any rank has used.
-        """
-        assert self.lightning_module is not None
-        named = [(plain_name(name), p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
-        used = torch.tensor([p.grad is not None for _, p in named], dtype=torch.int32, device=self.root_device)
-        if self._world() > 1:
-            used = self.reduce(used, reduce_op="max")
-        return {
-            name: self.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
-            for (name, p), somewhere in zip(named, used.tolist(), strict=True)
-            if somewhere
-        }
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores the gradients of an unfinished accumulation."""
@@ -671,11 +628,6 @@ def add_step_hooks(optimizer: Optimizer) -> None:
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
     vars(optimizer)["step"] = MethodType(hooked, optimizer)
-
-
-def plain_name(name: str) -> str:
-    """Returns a tensor's name without the prefix that ``torch.compile(module)`` adds."""
-    return name.replace("_orig_mod.", "")
 
 
 def _own(value: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout, TensorSlice
 
 

@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.shards import Box, FlatShard, Shard, held_boxes, is_tiling, slice_view
 from dlo_framework.shards import full_box as whole_box
+from dlo_framework.strategy_contract import plain_name
 
 #: Most bytes of the tensors in one message, unless a single tensor is larger.
 _BUNDLE = 64 << 20

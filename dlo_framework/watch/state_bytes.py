@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import state_bytes, states_per_parameter
 from dlo_framework.frozen_model import find_frozen_models
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.local_memory import states_per_parameter
+from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.flops import is_compiled
 
 #: Optimizer step at which a run is measured: before the first step optimizers have no state.
@@ -144,7 +143,7 @@ class StateReport(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures the gradients before they are freed."""
         if self.found is None and trainer.global_step >= STEP - 1:
-            self._gradients = float(_measure_state(trainer, pl_module)["gradients"])
+            self._gradients = contract_of(trainer.strategy).state_bytes()["gradients"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -152,12 +151,12 @@ class StateReport(Callback):
         """Completes the measurement, and logs it, once the step is done."""
         if self.found is not None or trainer.global_step < STEP:
             return
-        held = _measure_state(trainer, pl_module)
+        held = contract_of(trainer.strategy).state_bytes()
         seconds = find_frozen_models([pl_module, *trainer.callbacks])  # type: ignore[attr-defined]
         own = StateBytes(
-            float(held["parameters"]),
+            held["parameters"],
             self._gradients,
-            float(held["optimizer"]),
+            held["optimizer"],
             self._activations,
             float(sum(model.held_bytes() for model in seconds)) if seconds else None,
         )
@@ -250,12 +249,6 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 def _saved_attributes(kind: type) -> list[str]:
     """Returns the attributes of a kind of node with its saved tensors."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _measure_state(trainer: Trainer, module: LightningModule) -> dict[str, float]:
-    """Returns the bytes of this rank's parameters, gradients and optimizer state."""
-    of_strategy = contract_of(trainer.strategy).state_bytes()
-    return state_bytes(module.parameters(), trainer.strategy.optimizers) if of_strategy is None else of_strategy
 
 
 def _max_over_ranks(trainer: Trainer, own: StateBytes) -> StateBytes:

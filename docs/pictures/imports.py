@@ -50,6 +50,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "tensor_slice",
                 "shards",
                 "norms",
+                "local_memory",
                 "applier",
                 "placed_model",
                 "strategy_contract",

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from dlo_framework.distributed.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import local_tensor, memory_of, optimizer_bytes
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.testing.training import leave_group

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.resume import ExactResume
 from dlo_framework.task import Task

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.model_units import find_units
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.testing import run_distributed
 from dlo_plugins.zero.flat_group import FlatGroup
 from dlo_plugins.zero.gradient_reduction import Reduction

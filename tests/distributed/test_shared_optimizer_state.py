@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from dlo_framework.distributed.local_memory import optimizer_bytes
 from dlo_framework.distributed.strategy import DataParallelStrategy
+from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.state_bytes import StateReport

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from dlo_framework.distributed.local_memory import memory_of
+from dlo_framework.local_memory import memory_of
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.flops import is_compiled

@@ -11,7 +11,7 @@ from timm.optim.lookahead import Lookahead
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.local_memory import optimizer_bytes, states_per_parameter
+from dlo_framework.local_memory import optimizer_bytes, states_per_parameter
 from dlo_framework.watch.state_bytes import StateReport
 from support.monitored import Net, fit
 from support.trainers import quiet_trainer

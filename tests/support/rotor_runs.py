@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dlo_framework import Task
-from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.remat.allocation_log import AllocationLog

@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.progress import check_end, fraction_seen
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.rotor_callback import Rotor

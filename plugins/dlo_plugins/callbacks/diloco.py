@@ -21,13 +21,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number, mark_agreed
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import GradientNoise
 from dlo_plugins.callbacks.prune import Prune

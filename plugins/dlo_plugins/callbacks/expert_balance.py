@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.experts.balance import (
     LayerBalance,
@@ -22,7 +21,7 @@ from dlo_framework.experts.balance import (
     watch_loads,
 )
 from dlo_framework.experts.router_training import token_group
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import Task
 from dlo_framework.watch.media import draw_figure, log_figure
 

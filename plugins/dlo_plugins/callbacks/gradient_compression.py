@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.progress import optimizer_steps
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import (
     GradientHook,

@@ -27,12 +27,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.data.order import hash64
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.shards import Box, Shard, held_boxes
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import Task
 from dlo_plugins.sharding.stepped_gradients import (
     SteppedGradient,

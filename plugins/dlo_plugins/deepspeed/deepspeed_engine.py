@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.environment import device_index
 from dlo_plugins.deepspeed.master_weights import MasterWeights
 from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import memory_of
+from dlo_framework.local_memory import memory_of
 from dlo_framework.placed_model import Context, PlacedModel, block_names
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import ForwardInAutocast
 from dlo_plugins.deepspeed.partitioned_params import is_partitioned, local_tensor, segments

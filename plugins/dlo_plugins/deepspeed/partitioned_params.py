@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.failure import is_lost_connection
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
 from dlo_plugins.sharding.outside_use import OutsideUse, calling_module
 

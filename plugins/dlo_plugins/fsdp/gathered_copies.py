@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.local_memory import local_tensor
 from dlo_plugins.fsdp.step_state import own_groups
 from dlo_plugins.sharding.outside_use import attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import share_hooks

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.shards import FlatShard
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.fsdp.row_shards import RowGroup, row_range
 from dlo_plugins.sharding.flat_slices import FlatSlice
 from dlo_plugins.sharding.optimizer_shards import concat

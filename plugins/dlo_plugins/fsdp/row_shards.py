@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, SlicedShard
 from dlo_framework.tensor_slice import make_equal_slice
 from dlo_plugins.sharding.flat_slices import FlatSlice

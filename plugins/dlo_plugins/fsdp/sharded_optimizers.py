@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.norms import total_norm
 from dlo_framework.shards import Shard, attach_slice, place_in_slice
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import RowGroup, RowShard, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule

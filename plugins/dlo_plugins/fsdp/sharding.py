@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator, backend_of
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.distributed.model_units import CONTAINERS
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
 from dlo_framework.shards import attach_slice, held_boxes, slice_view
 from dlo_framework.shards import full_box as whole_box
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import memory_of
+from dlo_framework.local_memory import memory_of
 from dlo_framework.placed_model import Context, PlacedModel
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.mesh.parallelize import MeshOptions, ParallelState
 from dlo_plugins.pipeline.pipeline_schedules import flushes

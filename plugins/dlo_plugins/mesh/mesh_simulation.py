@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
@@ -43,6 +42,7 @@ from dlo_framework.fake_kernels import (
     tensor_places,
     tensors_replaced,
 )
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task

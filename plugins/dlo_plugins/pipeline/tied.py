@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.local_memory import local_tensor
 from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Stages
 from dlo_plugins.pipeline.transport import Transport

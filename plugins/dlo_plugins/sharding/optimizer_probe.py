@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework.distributed.local_memory import local_tensor
+from dlo_framework.local_memory import local_tensor
 
 Kind = Literal["elementwise", "tensor", "all"]
 _STEPS = 3

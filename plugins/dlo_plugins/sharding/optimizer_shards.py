@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, SlicedShard, shard_maker
 from dlo_plugins.sharding.flat_partition import assign_balanced
 from dlo_plugins.sharding.flat_slices import FlatSlice

@@ -23,14 +23,15 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.data import ResumableDataModule
-from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
+from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.fused_optimizers import prefer_fused
-from dlo_framework.distributed.local_memory import state_bytes
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import state_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
@@ -503,7 +504,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         if self.engine is not None:
             self.engine.load_params()
 
-    def accumulated_gradients(self) -> dict[str, Shard]:
+    def accumulated_gradients(self) -> Mapping[str, Any]:
         """Returns the gradients of an unfinished accumulation: full ones in stages 0 and 1, shards in 2 and 3."""
         masters = self._started().master_weights
         if masters is None or self.stage < 2:

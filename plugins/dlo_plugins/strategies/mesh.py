@@ -20,10 +20,10 @@ from dlo_framework.applier import Applier
 from dlo_framework.distributed.checkpointing import OWNER, ShardOwner
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, run_check
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.local_memory import local_tensor
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.runs import is_first_process

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
-from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner, plain_name
+from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
@@ -28,6 +28,7 @@ from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
 from dlo_plugins.sharding.outside_use import ASKING, users_hooks

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.registry.entry_points import own_packages
+from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout, TensorSlice
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.outside_use import uses_values

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from dlo_framework.distributed.checkpointing import plain_name
-from dlo_framework.distributed.local_memory import memory_of
+from dlo_framework.local_memory import memory_of
 from dlo_framework.placed_model import Context, PlacedModel
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.zero.unit_gathering import UnitGatherer
 from dlo_plugins.zero.zero_engine import ZeroEngine
 

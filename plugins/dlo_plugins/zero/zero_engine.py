@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.shards import FlatShard
+from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 from dlo_plugins.sharding.optimizer_probe import probe_optimizer
 from dlo_plugins.sharding.optimizer_shards import (

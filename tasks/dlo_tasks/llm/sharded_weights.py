@@ -26,7 +26,6 @@ from dlo_framework.checkpoint import LazyStateDict
 from dlo_framework.checkpoint.loading import TensorReader
 from dlo_framework.checkpoint.manifest import Chunk, Key, SavedTensor
 from dlo_framework.checkpoint.tensor_file import read_header
-from dlo_framework.distributed.checkpointing import plain_name
 from dlo_framework.distributed.meta_init import set_read_later
 from dlo_framework.errors import DloError
 from dlo_framework.experts import find_mixtures
@@ -34,6 +33,7 @@ from dlo_framework.experts.layer import Experts
 from dlo_framework.experts.routers import Router
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.shards import Box, Shard, full_box, held_boxes, slice_view
+from dlo_framework.strategy_contract import plain_name
 from dlo_tasks.llm import four_bit_base, language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
