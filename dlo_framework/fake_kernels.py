@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -57,6 +58,18 @@ class FakeKernels(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class FakeMode(FakeTensorMode):
+    """Mode in which new tensors are fake, which looks for devices once: torch (2.11 to 2.15) does at each operator.
+
+    Without a GPU each look loads NVIDIA's library in vain, because Lightning asks for counts by that library.
+    """
+
+    @functools.cached_property
+    def avoid_device_init(self) -> bool:
+        """Whether this machine lacks devices to initialise."""
+        return super().avoid_device_init
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Makes tensors inside the block fake: they have shapes and dtypes, and no values."""
@@ -64,7 +77,7 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)  # torch prints the traceback of each operator that fails.
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), FakeKernels():
+        with FakeMode(allow_non_fake_inputs=True), FakeKernels():
             yield
     finally:
         log.setLevel(level)
