@@ -110,6 +110,8 @@ LATE_IMPORTS = {
     "dlo_tasks.imagenet.digits": ["sklearn.datasets"],
     "dlo_plugins.strategies.deepspeed": ["deepspeed.runtime.engine", "deepspeed.runtime.zero.muon.muon_optimizer"],
     "dlo_plugins.strategies.mesh": ["dlo_plugins.tensor.inference.inferred_rules"],
+    "dlo_plugins.appliers.compile_blocks": ["torch._inductor.compile_fx"],
+    "dlo_plugins.callbacks.compile": ["torch._inductor.compile_fx"],
 }
 
 

@@ -36,6 +36,7 @@ _HEAVY = (
     "matplotlib.figure",
     "pandas",
     "sklearn.datasets",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
