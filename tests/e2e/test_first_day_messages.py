@@ -99,7 +99,7 @@ def test_a_config_without_its_option(refused, capfd):
     assert message.endswith("gpus.yaml: unknown key 'trainer.gpus'; did you mean 'trainer.devices'?")
 
 
-@pytest.mark.parametrize(("word", "meant"), [("train", "fit"), ("evaluate", "validate"), ("generate", "predict")])
+@pytest.mark.parametrize(("word", "meant"), [("train", "fit"), ("evaluate", "validate"), ("ft", "fit")])
 def test_a_command_by_another_tools_name(word, meant, capfd):
     assert main([word, "--config", "quickstart"]) == 2
     assert f"unknown command '{word}'; did you mean '{meant}'? available: fit, " in capfd.readouterr().err

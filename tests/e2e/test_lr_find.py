@@ -26,21 +26,6 @@ def report(dlo, name):
     return json.loads((dlo.folder / "runs" / name / "version_0" / "lr_find.json").read_text())
 
 
-def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
-    (dlo.folder / "small.yaml").write_text(CONFIG)
-    out = dlo("lr-find", "--config", "small.yaml").stdout
-    found = report(dlo, "small/lr-find")
-    assert f"valley   {found['suggestions']['valley']:.3g} <- suggested" in out
-    assert "curve    runs/small/lr-find/version_0/lr_find.png" in out
-    assert found["applied"] is False
-    assert found["points"][0]["lr"] == 1e-7
-    folder = dlo.folder / "runs" / "small" / "lr-find" / "version_0"
-    assert not (dlo.folder / "runs" / "small" / "version_0").exists(), "the first fit takes it"
-    names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
-    assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
-    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
-
-
 SUGGESTION = """
 from dlo_plugins.callbacks.lr_finder import SUGGESTIONS
 
@@ -50,7 +35,8 @@ def middle(rates, losses):
 """
 
 
-def test_a_users_file_adds_a_suggestion_that_the_config_names(dlo):
+def test_it_sweeps_prints_and_leaves_a_curve_and_no_checkpoint(dlo):
+    """The suggestion that the config names is of a user's file."""
     (dlo.folder / "small.yaml").write_text(CONFIG)
     (dlo.folder / "lr_middle.py").write_text(SUGGESTION)
     named = "[{class_path: LRFinder, init_args: {num_steps: 20, suggestion: %s}}]"
@@ -62,8 +48,14 @@ def test_a_users_file_adds_a_suggestion_that_the_config_names(dlo):
     assert found["lr"] == kept[len(kept) // 2]
     assert f"Middle   {found['lr']:.3g} <- suggested" in out
     assert set(found["suggestions"]) == {"valley", "steep", "minimum", "slide", "Middle"}
-    error = dlo(*arguments, named % "Midddle", code=2).stderr
-    assert "unknown LRFinder suggestion 'Midddle'; did you mean 'Middle'?" in error
+    assert "curve    runs/small/lr-find/version_0/lr_find.png" in out
+    assert found["applied"] is False
+    assert found["points"][0]["lr"] == 1e-7
+    folder = dlo.folder / "runs" / "small" / "lr-find" / "version_0"
+    assert not (dlo.folder / "runs" / "small" / "version_0").exists(), "the first fit takes it"
+    names = {path.name.partition(".out")[0] for path in folder.rglob("*")}
+    assert names == {"config.yaml", "hparams.yaml", "lr_find.json", "lr_find.png", "events"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["class_path"].endswith("DigitsData")
 
 
 @pytest.mark.slow
@@ -101,17 +93,18 @@ def test_ctrl_c_ends_it_and_leaves_nothing(dlo):
     assert not list(dlo.folder.rglob("lr_find.*"))
 
 
-def test_its_help_is_its_own(dlo):
-    lines = dlo("lr-find", "--help").stdout.splitlines()
-    assert lines[0].startswith("usage: dlo lr-find --config FILE")
-    assert any(line.startswith("Try learning rates before a training, and suggest one") for line in lines)
-
-
-def test_what_makes_no_sense_is_refused(dlo):
-    (dlo.folder / "small.yaml").write_text(CONFIG)
-    err = dlo("lr-find", "--config", "small.yaml", "--trainer.fast_dev_run", "true", code=2).stderr
-    assert "lr-find: trainer.fast_dev_run must be unset; remove it: a sweep has about 100 steps" in err
-    assert not (dlo.folder / "runs").exists()
+def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    unknown = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {suggestion: steepp}}]"]
+    for words, message in (
+        (["--trainer.fast_dev_run", "true"], "lr-find: trainer.fast_dev_run must be unset; remove it: a sweep has"),
+        (["--ckpt_path", "last"], "lr-find: --ckpt_path must be unset; remove it: a sweep starts from"),
+        (unknown, "unknown LRFinder suggestion 'steepp'; did you mean 'steep'?"),
+    ):
+        assert main(["lr-find", "--config", "small.yaml", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_its_help_is_one_screen(capsys):

@@ -64,37 +64,31 @@ def test_only_the_named_plugin_is_imported(install: Install) -> None:
     assert "rg_bad" not in sys.modules
 
 
-def test_a_plugin_that_raises_is_named_with_its_distribution_and_cause(install: Install) -> None:
-    install("pkg", {"callback": ["foo = rg_raises:foo"]}, rg_raises="raise RuntimeError('boom')")
-    with pytest.raises(DloError, match=r"^plugin 'foo' \(pkg 1\.2\) failed to import: RuntimeError: boom$") as raised:
-        Registry().load("foo")
-    assert isinstance(raised.value.__cause__, RuntimeError)
-
-
-def test_a_plugin_that_exits_is_an_error_too(install: Install) -> None:
-    install("pkg", {"callback": ["Leaver = rg_exits:Leaver"]}, rg_exits="import sys; sys.exit(3)")
-    with pytest.raises(DloError, match="failed to import: SystemExit: 3"):
-        Registry().load("Leaver")
-
-
-def test_a_missing_class_has_the_nearest_one_in_its_message(install: Install) -> None:
-    install("pkg", {"callback": ["Thing = rg_thing:Thingy"]}, rg_thing=CALLBACK.format(name="Thingie"))
-    with pytest.raises(DloError, match="module rg_thing has no class 'Thingy'; did you mean 'Thingie'"):
-        Registry().load("Thing")
-
-
-def test_a_wrong_base_class_says_where_it_belongs(install: Install) -> None:
-    install("pkg", {"task": ["Wrong = rg_wrong:Wrong"]}, rg_wrong=CALLBACK.format(name="Wrong"))
-    with pytest.raises(DloError) as raised:
-        Registry().load("Wrong")
-    assert "a task must be a subclass of lightning.pytorch.LightningModule, got rg_wrong:Wrong" in str(raised.value)
-    assert "register it in the group 'dlo_framework.plugins.callback'" in str(raised.value)
-
-
-def test_a_function_is_no_plugin(install: Install) -> None:
-    install("pkg", {"callback": ["Func = rg_func:Func"]}, rg_func="def Func(): pass")
-    with pytest.raises(DloError, match="rg_func:Func must be a class, got a function"):
-        Registry().load("Func")
+@pytest.mark.parametrize(
+    ("entry", "source", "message"),
+    [
+        (
+            "callback: foo",
+            "raise RuntimeError('boom')",
+            r"^plugin 'foo' \(pkg 1\.2\) failed to import: RuntimeError: boom$",
+        ),
+        ("callback: Leaver", "import sys; sys.exit(3)", "failed to import: SystemExit: 3"),
+        ("callback: Thingy", CALLBACK.format(name="Thingie"), "has no class 'Thingy'; did you mean 'Thingie'"),
+        (
+            "task: Wrong",
+            CALLBACK.format(name="Wrong"),
+            r"a task must be a subclass of lightning\.pytorch\.LightningModule, got rg_broken:Wrong; register it in the"
+            r" group 'dlo_framework\.plugins\.callback'",
+        ),
+        ("callback: Func", "def Func(): pass", "rg_broken:Func must be a class, got a function"),
+    ],
+)
+def test_a_broken_plugin_is_named_with_its_distribution_and_cause(install: Install, entry, source, message) -> None:
+    kind, _, name = entry.partition(": ")
+    install("pkg", {kind: [f"{name} = rg_broken:{name}"]}, rg_broken=source)
+    with pytest.raises(DloError, match=message) as raised:
+        Registry().load(name)
+    assert isinstance(raised.value.__cause__, RuntimeError) == ("boom" in source)
 
 
 def test_an_unknown_name_gets_the_nearest_of_its_kind(install: Install) -> None:
