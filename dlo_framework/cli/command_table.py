@@ -46,6 +46,13 @@ CORE_COMMANDS = {
 }
 
 
+#: Classes whose arguments are keys of a config, by the section; their sources are read without an import.
+SECTIONS = {
+    "trainer": "lightning.pytorch.trainer.trainer:Trainer",
+    "run": "dlo_framework.cli.lightning_cli:RunOptions",
+}
+
+
 #: Commands by the words that other tools have for them.
 _OTHER_WORDS = {
     **dict.fromkeys(("train", "run", "launch", "resume", "finetune", "sft"), "fit"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -30,6 +31,30 @@ T = TypeVar("T", bound=Trainer)
 
 #: Seed of a run whose config sets none.
 DEFAULT_SEED = 42
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a config under ``run``.
+
+    Args:
+        dir: Folder that holds all runs; by default `trainer.default_root_dir`, else `runs`.
+        name: Name of the run; by default the first config's file name.
+        async_checkpoints: Whether to write checkpoints in the background; costs memory for a copy of this rank's shard.
+        checkpoint_format: Format of checkpoints; `lightning` is one file in Lightning's own, under auto and ddp only.
+        predictions: Form of `dlo predict`'s file: tensors, or a table of the images' classes or the prompts'
+            completions.
+        stop_grace: Seconds without a batch or a save after which a run that was asked to stop is killed.
+        save_minutes: Minutes after the last checkpoint when `last.ckpt` is saved in the background; 0 for never.
+    """
+
+    dir: str | None = None
+    name: str | None = None
+    async_checkpoints: bool = False
+    checkpoint_format: Literal["canonical", "lightning"] = "canonical"
+    predictions: Literal["pt", "csv", "jsonl", "parquet"] = "pt"
+    stop_grace: float = GRACE
+    save_minutes: float = SAVE_MINUTES
 
 
 class ParseError(Exception):
@@ -138,48 +163,7 @@ class DloCLI(LightningCLI):
             default=None,
             help="modules and files of your own to import: [my_pkg.mod, ./file.py]",
         )
-        parser.add_argument(
-            "--run.dir",
-            type=str | None,
-            default=None,
-            help="folder that holds all runs (default: trainer.default_root_dir, else runs)",
-        )
-        parser.add_argument(
-            "--run.name",
-            type=str | None,
-            default=None,
-            help="name of the run (default: the first config's file name)",
-        )
-        parser.add_argument(
-            "--run.async_checkpoints",
-            type=bool,
-            default=False,
-            help="write checkpoints in the background; costs memory for a copy of this rank's shard",
-        )
-        parser.add_argument(
-            "--run.checkpoint_format",
-            type=Literal["canonical", "lightning"],
-            default="canonical",
-            help="lightning: one file in Lightning's own format, under auto and ddp only",
-        )
-        parser.add_argument(
-            "--run.predictions",
-            type=Literal["pt", "csv", "jsonl", "parquet"],
-            default="pt",
-            help="form of dlo predict's file: tensors, or a table of the images' classes or the prompts' completions",
-        )
-        parser.add_argument(
-            "--run.stop_grace",
-            type=float,
-            default=GRACE,
-            help="seconds without a batch or a save after which a run that was asked to stop is killed",
-        )
-        parser.add_argument(
-            "--run.save_minutes",
-            type=float,
-            default=SAVE_MINUTES,
-            help="minutes after the last checkpoint when last.ckpt is saved in the background; 0: never",
-        )
+        parser.add_class_arguments(RunOptions, "run")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the arguments, without Lightning's warning about arguments that do not come from ``sys.argv``.

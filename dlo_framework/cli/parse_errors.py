@@ -23,6 +23,7 @@ from dlo_framework.cli.lightning_cli import ParseError
 from dlo_framework.errors import DloError, did_you_mean, dlo_error_in, nearest, unknown_hint
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import SourceNotFoundError, read_class
+from dlo_framework.registry.registry import base_of
 from dlo_framework.run_setup import OTHER_NAMES, explain_precision
 from dlo_framework.yaml_text import load_yaml, parse_yaml
 
@@ -128,7 +129,7 @@ def _find_class_faults(key: str, class_path: str, value: Any, registry: Registry
     except DloError as error:
         yield str(error)
         return
-    base = _get_base_classes().get(kind or "")
+    base = _base_of(kind)
     if cls is not None and base is not None and not issubclass(cls, base):
         yield f"{key} must be a {base.__name__}, got class_path '{class_path}', which does not derive from it"
     if cls is None or not isinstance(value, dict):
@@ -274,25 +275,19 @@ def get_value(config: Any, key: str) -> Any:
     return config
 
 
-def _get_base_classes() -> dict[str, type]:
-    """Returns the class that those of a kind derive from."""
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.strategies import Strategy
+def _base_of(kind: str | None) -> type | None:
+    """Returns the class that those of a kind derive from; None for a key that takes any class."""
+    if kind == "logger":
+        from lightning.pytorch.loggers import Logger
 
-    return {
-        "callback": Callback,
-        "data": LightningDataModule,
-        "logger": Logger,
-        "strategy": Strategy,
-        "task": LightningModule,
-    }
+        return Logger
+    return base_of(kind) if kind is not None else None
 
 
 def _list_imported_subclasses(kind: str | None) -> dict[str, type]:
     """Returns the imported classes of a kind by short name, which jsonargparse accepts too: ``ModelCheckpoint``."""
-    bases = _get_base_classes()
-    stack: list[type] = [bases[kind]] if kind in bases else []
+    base = _base_of(kind)
+    stack = [base] if base is not None else []
     seen: dict[str, type] = {}
     while stack:
         cls = stack.pop()

@@ -233,7 +233,7 @@ def _import_class(plugin: Plugin) -> type:
         found = getattr(found, part)
     if not isinstance(found, type):
         raise DloError(f"{label}: {plugin.target} must be a class, got a {type(found).__name__}; fix its entry point")
-    if not issubclass(found, _base_of(plugin.kind)):
+    if not issubclass(found, base_of(plugin.kind)):
         other = kind_of(found)
         fix = f"register it in the group '{GROUP_PREFIX}{other}'" if other else "derive it from that class"
         raise DloError(
@@ -242,7 +242,8 @@ def _import_class(plugin: Plugin) -> type:
     return found
 
 
-def _base_of(kind: str) -> type:
+def base_of(kind: str) -> type:
+    """Returns the class that plug-ins of a kind derive from."""
     module, _, name = BASES[kind].rpartition(".")
     base = getattr(importlib.import_module(module), name)
     assert isinstance(base, type)
@@ -251,7 +252,7 @@ def _base_of(kind: str) -> type:
 
 def kind_of(cls: type) -> str | None:
     """Returns the kind of plug-in that a class is; None for another class."""
-    return next((kind for kind in KINDS if issubclass(cls, _base_of(kind))), None)
+    return next((kind for kind in KINDS if issubclass(cls, base_of(kind))), None)
 
 
 def _public_classes(module: ModuleType) -> list[type]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, summarise_installed
+from dlo_framework.cli.command_table import CORE_COMMANDS, RUN_COMMANDS, SECTIONS, summarise_installed
+from dlo_framework.cli.commands.schema_command import schema_of_type
 from dlo_framework.cli.config_scan import list_shipped_configs
 from dlo_framework.cli.run_help import CKPT_PATH
 from dlo_framework.errors import DloError
@@ -39,7 +40,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 #: Shell functions that complete a word or a file: the name of a shipped config, or a checkpoint's.
 _CONFIG, _START, _CHECKPOINT = "_dlo_config", "_dlo_start", "_dlo_checkpoint"
 
@@ -81,20 +81,17 @@ def _add_run_options(
         "data": names["data"],
         "trainer.callbacks+": names["callback"],
         "trainer.strategy": ["auto", "ddp", *strategies],
-        "run.predictions": ["pt", "csv", "jsonl", "parquet"],
-        "run.checkpoint_format": ["canonical", "lightning"],
     }
+    for section, target in SECTIONS.items():
+        for parameter in read_class(target).parameters:
+            values = schema_of_type(parameter.type).get("enum", ())
+            choices.setdefault(f"{section}.{parameter.name}", values)
     for key, values in choices.items():
-        command.add_argument(f"--{key}", choices=list(values))
+        command.add_argument(f"--{key}", choices=list(values) or None)
     parts = {"model": registry.plugins("task"), "data": registry.plugins("data")}
     for part, plugins in parts.items():
         for key in dict.fromkeys(p.name for plugin in plugins for p in read_class(plugin.target).parameters):
             command.add_argument(f"--{part}.{key}")
-    for parameter in read_class(_TRAINER).parameters:
-        if f"trainer.{parameter.name}" not in choices:
-            command.add_argument(f"--trainer.{parameter.name}")
-    for key in ("name", "dir", "async_checkpoints", "stop_grace", "save_minutes"):
-        command.add_argument(f"--run.{key}")
     for key in ("plugins", "seed_everything"):
         command.add_argument(f"--{key}")
     command.add_argument("--print_config", action="store_true")

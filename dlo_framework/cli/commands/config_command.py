@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.command_table import installed_commands, load_command
+from dlo_framework.cli.command_table import SECTIONS, installed_commands, load_command
 from dlo_framework.cli.config_scan import collect_strings, read_config, resolve_config
 from dlo_framework.cli.snippet import format_yaml_value
 from dlo_framework.registry import Registry
@@ -59,18 +59,10 @@ def _show(value: Any) -> str:
 
 #: Where a config has no value.
 ABSENT = object()
-_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 _LISTS = ("trainer.callbacks", "trainer.logger", "trainer.plugins")
-#: Keys of dlo itself with their defaults.
+#: Other keys with their defaults.
 _OWN_DEFAULTS: dict[str, Any] = {
     "seed_everything": 42,
-    "run.dir": None,
-    "run.name": None,
-    "run.async_checkpoints": False,
-    "run.checkpoint_format": "canonical",
-    "run.predictions": "pt",
-    "run.stop_grace": 60.0,
-    "run.save_minutes": 10.0,
     "plugins": None,
     "data": None,
     "optimizer": None,
@@ -121,7 +113,9 @@ class _Flattener:
 
     def flatten(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values of a config by dotted key, without those that equal defaults."""
-        defaults = {f"trainer.{key}": value for key, value in _defaults_of(_read(_TRAINER)).items()} | _OWN_DEFAULTS
+        defaults = dict(_OWN_DEFAULTS)
+        for section, target in SECTIONS.items():
+            defaults |= {f"{section}.{key}": value for key, value in _defaults_of(_read(target)).items()}
         flat: dict[str, Any] = {}
         for name, value in config.items():
             if isinstance(value, Mapping) and "class_path" not in value:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.cli.command_parser import CommandParser
+from dlo_framework.cli.command_table import SECTIONS
 from dlo_framework.registry import Plugin, Registry
 from dlo_framework.registry.class_source import (
     ClassSource,
@@ -45,7 +46,6 @@ def main(argv: list[str]) -> int:
 Schema = dict[str, Any]
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
-_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 #: Lightning's modules of classes that configs name by short names, by the Trainer's key.
 _LIGHTNING = {"callbacks": "lightning.pytorch.callbacks", "logger": "lightning.pytorch.loggers"}
 _PLAIN: dict[str, Schema] = {
@@ -84,7 +84,7 @@ def make_schema(registry: Registry) -> Schema:
     logger = classes((), lightning("logger"))
     definitions["applier"] = classes(registry.plugins("applier"))
     definitions["callback"], definitions["logger"] = callback, logger
-    trainer = _arguments(read_class(_TRAINER))
+    trainer = _arguments(read_class(SECTIONS["trainer"]))
     trainer["properties"] |= {
         "strategy": {"anyOf": [{"enum": names}, classes(strategies), {"type": "string"}]},
         "callbacks": _one_or_many({"$ref": "#/definitions/callback"}),
@@ -97,19 +97,7 @@ def make_schema(registry: Registry) -> Schema:
         "trainer": trainer,
         "model": classes(registry.plugins("task")),
         "data": {"anyOf": [*classes(registry.plugins("data"))["anyOf"], {"type": "null"}]},
-        "run": {
-            "type": "object",
-            "properties": {
-                "dir": path | {"description": "Folder that holds all runs."},
-                "name": path | {"description": "Name of the run; by default the config's file name."},
-                "async_checkpoints": {"type": "boolean"},
-                "checkpoint_format": {"enum": ["canonical", "lightning"]},
-                "predictions": {"enum": ["pt", "csv", "jsonl", "parquet"]},
-                "stop_grace": {"type": "number"},
-                "save_minutes": {"type": "number"},
-            },
-            "additionalProperties": False,
-        },
+        "run": _arguments(read_class(SECTIONS["run"])),
         "ckpt_path": path | {"description": "Checkpoint: a path, last, best, or auto."},
         "weights_only": {"type": ["boolean", "null"]},
         "optimizer": _ANY,
