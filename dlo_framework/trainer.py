@@ -80,6 +80,8 @@ class Trainer(LightningTrainer):
         DloError: If an argument is unknown, or the strategy refuses the options.
     """
 
+    callbacks: list[Callback]
+
     def __init__(
         self,
         *,
@@ -97,15 +99,7 @@ class Trainer(LightningTrainer):
         register_data_parallel()
         for name in options:
             if name not in _DEFAULTS or name == "self":
-                known = [
-                    *_DEFAULTS,
-                    "run_name",
-                    "run_dir",
-                    "async_checkpoints",
-                    "checkpoint_format",
-                    "stop_grace",
-                    "save_minutes",
-                ]
+                known = [*_DEFAULTS, *list(inspect.signature(Trainer).parameters)[:-1]]  # Without `options`.
                 meant = OTHER_NAMES.get(name, "").removeprefix("trainer.")
                 hint = f"; did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
                 raise DloError(f"unknown argument '{name}' of Trainer{hint}")
@@ -134,7 +128,7 @@ class Trainer(LightningTrainer):
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
             raise explain_trainer_error(error, self._options) from error
-        own = [callback for callback in self._callbacks() if callback not in self._given]
+        own = [callback for callback in self.callbacks if callback not in self._given]
         self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
 
     # --- Lightning's methods -------------------------------------------------------------------------------
@@ -217,9 +211,6 @@ class Trainer(LightningTrainer):
 
     # --- preparing -----------------------------------------------------------------------------------------
 
-    def _callbacks(self) -> list[Callback]:
-        return self.callbacks
-
     def _open_options(self) -> dict[str, Any]:
         """Returns the arguments that the strategy sets where they have their defaults."""
         found = strategy_arguments(self._options)
@@ -253,7 +244,7 @@ class Trainer(LightningTrainer):
         trains = command == "fit"
         path, is_auto = find_start_checkpoint(ckpt_path, self._runs, trains=trains, run=self.run_folder)
         check_parts(model, data, predicts=command == "predict")
-        before = (self.run_folder, self._callbacks(), self.loggers)
+        before = (self.run_folder, self.callbacks, self.loggers)
         try:
             if trains and not (self._options["fast_dev_run"] or self._options["barebones"]):
                 if self.run_folder is None:
@@ -290,8 +281,8 @@ class Trainer(LightningTrainer):
         self._lock = lock_run_folder(self.run_folder, self._runs(), starts=is_auto and resumed is None)
         if self._options["logger"] in (None, True):
             self.loggers = [TensorBoardLogger(self.run_folder.absolute(), name="", version="", default_hp_metric=False)]
-        lightnings = [callback for callback in self._callbacks() if callback in self._lightnings]
-        users = [callback for callback in self._callbacks() if callback not in lightnings]
+        lightnings = [callback for callback in self.callbacks if callback in self._lightnings]
+        users = [callback for callback in self.callbacks if callback not in lightnings]
         config = self._config if self._config is not None else self._record(model, data)
         callbacks = self._run_callbacks(users, self.run_folder, model, config)
         # Lightning's (2.6.6) constructor orders them; a list that is set later stays in its order.
@@ -342,7 +333,7 @@ class Trainer(LightningTrainer):
         except OrderlyEnd:
             pass
         finally:
-            record = next((each for each in self._callbacks() if isinstance(each, RunRecord)), None)
+            record = next((each for each in self.callbacks if isinstance(each, RunRecord)), None)
             if record is not None:
                 self.run_folder = record.folder  # Rank 0 has told the ranks that others have started.
             self._release()
