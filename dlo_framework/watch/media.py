@@ -70,10 +70,12 @@ def draw_figure(owner: str, draw: Callable[[], Figure | None]) -> Figure | None:
 
 
 def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:
-    """Logs a figure of matplotlib's Agg backend as an image; see :func:`log_image`."""
+    """Logs a figure of matplotlib as an image, whatever backend the program's others use; see :func:`log_image`."""
 
     def make() -> Tensor:
-        canvas: Any = figure.canvas
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas = FigureCanvasAgg(figure)
         canvas.draw()
         return torch.from_numpy(np.array(canvas.buffer_rgba())).permute(2, 0, 1)[:3]  # [H, W, RGBA] -> [RGB, H, W]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -88,7 +87,6 @@ def test_an_image_that_no_logger_takes_is_not_made(tmp_path, messages):
 
 def test_a_figure_is_logged_as_it_is_drawn(tmp_path):
     figure = Figure(figsize=(3, 2), dpi=10, facecolor=(1.0, 0.0, 0.0))
-    FigureCanvasAgg(figure)
     board = Board()
     media.log_figure(Trainer(logger=board, accelerator="cpu", default_root_dir=tmp_path), "drawn", figure)
     (pixels,) = board.images[0]["images"]

@@ -190,7 +190,6 @@ def draw_load(history: list[tuple[int, dict[str, LayerBalance]]]) -> Figure:
         history: Optimizer steps, and the balance of each router.
     """
     import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = list(history[-1][1])
@@ -205,7 +204,6 @@ def draw_load(history: list[tuple[int, dict[str, LayerBalance]]]) -> Figure:
         return rows
 
     figure = Figure(figsize=(11, 2.5 + 0.25 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
     last, course = figure.subplots(1, 2)
     options: dict[str, Any] = {"aspect": "auto", "cmap": "coolwarm", "vmin": 0, "vmax": 2, "interpolation": "nearest"}
     last.imshow(relative(history[-1][1]), **options)

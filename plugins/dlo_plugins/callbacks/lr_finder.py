@@ -262,11 +262,9 @@ def draw_sweep(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) 
 
     Only this figure uses matplotlib's Agg backend; the program's other figures keep theirs.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.semilogx(sweep.rates, sweep.losses, color="0.8", label="loss")
     axes.semilogx(sweep.rates, sweep.smoothed, color="tab:blue", label="smoothed")

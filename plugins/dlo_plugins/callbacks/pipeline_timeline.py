@@ -166,13 +166,11 @@ def draw_comparison(timeline: Timeline, schedule: Schedule) -> Figure:
         timeline: Measured timeline, in seconds.
         schedule: Schedule of the timeline.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     ranks = len(timeline.rows)
     figure = Figure(figsize=(10, 1.6 + 0.7 * ranks), layout="constrained")
-    FigureCanvasAgg(figure)  # For this figure only, whatever backend the program's other figures use.
     upper, lower = figure.subplots(2, 1, sharex=True)
     theory = simulate_ideal(timeline, schedule)
     for axes, shown, title in ((upper, timeline, "as run"), (lower, theory, "by theory, from the same costs")):

@@ -178,12 +178,10 @@ def write_memory_table(table: MemoryTable, folder: Path) -> None:
 
 
 def _draw(table: MemoryTable) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lengths = list(dict.fromkeys(row.length for row in table.rows))
     figure = Figure(figsize=(3.2 * len(lengths) + 1.5, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     every = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     for axes, length in zip(every, lengths, strict=True):
         rows = [row for row in table.rows if row.length == length]

@@ -197,14 +197,12 @@ class ProfileReport:
 
     def figure(self) -> Figure:
         """Returns a plot of the time by kind on each rank, by module, and of the roofline."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         own = {each.rank: each.own for each in self.stragglers.ranks}
         busiest = sorted(self.ranks, key=lambda profile: -own.get(profile.rank, 0.0))[:_MOST_RANKS]
         shown = sorted(busiest, key=lambda profile: profile.rank)
         figure = Figure(figsize=(11, 5.2 + 0.22 * len(shown)), layout="constrained")
-        FigureCanvasAgg(figure)
         grid = figure.add_gridspec(2, 2, height_ratios=[1 + 0.25 * len(shown), 5], width_ratios=[1.3, 1])
         self._draw_ranks(figure.add_subplot(grid[0, :]), shown)
         self._draw_modules(figure.add_subplot(grid[1, 0]))
@@ -267,11 +265,9 @@ class ProfileReport:
         memory = self.own.memory
         if memory is None or not memory.points:
             return None
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 3.2), layout="constrained")
-        FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, width_ratios=[2, 1])
         start = memory.points[0][0]
         left.plot(

@@ -19,11 +19,9 @@ def draw_training(curve: Sequence[Mapping[str, Any]], layers: Mapping[str, float
         curve: Points with ``step``, ``sparsity``, ``metric`` and ``value``, in the order of the run.
         layers: Fraction of each weight that is pruned at the end.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     by_step = len({point["sparsity"] for point in curve}) == 1
     places = [point["step"] if by_step else 100 * point["sparsity"] for point in curve]
@@ -47,11 +45,9 @@ def draw_tickets(points: Sequence[Mapping[str, Any]]) -> Figure:
     Args:
         points: Results with ``kind`` (``ticket`` or ``reinit``), ``kept``, ``metric``, ``value`` and ``seconds``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for kind, label in (("ticket", "rewound weights"), ("reinit", "new random weights")):
         own = [point for point in points if point["kind"] == kind and point["value"] is not None]

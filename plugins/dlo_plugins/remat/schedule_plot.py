@@ -49,13 +49,11 @@ def draw_schedule(
         link: Link of the schedule's copies.
         measured: Peak bytes that a step has taken; 0 draws no line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     found = simulate(chain, schedule, link)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     scale, rows, kinds = 1e3, len(chain), []
     for item in found.operations:
