@@ -124,8 +124,10 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.nn.attention import varlen  # noqa: F401  It registers the operators.
 
     aten, packed = torch.ops.aten, torch.ops.torch_attn
-    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops, aten.bmm: product_flops}
-    found |= dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_), added_product_flops)
+    found: dict[Any, Callable[..., int]] = {aten._grouped_mm: grouped_flops}
+    found |= dict.fromkeys((aten.bmm, aten._int_mm), product_flops)
+    added = (aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten._addmm_activation)
+    found |= dict.fromkeys(added, added_product_flops)
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
         found[getattr(aten, f"_scaled_dot_product_{kind}")] = attention_flops
         found[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = attention_backward_flops
