@@ -118,17 +118,17 @@ def profile_block(
     kept = output.plus(modes["none"].saved, rows)
     # Beside these a backward has the gradient of the output.
     peaks = Peaks(
-        _positive(recorder.peak(0).plus(kept, -1)), _positive(recorder.peak(turn).plus(kept, -1)).plus(output),
-        _positive(unsaved.plus(output, -1)), _positive(selective.plus(output, -1)),
+        recorder.peak(0).beyond(kept), recorder.peak(turn).beyond(kept).plus(output),
+        unsaved.beyond(output), selective.beyond(output),
     )  # fmt: skip
-    transient = _times(_positive(recorder.peak(0, with_gradients=True).plus(kept, -1)), 1 / rows)
+    transient = recorder.peak(0, with_gradients=True).beyond(kept).times(1 / rows)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     # Hidden states need a gradient, unless nothing trains before them: then they come first.
     inputs = sum(x.untyped_storage().nbytes() for x in [x for x in leaves if x.requires_grad] or leaves[:1])
     passed = regions.passed_in(name, inputs)
     part = Part(
         name, _per_row(work, rows), _per_row(_backward_work(first.operations, second.operations), rows), modes,
-        _times(output, 1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
+        output.times(1 / rows), peaks.times(1 / rows), transient, Amount(), Amount(), len(regions.regions_in(name)),
         inputs / rows, entered=passed.entered / rows, left=passed.left / rows,
         gradients_at_peak=recorder.gradients_at_peak(turn),
     )  # fmt: skip
@@ -192,17 +192,17 @@ def _modes(
         found = [0.0, 0.0]
         for number in numbers:
             found[not inside[number]] += sizes[number]
-        return _times(Amount(*found), 1 / rows)
+        return Amount(*found).times(1 / rows)
 
     return {
         "none": Recomputation(
-            _times(saved.amount(left_out), 1 / rows), _times(saved.fused(operations, ends, left_out), 1 / rows)
+            saved.amount(left_out).times(1 / rows), saved.fused(operations, ends, left_out).times(1 / rows)
         ),
         "selective": keeping(1),
         "alternate": keeping(2),
         "attention": Recomputation(
-            _times(saved.amount(left_out | (of_core - last)), 1 / rows),
-            _times(saved.fused(operations, ends, left_out | (of_core - last)), 1 / rows),
+            saved.amount(left_out | (of_core - last)).times(1 / rows),
+            saved.fused(operations, ends, left_out | (of_core - last)).times(1 / rows),
             _per_row(summarise(core, used), rows),
         ),
         "full": Recomputation(Amount(), Amount(), _per_row(summarise(operations, used), rows), gathers_again=True),
@@ -313,26 +313,18 @@ class RestRecord:
             for way in (False, True)
         ]
         largest = max((self._largest.get(n, Amount()) for n in names), key=lambda amount: amount.total)
-        beyond = [_positive(peak.plus(saved, -1)) for peak in known_peaks]
+        beyond = [peak.beyond(saved) for peak in known_peaks]
         work = summarise(forward, set())
         return Part(
             name, _per_row(work, rows), _per_row(_backward_work(forward, backward), rows),
-            {"none": Recomputation(_times(saved, 1 / rows), _times(compiled, 1 / rows))},
+            {"none": Recomputation(saved.times(1 / rows), compiled.times(1 / rows))},
             Amount(), Peaks(beyond[0], beyond[1], known_peaks[0]).times(1 / rows),
-            _times(largest, 1 / rows), Amount(), Amount(),
+            largest.times(1 / rows), Amount(), Amount(),
         )  # fmt: skip
-
-
-def _positive(amount: Amount) -> Amount:
-    return Amount(max(amount.inside, 0.0), max(amount.outside, 0.0))
-
-
-def _times(amount: Amount, factor: float) -> Amount:
-    return Amount(amount.inside * factor, amount.outside * factor)
 
 
 def _per_row(work: Work, rows: int) -> Work:
     """Returns the work of one of several rows."""
     products = tuple((product._scaled(product.tokens, 1 / rows), count) for product, count in work.products)
-    eager, compiled = (Kernels(_times(k.moved, 1 / rows), k.number) for k in (work.eager, work.compiled))
+    eager, compiled = (Kernels(k.moved.times(1 / rows), k.number) for k in (work.eager, work.compiled))
     return Work(products, eager, compiled)

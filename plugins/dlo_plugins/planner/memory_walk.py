@@ -155,7 +155,7 @@ class MemoryWalk:
         own_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
         tied = 0.0
         if mesh.pp > 1 and layout.stages - 1 in own and profile.tied.total:
-            tied = profile.tied.inside / mesh.tp + profile.tied.outside
+            tied = profile.tied.local(mesh.tp)
             size, full, trained = size + tied * state.parameter, full + tied * state.gathered, trained + tied
             own_trained += tied
         walk = _Walk(layout, state, full, trained, own_trained, tied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,23 @@ from dlo_plugins.planner.rank_verification import RankVerification
 from dlo_plugins.sharding.gathered_dtype import find_batch_norms
 from dlo_plugins.tensor.inference.inferred_rules import has_rules
 
-
-def _always(_: Mapping[str, Any]) -> bool:
-    return True
-
-
-def _is_aware(options: Mapping[str, Any]) -> bool:
-    return options.get("when") == "aware"
-
-
-#: Parts of a config: their class, when they count, and what the figures lack.
-_PARTS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
-    ("LowPrecision", _always, "products in 8 bits; they have the rate of the Trainer's precision"),
-    ("Quantise", _is_aware, "the rounding of weights and inputs in training"),
-    ("GradientCompression", _always, "compression: gradients are reduced in full, and its buffers take no memory"),
-    ("WeightEMA", _always, "the average of the weights: another copy of each rank's trained parameters"),
-    ("DiLoCo", _always, "outer steps: ranks are taken to reduce gradients each step, and its copies take no memory"),
-    ("Prune", _always, "masks and removed weights; the model is the one before pruning"),
-    ("Freeze", _always, "parameters that are frozen in part of the run; all are taken to train"),
-    ("LayerDrop", _always, "blocks that are left out; all of them run"),
-    ("StochasticDepthSchedule", _always, "branches that are left out; all of them run"),
-    ("TokenDrop", _always, "tokens that are left out; all of them are computed"),
-    ("SequenceLength", _always, "shorter sequences in part of the run; rows have the data's full length"),
-    ("ProgressiveResizing", _always, "smaller images in part of the run; they have their full size"),
-    ("DynamicBatchSize", _always, "other batch sizes in part of the run"),
-    ("MicroBatchFinder", _always, "its own choice of the micro-batch, which replaces the plan's; leave it out"),
-)
+#: What the figures lack, by the class of a part of the config.
+_PARTS = {
+    "LowPrecision": "products in 8 bits; they have the rate of the Trainer's precision",
+    "Quantise": "the rounding of weights and inputs in training",
+    "GradientCompression": "compression: gradients are reduced in full, and its buffers take no memory",
+    "WeightEMA": "the average of the weights: another copy of each rank's trained parameters",
+    "DiLoCo": "outer steps: ranks are taken to reduce gradients each step, and its copies take no memory",
+    "Prune": "masks and removed weights; the model is the one before pruning",
+    "Freeze": "parameters that are frozen in part of the run; all are taken to train",
+    "LayerDrop": "blocks that are left out; all of them run",
+    "StochasticDepthSchedule": "branches that are left out; all of them run",
+    "TokenDrop": "tokens that are left out; all of them are computed",
+    "SequenceLength": "shorter sequences in part of the run; rows have the data's full length",
+    "ProgressiveResizing": "smaller images in part of the run; they have their full size",
+    "DynamicBatchSize": "other batch sizes in part of the run",
+    "MicroBatchFinder": "its own choice of the micro-batch, which replaces the plan's; leave it out",
+}
 
 
 def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState, second_models: int = 0) -> list[str]:
@@ -64,9 +54,10 @@ def find_unmodelled(config: dict[str, Any], optimizer: OptimizerState, second_mo
         second_models: Number of second models, such as a teacher.
     """
     found = []
-    for name, counts, what in _PARTS:
+    for name, what in _PARTS.items():
         options = find_part(config, name)
-        if options is not None and counts(options):
+        rounds = name != "Quantise" or (options or {}).get("when") == "aware"
+        if options is not None and rounds:
             found.append(f"{name}: {what}")
     strategy = strategy_options((config.get("trainer") or {}).get("strategy"))
     if strategy.get("async_tp"):

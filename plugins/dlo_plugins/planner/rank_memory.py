@@ -316,7 +316,7 @@ class MemoryModel:
             full_trained = local_count(parts, mesh.tp, trained=True, ep=mesh.ep)
             tied = self._times.profile.tied
             if mesh.pp > 1 and layout.stages - 1 in own and tied.total:
-                copy = tied.inside / mesh.tp + tied.outside
+                copy = tied.local(mesh.tp)
                 stored, full = stored + copy * state.parameter, full + copy * state.gathered
                 trained, full_trained = trained + copy, full_trained + copy
             units, unit_trained = full, full_trained

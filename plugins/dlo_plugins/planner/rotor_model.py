@@ -184,15 +184,6 @@ class RotorModel:
             totals.append(float(sum(count * chains[stage].least for count, stage in own)))
         return self._memory.largest(layout, RankActivations(tuple(totals), 1)).total
 
-    def kept_bytes(self, layout: Layout) -> int:
-        """Returns the bytes of a rank's activations if everything is kept, of the rank with most: 100% of a budget."""
-        chains = self.chains(layout)
-        groups = self._memory.groups(layout)
-        totals = [
-            sum(count * chains[stage].peak for count, stage in zip(g.most, g.ranks[0], strict=True)) for g in groups
-        ]
-        return max(totals)
-
     def _shares(self, layout: Layout, chains: Sequence[_StageChain], group: RankGroup) -> list[int]:
         """Returns the bytes of a micro-batch in each stage of a rank, in proportion to what it takes in full."""
         peaks = [chains[stage].peak for stage in group.ranks[0]]

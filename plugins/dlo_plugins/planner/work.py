@@ -56,6 +56,18 @@ class Amount(NamedTuple):
         """Returns the sum with a multiple of another amount."""
         return Amount(self.inside + times * other.inside, self.outside + times * other.outside)
 
+    def times(self, factor: float) -> Amount:
+        """Returns a multiple of it."""
+        return Amount(self.inside * factor, self.outside * factor)
+
+    def beyond(self, other: Amount) -> Amount:
+        """Returns what it has more than another amount of each kind."""
+        return Amount(max(self.inside - other.inside, 0.0), max(self.outside - other.outside, 0.0))
+
+    def local(self, tp: int) -> float:
+        """Returns a rank's share, where the sequence is not sharded."""
+        return self.inside / tp + self.outside
+
     @property
     def total(self) -> float:
         """Bytes without parallelism."""
@@ -211,7 +223,7 @@ class Peaks:
 
     def times(self, factor: float) -> Peaks:
         """Returns the peaks times a factor."""
-        return Peaks(*(Amount(a.inside * factor, a.outside * factor) for a in vars(self).values()))
+        return Peaks(*(amount.times(factor) for amount in vars(self).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,19 +286,19 @@ def local_count(stage: Stage, tp: int, *, trained: bool = False, ep: int = 1) ->
     With its default `ep`, the number divided by all ranks that share the state is the rank's shard under any `ep`.
     """
     amounts = [(part.trained if trained else part.parameters, times) for part, _, times in stage]
-    found = sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+    found = sum(times * amount.local(tp) for amount, times in amounts)
     return found if ep == 1 else found - expert_count(stage, tp, trained=trained) * (1 - 1 / ep)
 
 
 def expert_count(stage: Stage, tp: int, *, trained: bool = False) -> float:
     """Returns the number of a stage's parameters that `ep` divides, on a rank of the axis `tp`."""
     amounts = [(part.trained_experts if trained else part.experts, times) for part, _, times in stage]
-    return sum(times * (amount.inside / tp + amount.outside) for amount, times in amounts)
+    return sum(times * amount.local(tp) for amount, times in amounts)
 
 
 def cast_count(part: Part, tp: int, ep: int) -> float:
     """Returns the number of a part's parameters that autocast casts, on a rank of the axes `tp` and `ep`."""
-    found = part.cast.inside / tp + part.cast.outside
+    found = part.cast.local(tp)
     return found - expert_count(((part, "", 1),), tp) * (1 - 1 / ep) if found else 0.0
 
 
@@ -299,5 +311,5 @@ def local_bytes(stage: Stage, tp: int, element: int, ep: int = 1) -> float:
         element: Bytes of a parameter in the run's dtype; others have a size of their own.
         ep: Size of the axis; see :func:`local_count`.
     """
-    fixed = sum(times * (part.fixed.inside / tp + part.fixed.outside) for part, _, times in stage)
+    fixed = sum(times * part.fixed.local(tp) for part, _, times in stage)
     return element * local_count(stage, tp, ep=ep) + fixed
