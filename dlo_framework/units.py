@@ -47,3 +47,22 @@ def parse_bytes(text: str | float, key: str) -> int:
             f"{key} must be a size of at least one byte, got {text}; give a number with a unit, such as 80GB"
         )
     return round(size)
+
+
+def parse_fraction(text: str, key: str) -> float:
+    """Returns the fraction of a text such as ``25%`` or ``0.25``.
+
+    Args:
+        text: Fraction.
+        key: Name of the option, for the message.
+
+    Raises:
+        DloError: It is not a number in (0, 1).
+    """
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise DloError(f"{key} must be a fraction in (0, 1), such as 25% or 0.25, got {text}; write it so")
+    return value

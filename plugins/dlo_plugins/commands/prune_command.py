@@ -9,6 +9,7 @@ from typing import Any
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.run import prepared_process
 from dlo_framework.errors import DloError
+from dlo_framework.units import parse_fraction
 
 _HELP = """Make a smaller model from a checkpoint: remove the heads, hidden units of MLPs, channels or blocks with the
 smallest weights. The output folder gets pruned.ckpt, and config.yaml to train the smaller model from it."""
@@ -57,11 +58,5 @@ def _amounts(options: argparse.Namespace) -> dict[str, Any]:
         if key == "blocks" and all(part.strip().isdigit() for part in text.split(",")):
             amounts[key] = [int(part) for part in text.split(",")]
             continue
-        try:
-            value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            raise DloError(f"prune: --{key} must be a fraction, such as 25% or 0.25, got {text}; write it so") from None
-        if not 0 < value < 1:
-            raise DloError(f"prune: --{key} must be in (0, 1), a fraction to remove, got {text}; set 25%")
-        amounts[key] = value
+        amounts[key] = parse_fraction(text, f"prune: --{key}")
     return amounts

@@ -14,6 +14,7 @@ from typing import Any
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.units import parse_fraction
 
 _HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to early values, train again.
 
@@ -50,21 +51,6 @@ def main(argv: list[str]) -> int:
     return rounds.run()
 
 
-def parse_amount(text: str) -> float:
-    """Returns the fraction of an option such as ``20%`` or ``0.2``.
-
-    Raises:
-        DloError: If it is not a number in (0, 1).
-    """
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise DloError(f"ticket: --amount must be a fraction, such as 20% or 0.2, got {text}; write it so") from None
-    if not 0 < value < 1:
-        raise DloError(f"ticket: --amount must be in (0, 1), a fraction of the weights, got {text}; 20% is usual")
-    return value
-
-
 def _callbacks_of(path: str) -> list[str]:
     """Returns the class names of the callbacks in a config."""
     given = (read_config(path).get("trainer") or {}).get("callbacks") or []
@@ -86,7 +72,8 @@ class Rounds:
     """
 
     def __init__(self, options: argparse.Namespace, words: list[str], configs: list[str]) -> None:
-        self.amount, self.number, self.rewind = parse_amount(options.amount), options.rounds, options.rewind
+        self.amount = parse_fraction(options.amount, "ticket: --amount")
+        self.number, self.rewind = options.rounds, options.rewind
         self.scope, self.skip, self.reinit = options.scope, options.skip, options.reinit
         self.words = words
         check_number("ticket: --rounds", self.number, "at least 1", "set 5")
