@@ -47,9 +47,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlo_framework.data import ResumableBatchSampler
-from dlo_tasks.llm.batches import IGNORE_INDEX, PackedWindows
+from dlo_tasks.llm.batches import IGNORE_INDEX, PackedWindows, lay_out_samples
 from dlo_tasks.llm.packing import cut_documents, pack_best_fit
-from dlo_tasks.llm.sample_layout import lay_out_samples
 from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
 from dlo_tasks.llm.token_cache import Document, TokenStore, write_store
 

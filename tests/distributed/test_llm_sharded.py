@@ -23,9 +23,9 @@ from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm import sharded_weights
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.corpus import embedded_tokenizer
 from dlo_tasks.llm.export import write_folder
 from dlo_tasks.llm.generation import Sampling, pad_left
+from dlo_tasks.llm.tokenizer import embedded_tokenizer
 from support.trainers import quiet_trainer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

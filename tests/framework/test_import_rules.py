@@ -111,7 +111,7 @@ def test_light_commands_import_nothing_heavy() -> None:
 CLIENTS = re.compile(
     r"^\s*(?:import|from) (requests|httpx|aiohttp|urllib3|urllib\.request|http\.client|fsspec)\b", re.M
 )
-CONNECTS = {"dlo_framework/data/remote.py": {"fsspec"}, "tasks/dlo_tasks/llm/hub_names.py": {"urllib.request"}}
+CONNECTS = {"dlo_framework/data/remote.py": {"fsspec"}, "tasks/dlo_tasks/llm/tokenizer.py": {"urllib.request"}}
 
 
 def test_only_named_modules_open_connections() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.corpus import END, PADDING, embedded_tokenizer, standard_library
-from dlo_tasks.llm.tokenizer import fingerprint
+from dlo_tasks.llm.tokenizer import END, PADDING, embedded_tokenizer, fingerprint, standard_library
 
 
 def test_the_embedded_tokenizer_writes_any_text_and_is_trained_once(tmp_path, monkeypatch):
@@ -19,7 +18,7 @@ def test_the_embedded_tokenizer_writes_any_text_and_is_trained_once(tmp_path, mo
     assert made.decode(made(text)["input_ids"]) == text
     assert len(made) <= 300
     assert (made.eos_token, made.pad_token) == (END, PADDING)
-    monkeypatch.setattr("dlo_tasks.llm.corpus._train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("dlo_tasks.llm.tokenizer._train", lambda *_: pytest.fail("trained again"))
     again = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
     assert fingerprint(again) == fingerprint(made)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.corpus import END
 from dlo_tasks.llm.text_data import TextData
+from dlo_tasks.llm.tokenizer import END
 from support.texts import documents_in, lines, sentences, word_tokenizer
 
 # --- the split, the cache ------------------------------------------------------------------------------------
@@ -79,11 +79,11 @@ def test_a_split_without_conversations_is_refused(make, tmp_path):
 
 def tokenised(monkeypatch) -> list[int]:
     """Counts how often files are tokenised from now on."""
-    from dlo_tasks.llm import token_build
+    from dlo_tasks.llm import tokenization
 
     calls: list[int] = []
-    original = token_build.write_store
-    monkeypatch.setattr(token_build, "write_store", lambda *args: (calls.append(1), original(*args)))
+    original = tokenization.write_store
+    monkeypatch.setattr(tokenization, "write_store", lambda *args: (calls.append(1), original(*args)))
     return calls
 
 

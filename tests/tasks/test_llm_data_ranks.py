@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.testing import Case, assert_parity
-from dlo_tasks.llm import token_build as building
+from dlo_tasks.llm import tokenization
 from dlo_tasks.llm.text_data import TextData
 
 WORDS = ["the", "loss", "of", "a", "token", "is", "the", "same", "on", "any", "number", "of", "ranks"]
@@ -40,14 +40,14 @@ class Bigrams(LightningModule):
 
 
 def train_on(folder: str, packing: str) -> tuple[LightningModule, Any]:
-    write = building.write_store
+    write = tokenization.write_store
 
     def counted(*arguments: Any) -> None:
         with open(f"{folder}/calls", "a") as file:
             file.write(f"{os.getpid()}\n")
         write(*arguments)
 
-    building.write_store = counted
+    tokenization.write_store = counted
     data = TextData(
         train_files=f"{folder}/texts.jsonl",
         tokenizer=f"{folder}/model",
@@ -63,7 +63,7 @@ def train_on(folder: str, packing: str) -> tuple[LightningModule, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    from dlo_tasks.llm.corpus import embedded_tokenizer
+    from dlo_tasks.llm.tokenizer import embedded_tokenizer
 
     generator = np.random.default_rng(0)
     texts = [" ".join(generator.choice(WORDS, generator.integers(2, 30))) for _ in range(80)]

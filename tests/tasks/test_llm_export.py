@@ -17,7 +17,7 @@ from dlo_framework.cli.main import main
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.corpus import embedded_tokenizer
+from dlo_tasks.llm.tokenizer import embedded_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.errors import DloError
 from dlo_framework.four_bit_linear import FourBitLinear
-from dlo_tasks.llm import adapters, four_bit_base
+from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 
@@ -45,7 +45,7 @@ def test_gradients_of_adapters_are_those_of_the_dequantised_model(lora: dict[str
     model = make(**lora)
     assert sum(isinstance(module, FourBitLinear) for module in model.modules()) == 14
     plain = copy.deepcopy(model)
-    four_bit_base.dequantise_base(plain)
+    adapters.dequantise_base(plain)
     for each in (model, plain):
         each(input_ids=IDS, labels=IDS).loss.backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -86,7 +86,7 @@ def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any
     assert layer.weight.shape == weight.shape
     assert float((layer.weight - weight).norm() / weight.norm()) < 0.2
     plain = copy.deepcopy(model)
-    four_bit_base.dequantise_base(plain)
+    adapters.dequantise_base(plain)
     assert type(plain.transformer.h[0].attn.c_attn.base_layer).__name__ == "Conv1D"
     for each in (model, plain):
         each(input_ids=IDS, labels=IDS).loss.backward()

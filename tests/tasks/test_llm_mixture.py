@@ -20,10 +20,10 @@ from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
-from dlo_tasks.llm.streams.token_windows import JoinedWindows
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.token_cache import TokenStore
-from dlo_tasks.llm.tokenize_processes import choose_processes, tokenize_in_processes
+from dlo_tasks.llm.token_windows import JoinedWindows
+from dlo_tasks.llm.tokenization import choose_processes, tokenize_in_processes
 from support.texts import lines, sentences
 from support.token_files import documents, write_megatron
 from support.trainers import quiet_trainer

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_tasks.llm import preference_losses
-from dlo_tasks.llm.preference_losses import OBJECTIVES
-from dlo_tasks.llm.token_log_probs import token_log_probs
+from dlo_tasks.llm.preference_losses import OBJECTIVES, token_log_probs
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
 
 ROOT = Path(__file__).parents[2]

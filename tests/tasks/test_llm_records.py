@@ -12,11 +12,10 @@ import pytest
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_request
-from dlo_tasks.llm.corpus import END, embedded_tokenizer
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
 from dlo_tasks.llm.tokenization import encode_pairs, encode_texts
-from dlo_tasks.llm.tokenizer import PLAIN_CHAT_TEMPLATE, fingerprint, load_tokenizer
+from dlo_tasks.llm.tokenizer import END, PLAIN_CHAT_TEMPLATE, embedded_tokenizer, fingerprint, load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -17,10 +17,9 @@ from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache, RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.streams.token_shards import document_of
-from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
-from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
 from dlo_tasks.llm.token_cache import Document, write_store
+from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
 from support.http_files import serve_folder
 from support.token_files import documents, npy, write_megatron, write_tar
 
@@ -233,9 +232,9 @@ from dlo_framework.data import Draw
 from dlo_framework.data.remote import BlockCache, ByteFile
 from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
 from dlo_framework.data.mixture import MixOptions
-from dlo_tasks.llm.streams.token_shards import document_of
-from dlo_tasks.llm.streams.token_sources import Storage, TokenFiles, open_tokens
-from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows, count_from_begins
+from dlo_tasks.llm.token_windows import document_of
+from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins
 def kilobytes(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
 with open("/proc/self/clear_refs", "w") as file:

@@ -45,7 +45,7 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
         skip_corrupt: Whether to treat an unreadable image as a square one; loading it will count it.
 
     Raises:
-        CorruptImage: For the first file that cannot be read, with its name.
+        CorruptImageError: For the first file that cannot be read, with its name.
     """
 
     def size_of(index: int) -> Size:

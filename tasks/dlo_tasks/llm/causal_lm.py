@@ -36,9 +36,9 @@ from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
     batch_counts,
-    completions,
     export,
     families,
+    generation,
     language_mixtures,
     language_models,
     sharded_weights,
@@ -531,13 +531,13 @@ class CausalLM(Task):
 
         It has no `tokens_in_step`: only other ranks know how many tokens they have written.
         """
-        prompts = completions.find_prompts(batch, prompt_tokens)
+        prompts = generation.find_prompts(batch, prompt_tokens)
         ids, mask = pad_left(prompts, 0, batch["input_ids"].device)
         sampling = Sampling(max_new_tokens, temperature)
-        draws = completions.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
+        draws = generation.draw_for_rows(batch, max_new_tokens, seed).to(ids.device)
         written = self._complete_ids(ids, mask, sampling, draws)
         ends = end_tokens(self.model, self.tokenizer)  # type: ignore[arg-type]
-        return completions.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device, multiple)
+        return generation.join_completions(prompts, written.tolist(), ends, batch["input_ids"].device, multiple)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> Sequence[float | Tensor]:
         """Returns the weight of each micro-batch's loss: 1 with `tokens_in_step`, by which the loss is divided.

@@ -37,7 +37,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], special: Sequen
             template, not to the assistant.
 
     Raises:
-        NoSpans: If the renderings do not match each other.
+        SpansNotFound: If the renderings do not match each other.
     """
     whole = render(messages, False)
     spans: list[range] = []

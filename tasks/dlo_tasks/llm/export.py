@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import adapters, language_models
-from dlo_tasks.llm.adapters import Lora
-from dlo_tasks.llm.four_bit_base import is_transposed
+from dlo_tasks.llm.adapters import Lora, is_transposed
 
 
 def describe(task: Any) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
 from dlo_tasks.llm import packed_attention
-from dlo_tasks.llm.hub_names import check_hub_name
-from dlo_tasks.llm.tokenizer import has_tokenizer, vocabulary_size
+from dlo_tasks.llm.tokenizer import check_hub_name, has_tokenizer, vocabulary_size
 from dlo_tasks.llm.vocabulary_loss import VocabularyHead
 
 if TYPE_CHECKING:

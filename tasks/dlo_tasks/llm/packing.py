@@ -71,7 +71,7 @@ def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_
             ``seq_len`` and a remainder, so that each position is in one piece, ``drop`` removes them.
 
     Raises:
-        TooLong: If a document is longer, under ``error``.
+        DocumentTooLong: If a document is longer, under ``error``.
     """
     start = bounds[documents].astype(np.int64)
     length = bounds[documents + 1].astype(np.int64) - start - 1

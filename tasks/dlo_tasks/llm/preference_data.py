@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.preference_records import COLUMNS, read_preferences
+from dlo_tasks.llm.preference_records import COLUMNS, read_preferences, style_preferences, tokenize_preferences
 from dlo_tasks.llm.preference_rows import LongAnswers, lay_out_preferences
-from dlo_tasks.llm.preference_tokens import tokenize_preferences
-from dlo_tasks.llm.style_preferences import style_preferences
 from dlo_tasks.llm.text_data import TextData
-from dlo_tasks.llm.token_build import cached_documents, total_size
 from dlo_tasks.llm.token_cache import Document, TokenStore
-from dlo_tasks.llm.tokenize_processes import choose_processes, tokenize_in_processes
+from dlo_tasks.llm.tokenization import cached_documents, choose_processes, tokenize_in_processes, total_size
 from dlo_tasks.llm.tokenizer import find_filler_id
 
 #: Version of the documents that are made of preferences.

@@ -25,9 +25,15 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_tasks.llm import adapters, batch_counts, language_models, preference_losses
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
-from dlo_tasks.llm.preference_losses import DEFAULT_BETA, OBJECTIVES, WITH_REFERENCE, Objective
-from dlo_tasks.llm.preference_metrics import CombinedMeans, KTOLoss
-from dlo_tasks.llm.token_log_probs import token_log_probs
+from dlo_tasks.llm.preference_losses import (
+    DEFAULT_BETA,
+    OBJECTIVES,
+    WITH_REFERENCE,
+    CombinedMeans,
+    KTOLoss,
+    Objective,
+    token_log_probs,
+)
 from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
 
 _REFERENCE = "reference_log_probs"

@@ -1,15 +1,32 @@
-"""Reads preferences from JSON lines and Parquet: a prompt with a chosen and a rejected answer, or with a judged one."""
+"""Preferences: a prompt with a chosen and a rejected answer, or with a judged one, read from files and tokenised.
+
+Without files they are made of Python's standard library: the same code with string literals in double or in single
+quotes. These need no download and no judge, and the result can be counted in what a model writes.
+
+The token store has two documents for each preference, the chosen and the rejected answer with the prompt. A document's
+targets are the tokens of its answer. An answer that is missing, as of a completion that is judged by itself, is a
+document without tokens.
+"""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from dlo_framework.errors import DloError, did_you_mean
-from dlo_tasks.llm.chat import Message
-from dlo_tasks.llm.records import Record, check_conversation, check_text, read_rows
+from dlo_tasks.llm.chat import Message, encode_conversation, encode_request
+from dlo_tasks.llm.records import Record, check_conversation, check_text, format_location, read_rows, read_text
+from dlo_tasks.llm.token_cache import Document
+from dlo_tasks.llm.tokenization import Tokens, encode_pairs
 
 COLUMNS = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 _NO_BAR: Callable[[int], object] = lambda size: None
@@ -220,3 +237,124 @@ def _check_turns(messages: list[Message], name: str, where: str) -> None:
         str(message.get("content") or json.dumps(message.get("tool_calls") or "")).strip(' "') for message in messages
     ):
         raise DloError(f"{where}: {name} must not be empty, got {messages[-1]}; write the answer, or remove the line")
+
+
+#: Lines of a prompt and of an answer.
+PROMPT_LINES, ANSWER_LINES = 6, 4
+#: String literals that keep their meaning in other quotes: no prefix, no quotes and no backslashes inside.
+_PLAIN = re.compile(r"""(?P<quote>["'])[^"'\\\n]+(?P=quote)""")
+
+
+def style_preferences(
+    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda size: None, *, unpaired: bool = False
+) -> Iterator[Preference]:
+    """Yields the preferences of Python files: a few lines as the prompt, the next ones as the answers.
+
+    Args:
+        files: Python files in UTF-8.
+        on_bytes: Callback for progress, called with each file's size.
+        unpaired: Whether to yield each answer by itself.
+    """
+    for number, path in enumerate(files):
+        text = read_text(path)
+        on_bytes(path.stat().st_size)
+        lines = text.splitlines(keepends=True)
+        double, single = (with_quotes(text, quote).splitlines(keepends=True) for quote in "\"'")
+        if not len(lines) == len(double) == len(single):  # Form feeds, which Python does not count as line ends.
+            continue
+        step = PROMPT_LINES + ANSWER_LINES
+        for first in range(0, len(lines) - step + 1, step):
+            cut, past = first + PROMPT_LINES, first + step
+            prompt = "".join(lines[first:cut])
+            chosen, rejected = ("".join(found[cut:past]) for found in (double, single))
+            if chosen != rejected and prompt.strip():
+                found = Preference("text", prompt, chosen, rejected, None, number, first + 1)
+                yield from found.take_apart() if unpaired else (found,)
+
+
+def with_quotes(text: str, quote: str) -> str:
+    """Returns a Python source with its plain string literals in these quotes; unchanged if it cannot be parsed."""
+    lines = text.splitlines(keepends=True)
+    places: list[tuple[int, int, int]] = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.STRING and _PLAIN.fullmatch(token.string):
+                places.append((token.start[0] - 1, token.start[1], token.end[1] - 1))
+    except (tokenize.TokenError, SyntaxError):
+        return text
+    for row, first, last in reversed(places):
+        line = lines[row]
+        lines[row] = line[:first] + quote + line[first + 1 : last] + quote + line[last + 1 :]
+    return "".join(lines)
+
+
+_AT_ONCE = 256  # preferences per call: the tokenizer distributes them over the cores
+_NONE: Tokens = ([], np.zeros(0, dtype=bool))
+
+
+def tokenize_preferences(
+    preferences: Iterable[Preference], tokenizer: Any, files: Sequence[Path]
+) -> Iterator[Document]:
+    """Yields each preference as two tokenised documents, in order.
+
+    * Text: the answer and the tokenizer's end-of-text token are targets.
+    * Messages: the assistant's tokens after the prompt are targets; the template ends the turns.
+
+    Pairs with equal answers are left out, with a warning: a loss of their difference has no gradient.
+
+    Args:
+        preferences: Preferences to tokenise.
+        tokenizer: Fast tokenizer.
+        files: Files of the preferences, for error messages.
+
+    Raises:
+        DloError: If the chat template does not support a conversation, or an answer has no token.
+    """
+    coming = iter(preferences)
+    equal: list[str] = []
+    while some := list(islice(coming, _AT_ONCE)):
+        for preference, answers in zip(some, _encode(some, tokenizer, files), strict=True):
+            where = format_location(files, preference.file, preference.row)
+            if answers[0] is not _NONE and answers[0][0] == answers[1][0]:
+                equal.append(where)
+                continue
+            for name, (ids, learned) in zip(("chosen", "rejected"), answers, strict=True):
+                if getattr(preference, name) is not None and not learned[1:].any():
+                    raise DloError(f"{where}: {name} must have at least one token, got none; write the answer")
+                yield Document(
+                    np.array(ids, dtype=np.int64), learned, preference.digest, preference.file, preference.row
+                )
+    if equal:
+        rank_zero_warn(
+            f"{equal[0]}: chosen and rejected are equal"
+            + (f", as in {len(equal) - 1} more pairs" if equal[1:] else "")
+            + "; they show no preference, and are left out"
+        )
+
+
+def _encode(some: list[Preference], tokenizer: Any, files: Sequence[Path]) -> list[tuple[Tokens, Tokens]]:
+    """Returns the token ids of each preference's two documents, and which are targets."""
+    texts = [(p.prompt, answer) for p in some if p.kind == "text" for answer in (p.chosen, p.rejected) if answer]
+    encoded = iter(encode_pairs(tokenizer, texts))
+    found = []
+    for preference in some:
+        where = format_location(files, preference.file, preference.row)
+        documents = []
+        for answer in (preference.chosen, preference.rejected):
+            if answer is None:
+                documents.append(_NONE)
+            elif preference.kind == "text":
+                documents.append(next(encoded))
+            else:
+                documents.append(_encode_answer(tokenizer, preference, answer, where))
+        found.append((documents[0], documents[1]))
+    return found
+
+
+def _encode_answer(tokenizer: Any, preference: Preference, answer: Any, where: str) -> Tokens:
+    """Returns a conversation's token ids; the targets are the assistant's tokens after the prompt."""
+    ids, learned = encode_conversation(tokenizer, [*preference.prompt, *answer], preference.tools, where)
+    asked = encode_request(tokenizer, preference.prompt, preference.tools, where)
+    shared = next((n for n, (one, other) in enumerate(zip(ids, asked, strict=False)) if one != other), len(asked))
+    learned[:shared] = False
+    return ids, learned

@@ -17,10 +17,9 @@ import torch
 
 from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.batches import IGNORE_INDEX, MULTIPLE, Batch, finish, unused_positions
+from dlo_tasks.llm.batches import IGNORE_INDEX, MULTIPLE, Batch, PackingName, finish, unused_positions
 from dlo_tasks.llm.packing import pack_best_fit
 from dlo_tasks.llm.records import format_location
-from dlo_tasks.llm.sample_layout import PackingName
 from dlo_tasks.llm.token_cache import TokenStore
 
 LongAnswers = Literal["truncate", "drop", "error"]
@@ -218,7 +217,7 @@ def lay_out_preferences(
     """Returns preferences in rows, with statistics.
 
     Args:
-        store: Token store with two documents for each preference; see :mod:`dlo_tasks.llm.preference_tokens`.
+        store: Token store with two documents for each preference; see :mod:`dlo_tasks.llm.preference_records`.
         documents: Indices of the documents, int64 [D], both of each preference.
         files: Source files, for error messages.
         unpaired: Whether each preference has one answer only.

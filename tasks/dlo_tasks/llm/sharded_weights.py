@@ -34,7 +34,7 @@ from dlo_framework.experts.routers import Router
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.shards import Box, Shard, full_box, held_boxes, slice_view
 from dlo_framework.strategy_contract import plain_name
-from dlo_tasks.llm import four_bit_base, language_models
+from dlo_tasks.llm import adapters, language_models
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SOURCE = "_dlo_weights_to_read"
@@ -65,7 +65,7 @@ def _initialise(model: Any, module: Any, name: str) -> None:
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         tensor.__dict__.pop("_is_hf_initialized", None)
     if isinstance(module, FourBitLinear):
-        four_bit_base.initialise(model, module)
+        adapters.initialise(model, module)
     elif ".lora_A." in name:
         nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
     elif ".lora_B." in name:
@@ -118,7 +118,7 @@ def read_weights(task: Any, *, resumes: bool, held: Mapping[str, Any] | None = N
         key = own[0].rpartition(".")[2]
         if isinstance(layer, FourBitLinear) and key in ("codes", "scales", "scale_ranges"):
             weight = _stored_name([f"{own[0].rpartition('.')[0]}.weight"], saved, model.base_model_prefix)
-            four_bit_base.read_codes(saved, weight, layer, key, shard)
+            adapters.read_codes(saved, weight, layer, key, shard)
         elif ".lora_magnitude_vector." in own[0]:
             _read_row_norms(own[0], model, saved, shard)
         elif not any(".lora_" in name for name in own):

@@ -24,14 +24,11 @@ from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.units import parse_bytes
 from dlo_tasks.llm import batch_counts
-from dlo_tasks.llm.batches import Prompts
-from dlo_tasks.llm.cache_folder import cache_folder
+from dlo_tasks.llm.batches import PackingName, Prompts, find_val_fraction, lay_out_samples, split_documents
 from dlo_tasks.llm.chat import find_chat_template
-from dlo_tasks.llm.corpus import embedded_tokenizer, standard_library
 from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
-from dlo_tasks.llm.sample_layout import PackingName, find_val_fraction, lay_out_samples, split_documents
 from dlo_tasks.llm.step_tokens import (
     AccumulationPlan,
     InOrderStreamBatchSampler,
@@ -39,16 +36,25 @@ from dlo_tasks.llm.step_tokens import (
     StreamBatchSampler,
     TextBatchSampler,
 )
-from dlo_tasks.llm.streams.text_sources import SourceStatistics, TextSource, hold_out, read_sources
-from dlo_tasks.llm.streams.token_sources import Storage, list_token_files, open_tokens
-from dlo_tasks.llm.streams.token_windows import JoinedWindows, TokenWindows
-from dlo_tasks.llm.token_build import cached_tokens
-from dlo_tasks.llm.token_cache import TokenStore
+from dlo_tasks.llm.token_cache import TokenStore, cache_folder
+from dlo_tasks.llm.token_sources import (
+    SourceStatistics,
+    Storage,
+    TextSource,
+    hold_out,
+    list_token_files,
+    open_tokens,
+    read_sources,
+)
+from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows
+from dlo_tasks.llm.tokenization import cached_tokens
 from dlo_tasks.llm.tokenizer import (
     PLAIN_CHAT_TEMPLATE,
+    embedded_tokenizer,
     find_filler_id,
     load_tokenizer,
     set_chat_template,
+    standard_library,
     vocabulary_size,
 )
 

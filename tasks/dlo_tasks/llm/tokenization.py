@@ -1,19 +1,39 @@
-"""Tokenises records, and marks which tokens are targets."""
+"""Tokenises records, marks which tokens are targets, and caches the result once for all processes and nodes.
+
+A cache is named by a hash of its inputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from tqdm import tqdm
 
+from dlo_framework.data import ignore_stop_signals
+from dlo_framework.errors import DloError
+from dlo_framework.lock import build_once
 from dlo_tasks.llm.chat import encode_conversation
-from dlo_tasks.llm.records import Record, format_location
-from dlo_tasks.llm.token_cache import Document
+from dlo_tasks.llm.records import Record, content_hash, format_location, read_records
+from dlo_tasks.llm.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
+from dlo_tasks.llm.tokenizer import fingerprint, vocabulary_size
 
-_AT_ONCE = 256  # records per call: the tokenizer distributes them over the cores
+#: Number of records in a call of the tokenizer, which distributes them over the cores; and in a task of a process.
+_AT_ONCE = 256
 
 Tokens = tuple[list[int], np.ndarray]
 
@@ -83,3 +103,164 @@ def encode_without_end(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 def _closed(tokenizer: Any, ids: list[int]) -> list[int]:
     end = tokenizer.eos_token_id
     return ids if end is None else [*ids, end]
+
+
+#: Function that tokenises records, in order.
+Tokenize = Callable[[Iterable[Any]], Iterable[Document]]
+
+#: Number of tasks per process that wait.
+_WAITING = 2
+#: Size of the files from which several processes are the default: each takes a second to start.
+_LARGE = 64 << 20
+
+
+def choose_processes(processes: int | None, total_bytes: int) -> int:
+    """Returns the number of processes: the option's, or all cores for more than 64 MiB and one for less."""
+    if processes is not None:
+        return processes
+    if total_bytes < _LARGE:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenize_in_processes(records: Iterable[Any], tokenize: Tokenize, processes: int) -> Iterator[Document]:
+    """Yields the tokenised records, in order; memory holds a few hundred per process.
+
+    Args:
+        records: Records, which this process reads.
+        tokenize: Function that tokenises some of them; it depends on each record alone.
+        processes: Number of processes; 1 tokenises in this one, whose tokenizer uses threads.
+
+    Raises:
+        DloError: If a record cannot be tokenised, or a process is killed.
+    """
+    if processes == 1:
+        yield from tokenize(records)
+        return
+    coming = iter(records)
+    forks = "fork" in multiprocessing.get_all_start_methods()  # A spawned process would import transformers again.
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("fork" if forks else "spawn"),
+        initializer=_start_process,
+        initargs=(tokenize,),
+    )
+    waiting: deque[Future[list[Document]]] = deque()
+    try:
+        while some := list(islice(coming, _AT_ONCE)):
+            waiting.append(pool.submit(_tokenize_some, some))
+            if len(waiting) > _WAITING * processes:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DloError(
+            f"{processes} processes must tokenise to the end, got one that was killed, perhaps for want of memory; set"
+            " tokenize_processes to a smaller number"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_tokenize: list[Tokenize] = []
+
+
+def _start_process(tokenize: Tokenize) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One thread per process; a fork must not use its parent's threads.
+    ignore_stop_signals()
+    _tokenize[:] = [tokenize]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _tokenize_some(records: list[Any]) -> list[Document]:
+    return list(_tokenize[0](records))
+
+
+#: Function that makes documents; it gets a callback for progress, in bytes read.
+MakeDocuments = Callable[[Callable[[int], object]], Iterable[Document]]
+
+
+def cached_tokens(
+    files: Sequence[Path],
+    tokenizer: Any,
+    folder: Path,
+    columns: Mapping[str, str] | None = None,
+    processes: int | None = None,
+) -> str:
+    """Returns the name of the cache file in ``folder`` with the tokens of some files; writes it if it does not exist.
+
+    Args:
+        files: Files to tokenise, in this order.
+        tokenizer: Fast tokenizer; see :func:`cached_documents`.
+        folder: Folder of the cache.
+        columns: Other names of the columns; see :func:`dlo_tasks.llm.records.read_records`.
+        processes: Number of processes; None for all cores if the files are large.
+
+    Raises:
+        DloError: If records cannot be read or tokenised, or the folder cannot be written to.
+    """
+
+    def documents(on_bytes: Callable[[int], object]) -> Iterable[Document]:
+        tokenize = partial(tokenize_records, tokenizer=tokenizer, files=files)
+        records = read_records(files, columns, on_bytes)
+        return tokenize_in_processes(records, tokenize, choose_processes(processes, total_size(files)))
+
+    return cached_documents(files, tokenizer, folder, documents, [sorted((columns or {}).items())])
+
+
+def cached_documents(
+    files: Sequence[Path], tokenizer: Any, folder: Path, documents: MakeDocuments, options: list[Any]
+) -> str:
+    """Returns the name of the cache file in ``folder`` with documents of some files; writes it if it does not exist.
+
+    The name is a hash of the files' contents, the tokenizer, the options and the format. A damaged cache is written
+    again, with a warning. Terminals show a progress bar. One process writes, of all nodes that share the folder; the
+    others wait for it, and take over if it dies.
+
+    Args:
+        files: Files of the documents, in this order.
+        tokenizer: Fast tokenizer. It distributes the work over the cores, unless ``TOKENIZERS_PARALLELISM=false`` is
+            in the environment. An unset variable is set to true, because each worker forked later would otherwise
+            write a warning.
+        folder: Folder of the cache.
+        documents: Function that makes the documents.
+        options: Settings that change the documents.
+
+    Raises:
+        DloError: If documents cannot be made, or the folder cannot be written to.
+    """
+    made_of = [FORMAT, content_hash(files), fingerprint(tokenizer), *options]
+    size = vocabulary_size(tokenizer)
+    if size != len(tokenizer):  # Ids with gaps: earlier caches, which used len, hold other tokens.
+        made_of.append(size)
+    name = f"tokens-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.bin"
+    path = folder / name
+    if path.is_file():
+        try:
+            verify_checksum(path)
+            return name
+        except DamagedTokenCache as error:
+            rank_zero_warn(f"{error.path}: the token cache {error.what}; it is written again")
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def build() -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        bytes_of = total_size(files)
+        with tqdm(total=bytes_of, desc="tokenise", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+            write_store(path, documents(bar.update), size)
+
+    build_once(path, build, "tokenising")
+    return name
+
+
+def total_size(files: Sequence[Path]) -> int:
+    """Returns the size of some files together, in bytes."""
+    return sum(file.stat().st_size for file in files)

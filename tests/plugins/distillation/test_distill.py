@@ -23,7 +23,7 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.completions import find_prompts, join_completions
+from dlo_tasks.llm.generation import find_prompts, join_completions
 from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 from support.token_batches import FAMILIES
 
