@@ -1,8 +1,8 @@
 """Attention masks as data, and the kernels that compute attention under them.
 
 A :class:`SparsityPattern` says which blocks of keys a block of queries sees. A task binds it to a model as an
-:class:`AttentionMask`, together with the model's direction. `masked_attention` computes it on any device, `flex_blocks`
-by FlexAttention on an accelerator, and context parallelism by chunks of the sequence. Tasks and plug-ins share this
+:class:`AttentionMask`, together with the model's direction. `masked_attention` computes it on any device, on an
+accelerator by FlexAttention too, and context parallelism by chunks of the sequence. Tasks and plug-ins share this
 package; it knows no model library.
 """
 

@@ -4,10 +4,19 @@
 the loss needs no way out of the model: it works inside pipeline stages, recomputed blocks and sharded units. It is
 scaled like the step's loss, by accumulation, by loss scaling and by a pipeline's micro-batches:
 :func:`follow_gradient` sets the scale.
+
+:class:`RouterCounts` counts a router's choices over the micro-batches of an optimizer step, for losses of the global
+batch. Demons in the Detail: On Implementing Load Balancing Loss for Training Specialized Mixture-of-Expert Models. Qiu
+et al., 2025, arXiv 2501.11873: the load-balancing loss takes its fractions from all ranks, and from a buffer of the
+counts of the micro-batches so far. The first micro-batch knows its own tokens only, the last one those of the whole
+step. A recomputed forward uses the counts of the forward that it repeats. A pipeline runs further forwards before that;
+it names the micro-batch of each by :func:`in_micro_batch`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -68,3 +77,70 @@ def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:
     found = _Attach.apply(tensor, loss)
     assert isinstance(found, Tensor)
     return found
+
+
+class _Current:
+    """Micro-batch of the forward or backward that runs now."""
+
+    key: Hashable | None = None
+    recomputes: bool = False
+
+
+@contextlib.contextmanager
+def in_micro_batch(key: Hashable, recomputes: bool = False) -> Iterator[None]:
+    """Context of one forward or backward of a micro-batch, where a schedule interleaves those of several.
+
+    Args:
+        key: Key of the micro-batch, which no other one of the run has.
+        recomputes: Whether routers have seen the tokens of this forward before.
+    """
+    before = _Current.key, _Current.recomputes
+    _Current.key, _Current.recomputes = key, recomputes
+    try:
+        yield
+    finally:
+        _Current.key, _Current.recomputes = before
+
+
+def is_recomputed() -> bool:
+    """Returns whether the current forward is a recomputation, whose tokens have been counted."""
+    # As torch's checkpoint asks (2.11 to 2.15).
+    return _Current.recomputes or bool(torch._C._current_graph_task_id() != -1)
+
+
+class RouterCounts:
+    """Choices of one router in the micro-batches of an optimizer step so far, of all ranks."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._named: dict[Hashable, Tensor] = {}
+        self._before: dict[Hashable, Tensor] = {}  # Of the step before, whose backwards some schedules run in this one.
+        self._unnamed: list[Tensor] = []
+
+    def add(self, counts: Tensor) -> Tensor:
+        """Adds the counts of a forward; returns those of the step so far.
+
+        Args:
+            counts: Choices of each expert, `[E]`, of all ranks.
+        """
+        self._total = counts if self._total is None else self._total + counts
+        if _Current.key is None:
+            self._unnamed.append(self._total)
+        else:
+            self._named[_Current.key] = self._total
+        return self._total
+
+    def recall(self) -> Tensor:
+        """Returns what :meth:`add` has returned in the forward that is recomputed now."""
+        if _Current.key is not None:
+            found = self._named.get(_Current.key, self._before.get(_Current.key))
+        else:
+            # Backward recomputes the calls of a router in reverse order.
+            found = self._unnamed.pop() if self._unnamed else self._total
+        assert found is not None
+        return found
+
+    def end_step(self) -> None:
+        """Begins the next optimizer step."""
+        self._total, self._unnamed = None, []
+        self._before, self._named = self._named, {}

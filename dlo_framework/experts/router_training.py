@@ -37,7 +37,7 @@ class RouterTraining(Callback):
 
     The biases are buffers, and so in checkpoints. The load that moves them is that of all tokens of an optimizer step:
     of all ranks and of all accumulated micro-batches. The load-balancing loss of a micro-batch has the fractions of all
-    ranks' tokens in the micro-batches of the step so far; see :mod:`dlo_framework.experts.router_counts`. A
+    ranks' tokens in the micro-batches of the step so far; see :mod:`dlo_framework.experts.auxiliary_loss`. A
     LightningModule other than a Task returns its loss through
     :func:`dlo_framework.experts.auxiliary_loss.follow_gradient`, for accumulation and loss scaling.
 

@@ -24,12 +24,10 @@ from dlo_framework.attention import (
     SlidingWindow,
     SparsityPattern,
     VariableSparsity,
-    flex_blocks,
 )
 from dlo_framework.attention.attention_mask import LocalHeads
 from dlo_framework.attention.attention_options import choose_kernel
-from dlo_framework.attention.flex_blocks import flex_mask
-from dlo_framework.attention.masked_attention import attend_blocks, masked_attention
+from dlo_framework.attention.masked_attention import attend_blocks, flex_mask, masked_attention, run_flex
 from dlo_framework.errors import DloError
 
 #: Layouts of DeepSpeed 0.16.5's sparsity configs, with `random.seed(seed)` before each: a row is a hexadecimal number.
@@ -172,14 +170,15 @@ class Watch(TorchFunctionMode):
 def test_flex_compiles_under_a_mode_of_torch_functions(monkeypatch):
     """With a mask that reads tensors, and gradients, which a CPU's kernel does not have."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex_blocks, "_runs_eagerly", lambda query: False)
-    monkeypatch.setattr(flex_blocks, "_compiled", lambda: torch.compile(flex_attention, backend="aot_eager"))
+    monkeypatch.setattr("dlo_framework.attention.masked_attention._runs_eagerly", lambda query: False)
+    compiled = torch.compile(flex_attention, backend="aot_eager")
+    monkeypatch.setattr("dlo_framework.attention.masked_attention._compiled", lambda: compiled)
     inputs = [torch.randn(2, 2, 128, 8, requires_grad=True) for _ in range(3)]
     documents = (torch.arange(128) >= 50).long().expand(2, -1)
     mask = AttentionMask(SlidingWindow(40, 16), causal=True, num_heads=2)
     blocks = flex_mask(mask, 128, None, documents, torch.device("cpu"))
     with Watch():
-        found = flex_blocks.run_flex(*inputs, blocks, 0.3)
+        found = run_flex(*inputs, blocks, 0.3)
     expected = attend_blocks(*inputs, mask, documents, scale=0.3)
     torch.testing.assert_close(found, expected)
     grads, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))

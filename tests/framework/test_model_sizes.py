@@ -12,7 +12,7 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.model_sizes import accept_any_size, check_sizes, find_objection, size_multiple
-from dlo_tasks.imagenet.sized_windows import bias_at, expand_relative_bias
+from dlo_tasks.imagenet.timm_sizes import bias_at, expand_relative_bias
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 4}
 AVERAGED = {**TINY, "class_token": False, "global_pool": "avg"}

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dlo_framework.attention import AttentionMask, BigBird, BSLongformer, FixedSparsity, Prefix, SlidingWindow
-from dlo_framework.attention.flex_blocks import attend_flex
-from dlo_framework.attention.masked_attention import attend_blocks
+from dlo_framework.attention.masked_attention import attend_blocks, attend_flex
 
 PATTERNS = [FixedSparsity(64), BSLongformer(64), BigBird(32, True), SlidingWindow(100, 64), Prefix(70, 64)]
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.errors import DloError
-from dlo_framework.experts.grouped_linear import grouped_linear
+from dlo_framework.experts.layer import grouped_linear
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.appliers import activation_checkpoint
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint

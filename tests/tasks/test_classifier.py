@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.classifier import ImageClassifier
+from dlo_tasks.imagenet.classifier_logs import SampleMean
 from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.imagenet.sample_metrics import SampleMean
 from dlo_tasks.imagenet.timm_models import sincos_2d
 
 TINY = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}

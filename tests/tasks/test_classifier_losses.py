@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from dlo_framework.data import VOID
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet import classifier
-from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
+from dlo_tasks.imagenet.classifier_logs import Confusion, SampleMean
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from dlo_tasks.imagenet.device_decode import (
     encode_view,
     resize_crop,
 )
-from dlo_tasks.imagenet.device_measure import faster_decoder, measure_decoders
 from dlo_tasks.imagenet.folder import ImageFolderData
+from dlo_tasks.imagenet.folder_dataset import faster_decoder, measure_decoders
 
 
 def picture(number: int, kind: str = "jpeg", mode: str = "RGB") -> bytes:

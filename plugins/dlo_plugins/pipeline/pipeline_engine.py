@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.router_counts import in_micro_batch
+from dlo_framework.experts.auxiliary_loss import in_micro_batch
 from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.random_streams import random_stream

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlo_framework.experts.grouped_linear import OPERATORS
+from dlo_framework.experts.layer import OPERATORS
 from dlo_plugins.planner.work import Amount, Dim, Kernels, Product, Work
 
 _aten = torch.ops.aten

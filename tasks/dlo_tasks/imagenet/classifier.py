@@ -28,8 +28,8 @@ from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import logged_images, timm_channels, timm_models, vision_attention, vision_mixtures
-from dlo_tasks.imagenet.sample_metrics import Confusion, SampleMean
+from dlo_tasks.imagenet import classifier_logs, timm_channels, timm_models, vision_attention
+from dlo_tasks.imagenet.classifier_logs import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_models import plan_for
 
 
@@ -223,7 +223,7 @@ class ImageClassifier(Task):
         if self.position_embedding == "sincos2d":
             timm_models.set_sincos_positions(model)
         if self.experts is not None:
-            vision_mixtures.add_mixtures(model, plan_for(model), self.experts)
+            timm_models.add_mixtures(model, plan_for(model), self.experts)
         self._kernel = vision_attention.masked_vision_model(model, self.attention, self._attention_device)
         return model
 
@@ -376,7 +376,7 @@ class ImageClassifier(Task):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Shows a few images of the run's first batch, as the model gets them."""
         if self.log_images and batch_idx == 0 and self.trainer.global_step == 0:
-            logged_images.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
+            classifier_logs.show_images(self.trainer, batch, self.log_images, self.num_classes or 0)
 
     def on_validation_epoch_start(self) -> None:
         """Resets the confusion matrix."""
@@ -389,15 +389,15 @@ class ImageClassifier(Task):
     def on_validation_epoch_end(self) -> None:
         """Shows the confusion matrix of a separate validation run."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            logged_images.show_confusion(self.trainer, self.confusion, "val")
+            classifier_logs.show_confusion(self.trainer, self.confusion, "val")
 
     def on_test_epoch_end(self) -> None:
         """Shows the confusion matrix."""
-        logged_images.show_confusion(self.trainer, self.confusion, "test")
+        classifier_logs.show_confusion(self.trainer, self.confusion, "test")
 
     def on_train_end(self) -> None:
         """Shows the confusion matrix of the last validation."""
-        logged_images.show_confusion(self.trainer, self.confusion, "val")
+        classifier_logs.show_confusion(self.trainer, self.confusion, "val")
 
 
 LossName = Literal["cross_entropy", "bce"]

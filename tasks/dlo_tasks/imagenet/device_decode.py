@@ -16,9 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.augment import random_resized_box
+from dlo_tasks.imagenet.augment import TrainView, random_resized_box
 from dlo_tasks.imagenet.decode import Box, decode_pil, read_jpeg_header, resize_into
-from dlo_tasks.imagenet.views import TrainView
 
 #: Largest ratio of sizes that torch (2.11 to 2.15) is to resize with antialiasing at once. Its kernel for CUDA keeps
 #: weights in shared memory, whose 48 KB suffice for ratios up to 47 with the bicubic filter, and raises above.

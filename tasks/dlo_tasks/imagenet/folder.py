@@ -18,16 +18,14 @@ from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
-from dlo_tasks.imagenet.augment import build_distortions
+from dlo_tasks.imagenet.augment import EvalView, TrainView, View, build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
-from dlo_tasks.imagenet.device_measure import measure_decoders
-from dlo_tasks.imagenet.folder_dataset import ImageDataset
+from dlo_tasks.imagenet.folder_dataset import ImageDataset, measure_decoders
 from dlo_tasks.imagenet.image_sources import ImageSource, ImageStorage, JoinedImages, find_shards
 from dlo_tasks.imagenet.open_images import find_classes, open_flat_folder, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
-from dlo_tasks.imagenet.views import EvalView, TrainView, View
 
 #: Name of the loader and the source of ``predict_folder``.
 _PREDICT = "predict"

@@ -1,10 +1,13 @@
-"""Images of other sizes for timm's models: which way serves a model.
+"""Images of other sizes for timm's (1.0.31) models: which way serves a model.
 
 * Vision Transformers accept them by timm's ``dynamic_img_size`` (bicubic, antialiased).
 * Swin Transformers (Liu et al. 2021, arXiv 2103.14030, and V2, 2022, arXiv 2111.09883) keep the windows and tables of
   biases that they were built with. More windows cover a larger image, and maps that they do not fill are padded.
-* Other families have modules of their own: :mod:`~dlo_tasks.imagenet.sized_positions` and
-  :mod:`~dlo_tasks.imagenet.sized_windows`.
+* CoAtNet (Dai, Liu, Le, Tan 2021, arXiv 2106.04803) attends over the whole map. Its biases are interpolated bilinearly,
+  as the paper does for fine-tuning at a larger size.
+* MaxViT (Tu et al. 2022, arXiv 2204.01697) and GCViT (Hatamizadeh et al. 2022, arXiv 2206.09959) keep the number of
+  their windows, as timm's ``set_input_size`` does: windows grow with the image, with biases as CoAtNet's.
+* Other families with tables of positions: :mod:`~dlo_tasks.imagenet.sized_positions`.
 * BoTNet interpolates its tables of offsets linearly; the blocks of a HaloNet must divide its maps.
 """
 
@@ -17,7 +20,22 @@ from timm.layers.format import Format
 from timm.layers.halo_attn import HaloAttn
 from timm.layers.hybrid_embed import HybridEmbed
 from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_rel import (
+    RelPosBias,
+    RelPosBiasTf,
+    RelPosMlp,
+    gen_relative_log_coords,
+)
 from timm.models.byobnet import ByobNet
+from timm.models.gcvit import GlobalContextVit
+from timm.models.maxxvit import (
+    Attention2d,
+    AttentionCl,
+    MaxxVit,
+    ParallelPartitionAttention,
+    PartitionAttention2d,
+    PartitionAttentionCl,
+)
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
@@ -25,10 +43,169 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.model_sizes import ImageModels
-from dlo_tasks.imagenet.size_substitution import derive, substituted
+from dlo_framework.model_sizes import ImageModels, Size
+from dlo_tasks.imagenet.size_substitution import SizedModule, derive, substituted
 from dlo_tasks.imagenet.sized_positions import free_positions, position_multiples
-from dlo_tasks.imagenet.sized_windows import free_windows, window_multiples
+
+_Partition = PartitionAttentionCl | PartitionAttention2d | ParallelPartitionAttention
+_Biases = RelPosBias | RelPosBiasTf | RelPosMlp
+_WINDOW, _WINDOWS = "_dlo_window", "_dlo_windows"
+
+
+def free_windows(model: nn.Module) -> bool:
+    """Makes a model of these families accept any size that its windows divide; returns whether it is one."""
+    found: Any = model
+    if isinstance(model, GlobalContextVit):
+        for stage in found.stages:
+            for block in stage.blocks:
+                _keep_windows(block, stage.feat_size, block.window_size)
+                derive(block, _SizedBlock)
+                derive(block.attn.rel_pos, _SizedBias)
+        return True
+    if not isinstance(model, MaxxVit):
+        return False
+    for stage, known in zip(found.stages, found.feature_info[1:], strict=True):
+        cells = tuple(side // known["reduction"] for side in found.img_size)
+        for part in stage.modules():
+            if isinstance(part, _Partition):
+                _keep_windows(part, cells, part.partition_size)
+                derive(part, _SizedPartition)
+            elif type(part) is Attention2d and isinstance(part.rel_pos, RelPosBias | RelPosMlp):
+                # The object stays the same, and with it its parameters, hooks and the strategy's references.
+                part.__class__ = AnySizeAttention2d
+            elif isinstance(part, Attention2d | AttentionCl) and isinstance(part.rel_pos, _Biases):
+                derive(part, _SizedAttention)
+                derive(part.rel_pos, _SizedBias)
+    return True
+
+
+def window_multiples(model: nn.Module) -> list[int]:
+    """Returns the divisors of a model's heights and widths: each map must have its number of windows."""
+    found: Any = model
+    if isinstance(model, GlobalContextVit):
+        maps = [(4 * 2**level, stage.blocks) for level, stage in enumerate(found.stages)]
+        return [stride * count for stride, blocks in maps for block in blocks for count in _windows(block)]
+    if not isinstance(model, MaxxVit):
+        return []
+    multiples = [int(found.feature_info[-1]["reduction"])]
+    for stage, known in zip(found.stages, found.feature_info[1:], strict=True):
+        parts = [part for part in stage.modules() if isinstance(part, _Partition)]
+        multiples += [known["reduction"] * count for part in parts for count in _windows(part)]
+    return multiples
+
+
+def _keep_windows(part: nn.Module, cells: tuple[int, ...], window: tuple[int, ...]) -> None:
+    sides = zip(cells, window, strict=True)
+    vars(part).setdefault(_WINDOWS, tuple(max(1, map_side // side) for map_side, side in sides))
+
+
+def _windows(part: nn.Module) -> Size:
+    """Returns the rows and columns of windows in a map; they stay at other sizes."""
+    found: Size = vars(part).get(_WINDOWS, (1, 1))
+    return found
+
+
+class _SizedPartition(SizedModule):
+    """MaxViT's attention in windows, or in a grid of cells."""
+
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        part: Any = self
+        sides = x.shape[-2:] if isinstance(part, PartitionAttention2d) else x.shape[1:3]
+        return {"partition_size": tuple(side // count for side, count in zip(sides, _windows(part), strict=True))}
+
+
+class _SizedAttention(SizedModule):
+    """Attention over a window, [B, H, W, C] or [B, C, H, W], which names it for its biases."""
+
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        part: Any = self
+        vars(part.rel_pos)[_WINDOW] = tuple(x.shape[-2:] if isinstance(part, Attention2d) else x.shape[1:3])
+        return {}
+
+
+class _SizedBlock(SizedModule):
+    """A block of GCViT, [B, H, W, C]."""
+
+    def values_for(self, x: Tensor) -> dict[str, Any]:
+        part: Any = self
+        window = tuple(side // count for side, count in zip(x.shape[1:3], _windows(part), strict=True))
+        vars(part.attn.rel_pos)[_WINDOW] = window
+        return {"window_size": window}
+
+
+class _SizedBias:
+    """Biases for the window that their attention has named."""
+
+    def get_bias(self) -> Tensor:
+        """Returns the bias of each pair of cells, [1, heads, HW, HW]."""
+        part: Any = self
+        window = vars(part).get(_WINDOW, tuple(part.window_size))
+        if window == tuple(part.window_size):
+            found: Tensor = super().get_bias()  # type: ignore[misc]
+            return found
+        return bias_at(part, *window)
+
+
+class AnySizeAttention2d(Attention2d):
+    """timm's ``Attention2d`` (1.0.31) with a bias that fits the feature map at any size."""
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        """Returns attention over ``x``, [B, C, H, W]; timm's own if H and W are those it was built for."""
+        rel_pos: Any = self.rel_pos
+        height, width = x.shape[-2:]
+        if (height, width) == tuple(rel_pos.window_size):
+            return super().forward(x, shared_rel_pos)
+        batch = x.shape[0]
+        if self.head_first:
+            parts = self.qkv(x).view(batch, self.num_heads, self.dim_head * 3, -1).chunk(3, dim=2)
+        else:
+            parts = self.qkv(x).reshape(batch, 3, self.num_heads, self.dim_head, -1).unbind(1)
+        query, key, value = (part.transpose(-1, -2).contiguous() for part in parts)  # [B, heads, HW, dim_head]
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias_at(rel_pos, height, width),
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+        )
+        return self.proj_drop(self.proj(mixed.transpose(-1, -2).reshape(batch, -1, height, width)))
+
+
+def bias_at(rel_pos: _Biases, height: int, width: int) -> Tensor:
+    """Returns the attention bias of a feature map, [1, heads, HW, HW].
+
+    A table is interpolated bilinearly. A small network that makes the table (CoAtNet-rmlp) makes it for this map, as in
+    timm's ``set_window_size``.
+    """
+    size = 2 * height - 1, 2 * width - 1
+    if isinstance(rel_pos, RelPosMlp):
+        weight = rel_pos.mlp.fc1.weight
+        coordinates = gen_relative_log_coords(
+            (height, width), rel_pos.pretrained_window_size, rel_pos.mode, device=weight.device, dtype=weight.dtype
+        )
+        bias = expand_relative_bias(rel_pos.mlp(coordinates))
+        bias = rel_pos.bias_act(bias)
+        return bias if rel_pos.bias_gain is None else bias * rel_pos.bias_gain
+    rows, columns = (2 * side - 1 for side in rel_pos.window_size)
+    table: Tensor = rel_pos.relative_position_bias_table
+    by_head = isinstance(rel_pos, RelPosBiasTf)  # [heads, 2H - 1, 2W - 1]
+    table = table[None] if by_head else table.view(1, rows, columns, -1).permute(0, 3, 1, 2)
+    # Not antialiased: so it has a deterministic gradient on CUDA, and at up to half the size every entry is used.
+    table = F.interpolate(table, size, mode="bilinear", align_corners=False)
+    found = expand_relative_bias(table[0].permute(1, 2, 0))
+    return found[0] if by_head else found
+
+
+def expand_relative_bias(table: Tensor) -> Tensor:
+    """Returns the bias of each pair of cells, [1, heads, HW, HW], from that of each relative position.
+
+    Args:
+        table: Bias of each relative position, [2H - 1, 2W - 1, heads]; the middle is that of a cell and itself.
+    """
+    height, width = (table.shape[0] + 1) // 2, (table.shape[1] + 1) // 2
+    shifted = table.unfold(0, height, 1).unfold(1, width, 1)  # [H, W, heads, H, W]: [y, x, :, a, b] is at y+a, x+b
+    return shifted.flip(3, 4).permute(2, 0, 1, 3, 4).reshape(1, -1, height * width, height * width)
+
 
 _Swin = SwinTransformer | SwinTransformerV2 | SwinTransformerV2Cr
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.experts.balance import check_routers, find_routers
-from dlo_framework.experts.capacity import limit_capacity
+from dlo_framework.experts.balance import check_routers, find_routers, limit_capacity
+from dlo_framework.experts.layer import DenseMLP, upcycle
 from dlo_framework.experts.mixture_options import MixtureOptions
-from dlo_framework.experts.upcycling import DenseMLP, upcycle
 from dlo_tasks.llm.language_models import find_base_model, find_blocks
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.varlen import varlen_attn
 
-from dlo_framework.attention.flex_blocks import run_flex
+from dlo_framework.attention.masked_attention import run_flex
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 

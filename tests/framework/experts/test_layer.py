@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.experts.grouped_linear import grouped_linear
-from dlo_framework.experts.layer import Experts, MixtureLayer
+from dlo_framework.experts.layer import DenseMLP, Experts, MixtureLayer, grouped_linear, mixture_of, replaced_blocks
 from dlo_framework.experts.mixture_options import MixtureOptions
-from dlo_framework.experts.upcycling import DenseMLP, mixture_of, replaced_blocks
 
 
 def experts_of(gated: bool, bias: bool = True, count: int = 4) -> Experts:
