@@ -35,7 +35,8 @@ from measuring.record import Record, Table
 from measuring.rounds import all_ratios, clock_of, take_turns
 from torch import Tensor, nn
 
-from dlo_tasks.llm.vocabulary_loss import VocabularyHead, chunk_tokens, summed_loss
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import chunk_tokens, summed_loss
 
 #: What is to be reached on a CPU: memory over plain's, and time over plain's.
 MEMORY_BAR, TIME_BAR = 1 / 7, 0.75

@@ -53,6 +53,13 @@ class ByteFile(Protocol):
         """Returns a path of the full file on the local disk."""
 
 
+def cache_folder(given: str | None, kind: str) -> Path:
+    """Returns a cache folder that the user has set, or that of this kind of data in the user's cache."""
+    if given is not None:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / kind
+
+
 class BlockCache:
     """Folder of fetched blocks, shared by all processes of a node and bounded in bytes.
 

@@ -204,6 +204,20 @@ def scheduled(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def configure(task: Any, optimizer: Optimizer) -> OptimizerLRScheduler:
+    """Returns the value of ``configure_optimizers`` of a task with the options of :func:`check_options`."""
+    return scheduled(
+        with_training_modules(optimizer, task),
+        task._trainer,
+        task.schedule,
+        scaling=task.lr_scaling,
+        warmup_epochs=task.warmup_epochs,
+        warmup_steps=task.warmup_steps,
+        start=task.warmup_lr / task.lr,
+        end=task.min_lr / task.lr,
+    )
+
+
 def parameter_groups(
     model: nn.Module,
     *,
@@ -374,6 +388,18 @@ def _imported() -> dict[str, type[Optimizer]]:
         found.update({cls.__name__: cls for cls in below if not inspect.isabstract(cls)})
         waiting += below
     return found
+
+
+def check_options(task: Any, layer_decay: float | None = None) -> None:
+    """Checks a task's options of the optimizer and the schedule, which have the names of its arguments.
+
+    Raises:
+        DloError: If one is unknown or out of range.
+    """
+    check_optimizer(task.optimizer_name, task.schedule)
+    check_rates(task.lr, task.lr_scaling, min_lr=task.min_lr, warmup_lr=task.warmup_lr)
+    check_warmup(task.warmup_epochs, task.warmup_steps)
+    check_decays(task.weight_decay, layer_decay)
 
 
 def check_rates(lr: float, scaling: Mapping[str, Any] | None = None, **others: float) -> None:

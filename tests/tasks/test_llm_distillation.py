@@ -12,8 +12,9 @@ from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard
 from dlo_framework.testing import run_distributed
 from dlo_plugins.distillation.logit_losses import LogitDistance
 from dlo_tasks.llm import vocabulary_distillation
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.vocabulary_distillation import summed_distillation
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 from support.largest_tensor import Largest
 
 WIDTH, WIDER, VOCABULARY, TOKENS = 16, 24, 50, 23

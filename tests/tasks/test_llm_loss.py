@@ -14,14 +14,9 @@ from dlo_framework.distributed.vocab_parallel import set_shard
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm import vocabulary_loss
-from dlo_tasks.llm.vocabulary_loss import (
-    IGNORE_INDEX,
-    Kernel,
-    VocabularyHead,
-    full_logits_loss,
-    summed_loss,
-    token_losses_and_hits,
-)
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import Kernel, full_logits_loss, summed_loss, token_losses_and_hits
 from support.largest_tensor import Largest
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23

@@ -21,10 +21,12 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.division import local_range
 from dlo_plugins.tensor.vocabulary import install_vocabulary
 from dlo_tasks.llm import vocabulary_loss
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, SoftcappedLogits, complete_ids
 from dlo_tasks.llm.preference_lm import PreferenceLM
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead, summed_loss, token_losses_and_hits
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import summed_loss, token_losses_and_hits
 from support.token_batches import FAMILIES, Tokens
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
@@ -195,12 +197,13 @@ import torch
 from torch import nn
 from dlo_framework.token_loss import TokenLoss
 from dlo_tasks.llm import vocabulary_loss
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 torch.manual_seed(0)
 linear, hidden = nn.Linear(16, 50), (3 * torch.randn(23, 16)).requires_grad_()
 targets = torch.randint(50, (23,))
 targets[::4] = -100
 for terms in (TokenLoss(), TokenLoss(z_loss=0.03), TokenLoss(label_smoothing=0.2), TokenLoss(0.03, 0.2)):
-    plain = vocabulary_loss.full_logits_loss(vocabulary_loss.VocabularyHead(linear), hidden, targets, terms)
+    plain = vocabulary_loss.full_logits_loss(VocabularyHead(linear), hidden, targets, terms)
     found = vocabulary_loss._by_liger(linear, hidden, targets, None, terms)
     torch.testing.assert_close(found, plain)
     inputs = [hidden, *linear.parameters()]

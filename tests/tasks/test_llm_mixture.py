@@ -23,7 +23,7 @@ from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.token_windows import JoinedWindows
-from dlo_tasks.llm.tokenization import choose_processes, tokenize_in_processes
+from dlo_tasks.llm.tokenization import tokenize_in_processes
 from support.texts import lines, sentences
 from support.token_files import documents, write_megatron
 from support.trainers import quiet_trainer
@@ -241,9 +241,6 @@ def test_processes_tokenise_as_one_does(tmp_path, make):
         np.array_equal(getattr(stores[0], name), getattr(stores[1], name)) for name in ("bounds", "hashes", "rows")
     )
     assert np.array_equal(stores[0].read(slice(None))[0], stores[1].read(slice(None))[0])
-    assert choose_processes(None, 1000) == 1
-    assert choose_processes(None, 1 << 40) >= 1
-    assert choose_processes(5, 0) == 5
 
 
 def _pids(records):
@@ -260,13 +257,14 @@ def _refuses(records):
 
 
 def test_several_processes_work_and_their_errors_arrive():
-    pids = set(tokenize_in_processes(range(20_000), _pids, 3))
+    assert set(tokenize_in_processes(range(1000), _pids, None, 1000)) == {os.getpid()}
+    pids = set(tokenize_in_processes(range(20_000), _pids, 3, 0))
     assert os.getpid() not in pids
     assert len(pids) > 1
     with pytest.raises(DloError, match="the third record is broken"):
-        list(tokenize_in_processes(range(2000), _refuses, 2))
+        list(tokenize_in_processes(range(2000), _refuses, 2, 0))
     with pytest.raises(DloError, match="3 processes must tokenise to the end, got one that was killed"):
-        list(tokenize_in_processes(range(2000), _killed, 3))
+        list(tokenize_in_processes(range(2000), _killed, 3, 0))
 
 
 @pytest.mark.parametrize(

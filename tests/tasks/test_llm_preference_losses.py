@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlo_tasks.llm import preference_losses
+from dlo_tasks.llm import preference_losses, vocabulary_loss
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.preference_losses import OBJECTIVES, token_log_probs
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 
 ROOT = Path(__file__).parents[2]
 TRL = json.loads((ROOT / "tests" / "support" / "trl_losses.json").read_text())
@@ -104,16 +105,14 @@ def test_log_probs_in_chunks_are_those_of_all_logits(kind: str, softcap: float |
 
 
 def test_a_chunk_of_logits_is_the_most_that_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    from dlo_tasks.llm import vocabulary_loss
+    seen: list[int] = []
+    original = vocabulary_loss.losses_and_slope
 
-    original = vocabulary_loss.project_columns
+    def counted(logits: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(len(logits))
+        return original(logits, *rest, **options)
 
-    def counted(h: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(h))
-        return original(h, *rest)
-
-    monkeypatch.setattr(vocabulary_loss, "project_columns", counted)
+    monkeypatch.setattr(vocabulary_loss, "losses_and_slope", counted)
     head, hidden = VocabularyHead(nn.Linear(WIDTH, VOCABULARY)), torch.randn(TOKENS, WIDTH, requires_grad=True)
     token_log_probs(head, hidden, torch.zeros(TOKENS, dtype=torch.long), chunk=10).sum().backward()
     assert seen == [10, 10, 3] * 2  # forward, and again in backward

@@ -10,14 +10,9 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.testing import run_distributed
 from dlo_plugins.tensor.division import local_range
 from dlo_plugins.tensor.vocabulary import install_vocabulary
-from dlo_tasks.llm.vocabulary_loss import (
-    IGNORE_INDEX,
-    Kernel,
-    VocabularyHead,
-    full_logits_loss,
-    summed_loss,
-    token_losses_and_hits,
-)
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import Kernel, full_logits_loss, summed_loss, token_losses_and_hits
 
 WIDTH, VOCABULARY, TOKENS = 16, 50, 23
 CASES: list[dict[str, Any]] = [

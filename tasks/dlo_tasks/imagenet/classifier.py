@@ -133,14 +133,11 @@ class ImageClassifier(Task):
         self._ema: WeightEMA | None = None
         self._checked = False
         timm_models.check_name(model, pretrained=pretrained)
-        optim.check_optimizer(optimizer, schedule)
         self._check_values()
 
     def _check_values(self) -> None:
+        optim.check_options(self, self.layer_decay)
         check_number("label_smoothing", self.label_smoothing, "at least 0 and below 1", "0.1 is usual")
-        optim.check_rates(self.lr, self.lr_scaling, min_lr=self.min_lr, warmup_lr=self.warmup_lr)
-        optim.check_warmup(self.warmup_epochs, self.warmup_steps)
-        optim.check_decays(self.weight_decay, self.layer_decay)
         if self.ema_decay is not None:
             WeightEMA(self.ema_decay)
         if self.experts is not None and self.experts.count is None:
@@ -288,16 +285,7 @@ class ImageClassifier(Task):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, with a learning-rate scheduler unless the schedule is `constant`."""
-        return optim.scheduled(
-            optim.with_training_modules(self._optimizer(self.model), self),
-            self._trainer,
-            self.schedule,
-            scaling=self.lr_scaling,
-            warmup_epochs=self.warmup_epochs,
-            warmup_steps=self.warmup_steps,
-            start=self.warmup_lr / self.lr,
-            end=self.min_lr / self.lr,
-        )
+        return optim.configure(self, self._optimizer(self.model))
 
     # --- steps ---------------------------------------------------------------------------------------------
 

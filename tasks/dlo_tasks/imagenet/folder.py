@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_parallel_coordinates
 from dlo_framework.data.mixture import MixOptions, Ramp
-from dlo_framework.data.remote import BlockCache, is_remote
+from dlo_framework.data.remote import BlockCache, cache_folder, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number
@@ -188,8 +188,7 @@ class ImageFolderData(ImageData):
         self.mixed_roots = sources
         self.mix_options = MixOptions(mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples)
         self.mix_options.check(list(sources or {"root": root}))
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "images"
-        folder = Path(cache_dir).expanduser() if cache_dir is not None else default
+        folder = cache_folder(cache_dir, "images")
         self._storage = ImageStorage(
             BlockCache(folder, parse_bytes(cache_bytes, "cache_bytes")), folder, storage_options or {}
         )

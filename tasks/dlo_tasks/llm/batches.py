@@ -159,15 +159,19 @@ class Prompts:
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns ``input_ids`` and ``attention_mask``, int64 [B, L], and ``index``, the prompt numbers, int64 [B]."""
-        rows = [self._prompts[draw.index] for draw in draws]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self._filler)
-        mask = torch.zeros_like(ids)
-        for number, row in enumerate(rows):
-            ids[number, width - len(row) :] = torch.tensor(row)
-            mask[number, width - len(row) :] = 1
+        ids, mask = pad_left([self._prompts[draw.index] for draw in draws], self._filler)
         index = torch.tensor([draw.index for draw in draws])
         return {"input_ids": ids, "attention_mask": mask, "index": index}
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns prompts as ids and attention mask, both `[B, L]`, padded on the left."""
+    longest = max(map(len, rows))
+    ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def gather_pieces(

@@ -47,6 +47,7 @@ from dlo_tasks.llm import (
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
+from dlo_tasks.llm.batches import IGNORE_INDEX, pad_left
 from dlo_tasks.llm.document_isolation import DocumentSpans, documents_of
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
 from dlo_tasks.llm.generation import (
@@ -55,13 +56,13 @@ from dlo_tasks.llm.generation import (
     complete_ids,
     complete_texts,
     end_tokens,
-    pad_left,
     print_samples,
 )
 from dlo_tasks.llm.language_mixtures import LoadBalancing, find_load_balancing
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
 from dlo_tasks.llm.prompts import warn_of_plain_prompts
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 
 
 class CausalLM(Task):
@@ -196,10 +197,7 @@ class CausalLM(Task):
         self._balance: LoadBalancing | None = None
         #: Folder or hub name of the model's own tokenizer; None without one.
         self.tokenizer_source = language_models.tokenizer_source(model)
-        optim.check_optimizer(optimizer, schedule)
-        optim.check_rates(lr, lr_scaling, min_lr=min_lr, warmup_lr=warmup_lr)
-        optim.check_warmup(warmup_epochs, warmup_steps)
-        optim.check_decays(weight_decay, None)
+        optim.check_options(self)
 
     # --- before training -----------------------------------------------------------------------------------
 
@@ -374,24 +372,15 @@ class CausalLM(Task):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the optimizer, and its learning-rate schedule unless that is `constant`."""
-        return optim.scheduled(
-            optim.with_training_modules(self._optimizer(self.model), self),
-            self._trainer,
-            self.schedule,
-            scaling=self.lr_scaling,
-            warmup_epochs=self.warmup_epochs,
-            warmup_steps=self.warmup_steps,
-            start=self.warmup_lr / self.lr,
-            end=self.min_lr / self.lr,
-        )
+        return optim.configure(self, self._optimizer(self.model))
 
     # --- steps ---------------------------------------------------------------------------------------------
 
     @property
-    def head(self) -> vocabulary_loss.VocabularyHead:
+    def head(self) -> VocabularyHead:
         """Head that turns the outputs of :meth:`forward` into logits; the identity where they are logits already."""
         if not self._traits.has_linear_head:
-            return vocabulary_loss.VocabularyHead(nn.Identity(), softcap=self.logit_softcap)
+            return VocabularyHead(nn.Identity(), softcap=self.logit_softcap)
         return language_models.find_head(self.model, self.logit_softcap)  # type: ignore[arg-type]
 
     def example_batch(self, datamodule: LightningDataModule | None) -> dict[str, Tensor]:
@@ -472,7 +461,7 @@ class CausalLM(Task):
             self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel, terms=self.token_loss
         )
         if balance is not None:
-            total = total + balance * (labels != vocabulary_loss.IGNORE_INDEX).sum()
+            total = total + balance * (labels != IGNORE_INDEX).sum()
         return self._per_token(total, batch)
 
     def _per_token(self, total: Tensor, batch: Any) -> Tensor:
@@ -482,7 +471,7 @@ class CausalLM(Task):
             ranks = gradient_ranks(self._trainer)
             micro_batches = int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
             return total * (ranks * micro_batches) / tokens.clamp(min=1)
-        mean = mean_over_data(self._trainer, (batch["labels"] != vocabulary_loss.IGNORE_INDEX).sum().float())
+        mean = mean_over_data(self._trainer, (batch["labels"] != IGNORE_INDEX).sum().float())
         return total / mean.clamp(min=1)
 
     @property
@@ -497,7 +486,7 @@ class CausalLM(Task):
 
         A value of a sample, `[B]`, counts for each of its tokens.
         """
-        is_target = sparse_attention.targets(self.attention, batch) != vocabulary_loss.IGNORE_INDEX
+        is_target = sparse_attention.targets(self.attention, batch) != IGNORE_INDEX
         values = values[:, None].expand(is_target.shape) if values.ndim == 1 else values
         return self._per_token(values.masked_fill(~is_target, 0.0).sum(), batch)
 
@@ -547,7 +536,7 @@ class CausalLM(Task):
         """
         if all("tokens_in_step" in part for part in micro_batches):
             return [1.0] * len(micro_batches)
-        counted = [(part["labels"] != vocabulary_loss.IGNORE_INDEX).sum() for part in micro_batches]
+        counted = [(part["labels"] != IGNORE_INDEX).sum() for part in micro_batches]
         counts = mean_over_data(self._trainer, torch.stack(counted).float()).double()
         total = counts.sum()
         return torch.where(total > 0, counts / total, 1.0 / len(counted)).unbind()
@@ -556,17 +545,21 @@ class CausalLM(Task):
         """Updates and returns the metrics of the stage."""
         labels = sparse_attention.targets(self.attention, batch).flatten()
         losses, hits = vocabulary_loss.token_losses_and_hits(self.head, outputs.flatten(0, 1), labels)
-        is_target = labels != vocabulary_loss.IGNORE_INDEX
+        is_target = labels != IGNORE_INDEX
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
         if self.tokenizer is not None:
             number = (self._byte_counts(labels.device)[labels.clamp(min=0)] * is_target).sum()
             values |= {"bits_per_byte": (total, number), "perplexity_per_byte": (total, number)}
+        return self._measure(values)
+
+    def _measure(self, values: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Metric | Tensor]:
+        """Updates metrics by the arguments of each, and returns these metrics."""
         found: dict[str, Metric | Tensor] = {}
-        for name, (value, count) in values.items():
+        for name, update in values.items():
             measure = self.measures[name]
-            assert isinstance(measure, TokenMean)
-            measure.update(value, count)
+            assert isinstance(measure, Metric)
+            measure.update(*update)
             found[name] = measure
         return found
 

@@ -43,8 +43,8 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 _ARGUMENT = "dlo_documents"
 #: Implementations of attention that read a dense mask.
 _DENSE = ("sdpa", "eager")
-#: Exceptions of a forward that does not take its arguments.
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+#: Exceptions that a forward raises if a model does not support its arguments.
+FORWARD_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 #: Positions of the rows of the call with the shortest documents.
 _SHORTEST = 16
 
@@ -197,7 +197,7 @@ def find_isolation(
             try:
                 with documents_of(spans):
                     found = run() if gathers else run(position_ids=position_ids)
-            except _FAILURES:
+            except FORWARD_FAILURES:
                 continue
             if near(found, expected):
                 return Isolation({type(part): trial.ways.get(type(part), "rows") for part in modules}, gathers)
@@ -224,11 +224,11 @@ class _Trial:
                 return own(*args, **kwargs)
             try:
                 expected = by_rows(*args, **kwargs)
-            except _FAILURES:
+            except FORWARD_FAILURES:
                 if not takes_mask:
                     raise
                 expected = None
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*FORWARD_FAILURES):
                 if takes_mask:
                     changed = _cut_mask(self.is_additive, module, args, kwargs)
                     found = own(*args, **kwargs) if changed is None else own(*changed[0], **changed[1])

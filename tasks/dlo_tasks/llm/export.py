@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,30 +109,23 @@ def _quiet_save() -> Iterator[None]:
 
     transformers asks accelerate (1.15), which imports DeepSpeed, which looks for a device and warns if there is none.
     """
-    from transformers.utils import logging
-
     searches = "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available()
-    shows = logging.is_progress_bar_enabled()
     if searches:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     try:
-        yield
+        with language_models.limit_progress_bars():
+            yield
     finally:
         if searches:
             del os.environ["DS_ACCELERATOR"]
-        if shows:
-            logging.enable_progress_bar()
 
 
 def _model(checkpoint: dict[str, Any], about: dict[str, Any], dtype: torch.dtype | None) -> Any:
     """Returns the model of a checkpoint, with its adapters, on the CPU."""
     language_models.require_package("transformers")
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    settings = json.loads(about["config"])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = language_models.config_from_json(about["config"])
     weights = model_weights(checkpoint, PREFIX)
     stored = weights.dtype(next(iter(weights)))
     with torch.device("meta"):

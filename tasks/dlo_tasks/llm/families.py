@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import document_isolation, language_models, packed_attention, sparse_attention
-from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts, single_documents
-from dlo_tasks.llm.document_isolation import DocumentSpans, Isolation, near
+from dlo_tasks.llm.batch_counts import count_documents, single_documents
+from dlo_tasks.llm.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near
+from dlo_tasks.llm.packed_attention import document_lengths
+from dlo_tasks.llm.tokenizer import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,8 +36,6 @@ KNOWN = frozenset(
 )
 #: transformers' name for attention by :func:`_by_documents`. It contains "flash", which transformers looks for.
 _STAND_IN = "dlo_flash_stand_in"
-#: Exceptions that a forward raises if a model does not support its arguments.
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 class Traits(NamedTuple):
@@ -147,7 +147,7 @@ def matches_dense_mask(model: PreTrainedModel) -> bool:
         told = packed_attention.attention_arguments(twin, positions)
         found = language_models.hidden_states(twin, input_ids=rows, position_ids=positions, **told)
         return "cu_seq_lens_q" in told and near(found, expected)
-    except (*_FAILURES, DloError):  # such as a family without transformers' attention interface
+    except (*FORWARD_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
 
 
@@ -164,9 +164,7 @@ def flash_arguments(position_ids: Tensor) -> dict[str, Any]:
     number, longest, _ = count_documents(position_ids)
     if number == len(position_ids):
         return {}
-    places = torch.nonzero_static(mark_document_starts(position_ids).flatten(), size=number).flatten()
-    edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
-    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    return document_lengths(position_ids, number, longest)
 
 
 @torch.no_grad()
@@ -196,8 +194,8 @@ def probe_traits(model: PreTrainedModel) -> Traits:
             return found if found.isolates_documents or flash else _isolated(tried, found)
     except DloError:
         raise
-    except _FAILURES as error:
-        raise _unsupported(model, f"fails on a few tokens: {language_models.first_line(error)}") from error
+    except FORWARD_FAILURES as error:
+        raise _unsupported(model, f"fails on a few tokens: {first_line(error)}") from error
     finally:
         tried.train(was_training)
 
@@ -273,7 +271,7 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
         _, blocks = language_models.find_blocks(twin)
         with torch.device("cpu"):
             found = document_isolation.find_isolation(twin, blocks, positions, run, torch.stack(alone))
-    except _FAILURES:  # such as buffers that a family makes from values that the meta device does not have
+    except FORWARD_FAILURES:  # such as buffers that a family makes from values that the meta device does not have
         return traits
     if found is None:
         return traits
@@ -291,7 +289,7 @@ def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
     twin.config._attn_implementation = _STAND_IN
     try:
         return _keeps_apart(twin, flash=True)
-    except _FAILURES:  # such as a family without transformers' attention interface
+    except FORWARD_FAILURES:  # such as a family without transformers' attention interface
         return False
 
 

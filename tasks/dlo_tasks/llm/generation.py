@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import check_number
-from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.batches import IGNORE_INDEX, pad_left
 from dlo_tasks.llm.positions import check_generation_length
 from dlo_tasks.llm.prompts import encode_prompts, format_prompt
 
@@ -56,14 +56,6 @@ class Sampling:
         check_number("sampling.temperature", self.temperature, "at least 0", "0 selects the most probable token")
         check_number("sampling.top_p", self.top_p, "above 0 and at most 1", "1 samples from all tokens")
         check_number("sampling.top_k", self.top_k, "at least 1", "remove it to sample from all tokens")
-
-
-def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns prompts as ids and attention mask, both `[B, L]`, padded on the left."""
-    longest = max(map(len, rows))
-    ids = [[pad] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 @torch.no_grad()

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.runs import is_first_process
 from dlo_tasks.llm import packed_attention
-from dlo_tasks.llm.tokenizer import check_hub_name, has_tokenizer, vocabulary_size
-from dlo_tasks.llm.vocabulary_loss import VocabularyHead
+from dlo_tasks.llm.tokenizer import check_hub_name, first_line, has_tokenizer, vocabulary_size
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -398,11 +398,6 @@ def _path(model: str) -> str:
     return str(Path(model).expanduser()) if is_folder(model) else model
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type name without a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def config_from_json(text: str) -> Any:
     """Returns the config of a JSON text that has `model_type`."""
     from transformers import AutoConfig
@@ -445,10 +440,7 @@ def resized_config(config: Any, sizes: Mapping[str, float]) -> dict[str, Any]:
             )
         setattr(config, key, sizes["hidden"])
     if "heads" in sizes:
-        if not hasattr(config, "head_dim") and config.model_type not in (
-            *READS_HEAD_DIM,
-            *NARROW_FAMILIES,
-        ):
+        if not hasattr(config, "head_dim") and config.model_type not in (*READS_HEAD_DIM, *NARROW_FAMILIES):
             raise DloError(
                 "prune: the config must have head_dim for --heads, as that of Llama has, got none in"
                 f" {config.model_type}; prune hidden units or blocks"

@@ -31,6 +31,7 @@ from torch.nn.attention.varlen import varlen_attn
 from dlo_framework.attention.masked_attention import run_flex
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
+from dlo_tasks.llm.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,10 +124,20 @@ def attention_arguments(model: PreTrainedModel, position_ids: Tensor) -> dict[st
         return {"attention_mask": no_mask}  # One document per row: causal attention suffices.
     if kernel == "flex":
         return {"attention_mask": _block_masks(config, position_ids, window if is_cut else None)}
+    return {"attention_mask": no_mask, **document_lengths(position_ids, number, longest)}
+
+
+def document_lengths(position_ids: Tensor, number: int, longest: int) -> dict[str, Any]:
+    """Returns keyword arguments with the document boundaries of packed rows, for kernels that take no mask.
+
+    Args:
+        position_ids: Positions, `[B, L]`.
+        number: Number of documents; see :func:`dlo_tasks.llm.batch_counts.count_documents`.
+        longest: Tokens of the longest document.
+    """
     places = torch.nonzero_static(mark_document_starts(position_ids).flatten(), size=number).flatten()
     edges = F.pad(places, (0, 1), value=position_ids.numel()).to(torch.int32)
-    lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
-    return {"attention_mask": no_mask, **lengths}
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
 def attention_forward(
@@ -169,7 +180,8 @@ def attention_forward(
     if by_lengths or by_blocks:
         _refuse(module, dropout, None if by_blocks else softcap, others)
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        query, key, value = (tensor.to(_autocast_dtype(value)) for tensor in (query, key, value))
+        dtype = autocast_dtype(value.device) or value.dtype
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if by_blocks:
             return _by_blocks(query, key, value, attention_mask, scale, softcap), None
         assert cu_seq_lens_q is not None
@@ -371,12 +383,4 @@ def _widest_head(config: Any) -> int:
 
 def dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
     """Returns the precision in which a model computes on a device."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    found: torch.dtype = next(model.parameters()).dtype
-    return found
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    return autocast_dtype(device) or next(model.parameters()).dtype

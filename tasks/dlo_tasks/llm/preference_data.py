@@ -14,7 +14,7 @@ from dlo_tasks.llm.preference_records import COLUMNS, read_preferences, style_pr
 from dlo_tasks.llm.preference_rows import LongAnswers, lay_out_preferences
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.token_cache import Document, TokenStore
-from dlo_tasks.llm.tokenization import cached_documents, choose_processes, tokenize_in_processes, total_size
+from dlo_tasks.llm.tokenization import cached_documents, tokenize_in_processes, total_size
 from dlo_tasks.llm.tokenizer import find_filler_id
 
 #: Version of the documents that are made of preferences.
@@ -102,8 +102,7 @@ class PreferenceData(TextData):
             else:
                 found = read_preferences(files, self.columns, unpaired=self.unpaired, on_bytes=on_bytes)
             tokenize = partial(tokenize_preferences, tokenizer=tokenizer, files=files)
-            processes = choose_processes(self.tokenize_processes, total_size(files))
-            return tokenize_in_processes(found, tokenize, processes)
+            return tokenize_in_processes(found, tokenize, self.tokenize_processes, total_size(files))
 
         options = ["preferences", _FORMAT, self.unpaired, embedded, sorted(self.columns.items())]
         return cached_documents(files, tokenizer, self.cache_dir, documents, options)

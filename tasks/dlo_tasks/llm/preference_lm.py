@@ -23,6 +23,7 @@ from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.strategy_contract import contract_of
 from dlo_tasks.llm import adapters, batch_counts, language_models, preference_losses
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
 from dlo_tasks.llm.preference_losses import (
@@ -34,7 +35,7 @@ from dlo_tasks.llm.preference_losses import (
     Objective,
     token_log_probs,
 )
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, VocabularyHead
+from dlo_tasks.llm.vocabulary_head import VocabularyHead
 
 _REFERENCE = "reference_log_probs"
 
@@ -496,17 +497,11 @@ class PreferenceLM(CausalLM):
         else:
             values["reward_accuracy"] = (_count_hits(rewards, answers), counts[0])
             values["loss"] = (self._losses(scores, sums, batch).sum(dtype=sum_dtype()), counts[0])
-        found: dict[str, Metric | Tensor] = {}
         if sums.nll is not None and sums.nll_tokens is not None:
             nll, tokens = sums.nll.sum(dtype=sum_dtype()), sums.nll_tokens.sum().long()
             odds, pairs = values["loss"]
             values |= {"nll": (nll, tokens), "loss": (torch.stack([odds, nll]), torch.stack([pairs, tokens]))}
-        for name, update in values.items():
-            measure = self.measures[name]
-            assert isinstance(measure, Metric)
-            measure.update(*update)
-            found[name] = measure
-        return found
+        return self._measure(values)
 
     def _add_to_window(self, rewards: Tensor, batch: Any) -> None:
         """Adds a micro-batch's rewards to those that are logged next, on the device."""

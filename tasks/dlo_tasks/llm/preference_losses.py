@@ -39,9 +39,10 @@ from torchmetrics import Metric
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
 from dlo_tasks.llm import vocabulary_loss
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.evaluation import sum_dtype
-from dlo_tasks.llm.gathered_head import run_inside
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX, Kernel, VocabularyHead
+from dlo_tasks.llm.vocabulary_head import VocabularyHead, autocast_dtype, head_width, is_quantised, run_inside
+from dlo_tasks.llm.vocabulary_loss import Kernel
 
 Objective = Literal["dpo", "ipo", "hinge", "kto", "orpo", "simpo"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -247,9 +248,9 @@ def token_log_probs(
 
     def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
-        if vocabulary_loss.is_quantised(linear):  # In the call that gathers it.
+        if is_quantised(linear):  # In the call that gathers it.
             return token_losses(head, hidden, of_these)
-        dtype = vocabulary_loss.autocast_dtype(hidden.device) or hidden.dtype
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
         rows = chunk or vocabulary_loss.chunk_tokens(linear.weight.shape[0], len(of_these), kernel)
         losses: Tensor = _TokenLosses.apply(
             *(hidden, linear.weight, linear.bias, of_these, head.softcap, dtype, rows, shard, kernel)
@@ -261,7 +262,7 @@ def token_log_probs(
     elif head.is_gathered:
         losses = token_losses(head, some, of_these)
     else:
-        rows = chunk or vocabulary_loss.chunk_tokens(vocabulary_loss.head_width(head), len(of_these), kernel)
+        rows = chunk or vocabulary_loss.chunk_tokens(head_width(head), len(of_these), kernel)
         chunks = zip(some.split(rows), of_these.split(rows), strict=True) if len(of_these) else ()
         found = [checkpoint(token_losses, head, h, t, use_reentrant=False) for h, t in chunks]
         losses = torch.cat(found) if found else some.float().sum(dim=1)
@@ -329,19 +330,9 @@ def _chunks(
 ) -> Any:
     """Yields each chunk's first token, hidden states `[n, D]`, losses `[n]` and their gradient `[n, V]`, or None."""
     with torch.autocast(hidden.device.type, enabled=False):
-        weight = weight.detach().to(dtype)
-        buffer: Tensor | None = None
-        for start in range(0, len(targets), rows):
-            h, t = hidden[start : start + rows].detach().to(dtype), targets[start : start + rows, None]
+        for start, h, logits in vocabulary_loss.project_chunks(hidden, weight.detach().to(dtype), bias, rows, kernel):
+            t = targets[start : start + rows, None]
             ignored = t == IGNORE_INDEX
-            if kernel == "columns":
-                if buffer is None or buffer.shape[1] != len(h):
-                    buffer = torch.empty(weight.shape[0], len(h), dtype=dtype, device=hidden.device)
-                logits = vocabulary_loss.project_columns(h, weight, bias, buffer)
-            else:
-                if buffer is None:
-                    buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=dtype, device=hidden.device)
-                logits = vocabulary_loss.project_rows(h, weight, bias, buffer[: len(h)])
             losses, slope = vocabulary_loss.losses_and_slope(
                 logits, t.clamp(min=0), softcap, shard, need_slope=need_slope
             )

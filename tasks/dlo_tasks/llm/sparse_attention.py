@@ -22,10 +22,11 @@ from dlo_framework.batches import ROW_PLACES
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import packed_attention
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
+from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.language_models import text_config
 from dlo_tasks.llm.language_plans import plan_for
 from dlo_tasks.llm.positions import max_positions
-from dlo_tasks.llm.vocabulary_loss import IGNORE_INDEX
+from dlo_tasks.llm.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -223,8 +224,7 @@ def attention_forward(
             f"attention.mask must be without a bias of positions, got {type(module).__name__}; remove the mask"
         )
     scores = Scores(softcap, s_aux)
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = autocast_dtype(value.device) or value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = find_heads(module)
     is_step = attention_mask is not None and attention_mask.dtype == torch.int64
@@ -279,8 +279,8 @@ def _check_module(model: PreTrainedModel, name: str) -> None:
     if getattr(getattr(part, "config", None), "_attn_implementation", None) != NAME:
         raise DloError(
             f"attention '{name}' of {type(model).__name__} must use transformers' AttentionInterface for"
-            f" attention.mask,"
-            f" got {type(part).__name__}, which does not; choose a family that does: llama, qwen3, gpt_neox..."
+            f" attention.mask, got {type(part).__name__}, which does not; choose a family that does: llama, qwen3,"
+            " gpt_neox..."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
 from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
-from dlo_framework.data.remote import BlockCache
+from dlo_framework.data.remote import BlockCache, cache_folder
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number, did_you_mean
@@ -36,7 +35,7 @@ from dlo_tasks.llm.step_tokens import (
     StreamBatchSampler,
     TextBatchSampler,
 )
-from dlo_tasks.llm.token_cache import TokenStore, cache_folder
+from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.token_sources import (
     SourceStatistics,
     Storage,
@@ -223,7 +222,7 @@ class TextData(ResumableDataModule):
         self.chat_template, self.columns = chat_template, dict(columns or {})
         self.seq_len, self.packing, self.long_samples = seq_len, packing, long_samples
         self.val_fraction, self.vocab_size, self.corpus_bytes = val_fraction, vocab_size, corpus_bytes
-        self.cache_dir = cache_folder(cache_dir)
+        self.cache_dir = cache_folder(cache_dir, "llm")
         #: The transformers tokenizer; None before `setup`.
         self.tokenizer: Any = None
         #: Prompts to complete, as read from `predict_files`; empty before `setup` for prediction.
@@ -369,9 +368,7 @@ class TextData(ResumableDataModule):
 
     def _storage(self) -> Storage:
         """Returns the places for remote files and indices."""
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "remote"
-        folder = Path(self._remote_cache).expanduser() if self._remote_cache is not None else default
-        cache = BlockCache(folder, self._cache_bytes)
+        cache = BlockCache(cache_folder(self._remote_cache, "remote"), self._cache_bytes)
         return Storage(cache, self.cache_dir / "token-indices", self._storage_options)
 
     def _load_tokenizer(self) -> Any:

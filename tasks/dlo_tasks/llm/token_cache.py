@@ -36,14 +36,6 @@ import numpy as np
 from dlo_framework.atomic_file import PARTIAL, open_atomic
 from dlo_framework.errors import DloError
 
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Returns the folder for tokens and trained tokenizers: ``cache_dir``, or ``dlo/llm`` in the user's cache."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlo" / "llm"
-
-
 #: Age, in seconds, after which a temporary file is assumed to be abandoned.
 _ABANDONED = 2 * 24 * 3600
 

@@ -114,26 +114,24 @@ _WAITING = 2
 _LARGE = 64 << 20
 
 
-def choose_processes(processes: int | None, total_bytes: int) -> int:
-    """Returns the number of processes: the option's, or all cores for more than 64 MiB and one for less."""
-    if processes is not None:
-        return processes
-    if total_bytes < _LARGE:
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def tokenize_in_processes(records: Iterable[Any], tokenize: Tokenize, processes: int) -> Iterator[Document]:
+def tokenize_in_processes(
+    records: Iterable[Any], tokenize: Tokenize, processes: int | None, total_bytes: int
+) -> Iterator[Document]:
     """Yields the tokenised records, in order; memory holds a few hundred per process.
 
     Args:
         records: Records, which this process reads.
         tokenize: Function that tokenises some of them; it depends on each record alone.
-        processes: Number of processes; 1 tokenises in this one, whose tokenizer uses threads.
+        processes: Number of processes; 1 tokenises in this one, whose tokenizer uses threads. None for all cores for
+            more than 64 MiB and one for less.
+        total_bytes: Size of the files.
 
     Raises:
         DloError: If a record cannot be tokenised, or a process is killed.
     """
+    if processes is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = 1 if total_bytes < _LARGE else cores
     if processes == 1:
         yield from tokenize(records)
         return
@@ -210,7 +208,7 @@ def cached_tokens(
     def documents(on_bytes: Callable[[int], object]) -> Iterable[Document]:
         tokenize = partial(tokenize_records, tokenizer=tokenizer, files=files)
         records = read_records(files, columns, on_bytes)
-        return tokenize_in_processes(records, tokenize, choose_processes(processes, total_size(files)))
+        return tokenize_in_processes(records, tokenize, processes, total_size(files))
 
     return cached_documents(files, tokenizer, folder, documents, [sorted((columns or {}).items())])
 

@@ -76,6 +76,11 @@ def _message(name: str, option: str, why: str) -> str:
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type name without a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether a folder has files of a tokenizer."""
     return any((folder / name).is_file() for name in _FILES)
@@ -134,10 +139,9 @@ def load_tokenizer(source: str, chat_template: str | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else source, trust_remote_code=False)
     except Exception as error:  # Many types: damaged or missing files, a hub that cannot be reached.
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DloError(
-            f"the tokenizer {source!r} cannot be loaded: {reason[0]}; set tokenizer to a folder with tokenizer.json,"
-            " or a hub name that can be reached"
+            f"the tokenizer {source!r} cannot be loaded: {first_line(error)}; set tokenizer to a folder with"
+            " tokenizer.json, or a hub name that can be reached"
         ) from error
     if not tokenizer.is_fast:
         raise DloError(

@@ -2,7 +2,7 @@
 
 It follows :mod:`dlo_tasks.llm.vocabulary_loss`: forward computes a chunk's logits of both models, and the gradient
 together with the distance; backward only scales the gradients. A head that a strategy gathers when it is called is
-called once, and computes all chunks inside: see :mod:`dlo_tasks.llm.gathered_head`. If parts of it are gathered by
+called once, and computes all chunks inside: see :mod:`dlo_tasks.llm.vocabulary_head`. If parts of it are gathered by
 calls of their own, as those of a LoRA adapter are, it is called with all tokens.
 
 The vocabulary may be split over ranks: each rank then computes its slice of both models' logits.
@@ -20,19 +20,21 @@ from torch import Tensor
 
 from dlo_framework.distillation import LogitLoss, agreements, logit_losses
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
-from dlo_tasks.llm.gathered_head import can_run_inside, run_inside
-from dlo_tasks.llm.vocabulary_loss import (
-    IGNORE_INDEX,
-    HeadGradients,
-    Kernel,
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.vocabulary_head import (
     VocabularyHead,
     autocast_dtype,
-    chunk_tokens,
-    default_kernel,
+    can_run_inside,
     head_width,
     is_quantised,
-    project_columns,
-    project_rows,
+    run_inside,
+)
+from dlo_tasks.llm.vocabulary_loss import (
+    HeadGradients,
+    Kernel,
+    chunk_tokens,
+    default_kernel,
+    project_chunks,
     select_targets,
 )
 
@@ -60,7 +62,7 @@ def summed_distillation(
         hidden: Hidden states of the student, `[N, D]`.
         teacher: Head of the teacher, whose vocabulary begins with the student's.
         teacher_hidden: Hidden states of the teacher, `[N, E]`.
-        targets: Target ids, `[N]`; tokens with :data:`~dlo_tasks.llm.vocabulary_loss.IGNORE_INDEX` are left out.
+        targets: Target ids, `[N]`; tokens with :data:`~dlo_tasks.llm.batches.IGNORE_INDEX` are left out.
         loss: Distance.
         chunk: Tokens per chunk; by default computed from the vocabulary size.
         count: Number of targets, if known; see :func:`~dlo_tasks.llm.vocabulary_loss.summed_loss`.
@@ -246,11 +248,14 @@ class _LinearDistillation(torch.autograd.Function):
             total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
 
             def loop() -> None:
-                for start in range(0, len(targets), rows):
-                    h = hidden[start : start + rows].to(dtype)
+                for start, h, logits in project_chunks(hidden, parts.weight, bias, rows, kernel):
                     ignored = targets[start : start + rows, None] == IGNORE_INDEX
                     teacher = theirs.logits(start, start + len(h)).to(wide)
-                    student, bent = _student_logits(h, parts.weight, bias, softcap, kernel, parts.wanted)
+                    student, bent = logits.to(wide), None
+                    if softcap is not None:
+                        student = student.div_(softcap).tanh_()
+                        bent = 1 - student.square() if parts.wanted else None  # the slope of cap * tanh(x / cap)
+                        student = student.mul_(softcap)
                     agreed.add_(agreements(student, teacher, shard).masked_fill_(ignored[:, 0], False).sum())
                     losses, slope = loss.losses_and_slope(student, teacher, shard, need_slope=parts.wanted)
                     total.add_(losses.masked_fill_(ignored, 0).sum())
@@ -269,19 +274,3 @@ class _LinearDistillation(torch.autograd.Function):
         if parts is None:
             raise RuntimeError(_ONCE)
         return (*parts.scaled(grads[0]), *(None,) * 8)
-
-
-def _student_logits(
-    h: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, kernel: Kernel, need_slope: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the student's logits, `[n, v]` in float32 or wider, and the soft-cap's slope, of the same shape."""
-    if kernel == "columns":
-        logits = project_columns(h, weight, bias, h.new_empty(len(weight), len(h)))
-    else:
-        logits = project_rows(h, weight, bias, h.new_empty(len(h), len(weight)))
-    values = logits.to(torch.promote_types(h.dtype, torch.float32))
-    if softcap is None:
-        return values, None
-    values = values.div_(softcap).tanh_()
-    bent = 1 - values.square() if need_slope else None
-    return values.mul_(softcap), bent

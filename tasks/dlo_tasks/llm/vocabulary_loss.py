@@ -22,22 +22,27 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses, shard_of
+from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses
 from dlo_framework.errors import DloError
 from dlo_framework.token_loss import PLAIN, TokenLoss
-from dlo_tasks.llm.gathered_head import can_run_inside, is_elsewhere, run_inside
+from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.vocabulary_head import (
+    VocabularyHead,
+    autocast_dtype,
+    can_run_inside,
+    head_width,
+    is_quantised,
+    run_inside,
+)
 
-#: Label of a token without a target, as in transformers and torch.
-IGNORE_INDEX = -100
 #: Maximum tokens and logits of a chunk on a CPU: large enough for efficient matrix products.
 CHUNK_TOKENS, CHUNK_LOGITS = 256, 2**25
 #: Maximum logits of a chunk on an accelerator: 2,048 tokens of a vocabulary of 131,072.
@@ -48,86 +53,6 @@ ACCELERATOR_LOGITS = 2**28
 Kernel = Literal["columns", "rows", "compiled", "liger"]
 #: Implementations that a user may choose; `torch` is `columns` on a CPU and `rows` elsewhere.
 UserKernel = Literal["torch", "compiled", "liger"]
-
-
-@dataclass(frozen=True)
-class VocabularyHead:
-    """Head that turns hidden states into logits: `cap * tanh(scale * head(hidden) / cap)`.
-
-    Attributes:
-        module: Projection, `[N, D]` to `[N, V]`.
-        scale: Factor of the projection's output (Cohere, Granite).
-        softcap: Soft bound of the logits (Gemma 2: 30); None for no bound.
-    """
-
-    module: nn.Module
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def shard(self) -> VocabularyShard | None:
-        """This rank's shard of the vocabulary; None for the full vocabulary."""
-        return shard_of(self.module)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens over the full vocabulary, `[n, V]`, also where it is split.
-
-        They are in float32, or in float64 if the model is.
-        """
-        return self._bent(self.module(hidden))
-
-    def summed(self, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
-        """Returns the sum of the losses of tokens that have a target, from all their logits at once.
-
-        Where the vocabulary is split, pass `hidden` through :meth:`VocabularyShard.enter` first; no rank computes all
-        logits.
-        """
-        if self.shard is None:
-            logits = self.logits(hidden)
-            total = F.cross_entropy(
-                *(logits, targets), ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=terms.label_smoothing
-            )
-            if terms.z_loss:
-                squares = torch.logsumexp(logits, dim=1).square()
-                total = total + terms.z_loss * squares.masked_fill(targets == IGNORE_INDEX, 0).sum()
-            return total
-        losses = self.shard.cross_entropy(self.own_logits(hidden), targets, terms)
-        return losses.masked_fill(targets == IGNORE_INDEX, 0).sum()
-
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]`; see :meth:`logits`."""
-        return self._bent(self.module(hidden, split=True))
-
-    def _bent(self, logits: Tensor) -> Tensor:
-        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.scale != 1.0:
-            found = found * self.scale
-        return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether a strategy gathers the projection's weights when it is called."""
-        parts = [self.module, *self.module.children()]
-        hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts)
-        return hooked or any(is_elsewhere(parameter) for parameter in self.module.parameters())
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the projection is a plain matrix product whose weight is available, or is during its call."""
-        if self.is_gathered:
-            return self.is_product and can_run_inside(self)
-        return self.is_product and not is_quantised(self.module)
-
-    @property
-    def is_product(self) -> bool:
-        """Whether the projection is a plain matrix product, without a LoRA adapter or a factor."""
-        plain = type(self.module) is nn.Linear or (self.shard is not None and isinstance(self.module, nn.Linear))
-        return plain and self.scale == 1.0
-
-
-def is_quantised(module: nn.Module) -> bool:
-    """Returns whether a weight is a tensor of several others, such as torchao's, which only its layer computes with."""
-    return hasattr(module.weight, "__tensor_flatten__")
 
 
 def default_kernel(device: torch.device) -> Kernel:
@@ -327,19 +252,8 @@ def logits_on_cpu(head: VocabularyHead) -> int:
     return head_width(head) * chunk_tokens(head_width(head), CHUNK_TOKENS, "columns")
 
 
-def head_width(head: VocabularyHead) -> int:
-    """Returns the number of logits per token; 2**18 for a head without `out_features`."""
-    found = getattr(head.module, "out_features", None)
-    return found if isinstance(found, int) else 2**18
-
-
 def _chunks(hidden: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(hidden.split(rows), targets.split(rows), strict=True) if len(targets) else ()
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of products under autocast on a device; None without autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -363,19 +277,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
             total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-            buffer: Tensor | None = None
-            for start in range(0, len(targets), rows):
-                h, t = hidden[start : start + rows].to(dtype), targets[start : start + rows, None]
+            for start, h, logits in project_chunks(hidden, parts.weight, bias, rows, kernel):
+                t = targets[start : start + rows, None]
                 ignored = None if complete else t == IGNORE_INDEX
-                if kernel == "columns":
-                    if buffer is None or buffer.shape[1] != len(h):
-                        buffer = torch.empty(weight.shape[0], len(h), dtype=dtype, device=hidden.device)
-                    logits = project_columns(h, parts.weight, bias, buffer)
-                else:
-                    if buffer is None:
-                        buffer = torch.empty(min(rows, len(targets)), len(weight), dtype=dtype, device=hidden.device)
-                    logits = project_rows(h, parts.weight, bias, buffer[: len(h)])
-                    t = t if ignored is None else t.clamp(min=0)
+                if kernel != "columns" and ignored is not None:
+                    t = t.clamp(min=0)
                 if kernel == "compiled":
                     losses, slope = compiled_losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
                 elif kernel == "columns" or softcap is not None or shard is not None:
@@ -465,19 +371,38 @@ def _adds_wide(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def project_rows(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Returns the logits `out [n, V]`."""
-    if bias is None:
-        return torch.mm(h, weight.t(), out=out)
-    return torch.addmm(bias.detach().to(h.dtype), h, weight.t(), out=out)
+def project_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int, kernel: Kernel
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each chunk's first token, hidden states `[n, D]` and logits `[n, V]`, in memory that the next one reuses.
 
+    With `columns` the logits are a view of `[V, n]`: in that order the products are faster on a CPU.
 
-def project_columns(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Returns the logits `[n, V]`, a view of `out [V, n]`: in that order the products are faster on a CPU."""
-    torch.mm(weight, h.t(), out=out)
-    if bias is not None:
-        out += bias.detach().to(h.dtype)[:, None]
-    return out.t()
+    Args:
+        hidden: Hidden states, `[N, D]`.
+        weight: Weight of the projection in the dtype of the products, `[V, D]`.
+        bias: Bias of the projection, `[V]`; None without one.
+        rows: Tokens of a chunk.
+        kernel: Implementation of the loss.
+    """
+    bias = None if bias is None else bias.detach().to(weight.dtype)
+    buffer = weight.new_empty(0)
+    for start in range(0, len(hidden), rows):
+        h = hidden[start : start + rows].detach().to(weight.dtype)
+        if kernel == "columns":
+            if buffer.shape != (len(weight), len(h)):
+                buffer = weight.new_empty(len(weight), len(h))
+            torch.mm(weight, h.t(), out=buffer)
+            yield start, h, (buffer if bias is None else buffer.add_(bias[:, None])).t()
+        else:
+            if not start:
+                buffer = weight.new_empty(len(h), len(weight))
+            out = buffer[: len(h)]
+            yield (
+                start,
+                h,
+                torch.mm(h, weight.t(), out=out) if bias is None else torch.addmm(bias, h, weight.t(), out=out),
+            )
 
 
 def losses_and_slope(
