@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from dlo_framework.data import ResumableDataModule, data_parallel_coordinates
 
 VOCABULARY, LENGTH, ROWS = 96, 24, 4
-SIZES = {
-    "vocab_size": VOCABULARY,
+SMALL = {
+    "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": 64,
 }
+SIZES = {**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,

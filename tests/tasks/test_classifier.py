@@ -16,6 +16,7 @@ from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.classifier_logs import SampleMean
 from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.imagenet.timm_models import sincos_2d
+from support.trainers import quiet_trainer
 
 TINY = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -53,14 +54,7 @@ def tiny(**options) -> ImageClassifier:
 
 
 def trainer(tmp_path, **options) -> Trainer:
-    defaults = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
-    return Trainer(
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{**defaults, **options},
-    )
+    return quiet_trainer(default_root_dir=tmp_path, **{"max_epochs": 2, **options})
 
 
 def exact(task: ImageClassifier, data: Images) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from pathlib import Path
@@ -53,19 +52,6 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     return path
 
 
-def write_shards(root: Path, count: int = 12) -> Path:
-    for pattern in ("train-{:03d}.tar", "val/{:03d}.tar"):
-        for shard in range(2):
-            members = []
-            for number in range(shard, count, 2):
-                label = json.dumps({"label": number % 2}) if number % 3 == 0 else str(number % 2)
-                suffix = "json" if number % 3 == 0 else "cls"
-                members += [(f"{number:02d}.jpg", jpeg(number)), (f"{number:02d}.{suffix}", label.encode())]
-            write_tar(root / pattern.format(shard), members)
-    (root / "classes.txt").write_text("\n".join(CLASSES) + "\n")
-    return root
-
-
 def data(root: Path, **kwargs) -> ImageFolderData:
     return ImageFolderData(str(root), **({"image_size": 32, "batch_size": 4, "num_workers": 0} | kwargs))
 
@@ -98,8 +84,8 @@ def test_evaluation_is_torchvisions(tmp_path: Path, interpolation: str, crop_pct
         assert (image - other).abs().mean() < 0.3 * level
 
 
-def test_the_same_training_batches_with_any_number_of_workers_and_from_shards(tmp_path: Path) -> None:
-    folders, shards = write_folders(tmp_path / "folders"), write_shards(tmp_path / "shards")
+def test_the_same_training_batches_with_any_number_of_workers(tmp_path: Path) -> None:
+    folders = write_folders(tmp_path)
     options = {"rand_augment": "rand-m9-mstd0.5", "random_erase": 0.5, "erase_mode": "pixel", "color_jitter": 0.2}
     one = list(data(folders, **options).train_dataloader())
     two = list(data(folders, num_workers=2, **options).train_dataloader())
@@ -107,14 +93,6 @@ def test_the_same_training_batches_with_any_number_of_workers_and_from_shards(tm
         assert images.dtype == torch.uint8
         assert torch.equal(images, others)
         assert torch.equal(targets, other_targets)
-    module = data(shards, num_workers=2)
-    module.check()
-    assert module.class_names == data(folders).class_names == CLASSES
-    seen = sorted(t for _, targets in module.train_dataloader() for t in targets.tolist())
-    assert seen == [0] * 6 + [1] * 6
-    by_folder = {image.numpy().tobytes() for images, _ in data(folders).val_dataloader() for image in images}
-    by_shard = {image.numpy().tobytes() for images, _ in module.val_dataloader() for image in images}
-    assert by_folder == by_shard
 
 
 def test_a_draw_s_size_is_obeyed_and_changes_no_random_choice(tmp_path: Path) -> None:

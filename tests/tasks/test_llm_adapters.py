@@ -11,20 +11,14 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import SMALL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 IDS = torch.arange(12).view(2, 6)
 
 
 def make(family: str = "llama", **more: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4} if family == "gpt2" else SIZES
+    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4} if family == "gpt2" else SMALL
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more)).eval()
 
 
@@ -55,7 +49,7 @@ def test_an_unknown_target_is_refused_with_the_nearest_name() -> None:
     model = make()
     with pytest.raises(DloError, match=r"lora.targets must be among q_proj, .*, got q_porj; did you mean 'q_proj'\?"):
         adapters.add_adapters(model, model.lm_head, Lora(targets=["v_proj", "q_porj"]), torch.float32)
-    task = CausalLM(config={"model_type": "llama", **SIZES}, lora=Lora(targets=["w_q"]))
+    task = CausalLM(config={"model_type": "llama", **SMALL}, lora=Lora(targets=["w_q"]))
     with pytest.raises(DloError, match=r"lora.targets must be among .*, got w_q"):
         task.check(None)
 
@@ -78,7 +72,7 @@ def test_merged_weights_are_what_the_adapters_made_of_them() -> None:
 
 
 def test_adapters_may_be_wider_than_the_weights_they_stand_beside() -> None:
-    task = CausalLM(config={"model_type": "llama", **SIZES}, dtype="bfloat16", lora=Lora(rank=2))
+    task = CausalLM(config={"model_type": "llama", **SMALL}, dtype="bfloat16", lora=Lora(rank=2))
     task.configure_model()
     dtypes = {".lora_" in name: parameter.dtype for name, parameter in task.model.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}

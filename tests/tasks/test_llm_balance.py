@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,17 +17,10 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import SMALL
+from support.trainers import quiet_trainer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "router_aux_loss_coef": 0.5,
-    "output_router_logits": True,
-}
+SIZES: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -114,11 +107,8 @@ class Tokens(LightningDataModule):
 
 def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **options: Any) -> dict[str, Tensor]:
     seed_everything(0, verbose=False)
-    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        **{"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": 1, **shown, **options},  # type: ignore[arg-type]
-        **{"enable_checkpointing": False, "default_root_dir": folder, "use_distributed_sampler": False},
-    )
+    run = {"devices": devices, "strategy": strategy, "max_epochs": 1, "use_distributed_sampler": False}
+    trainer = quiet_trainer(default_root_dir=folder, **run, **options)
     task = task_of(output_router_logits=balanced, recompute=True, optimizer="sgd", lr=0.1, schedule="constant")
     trainer.fit(task, datamodule=Tokens())
     return gather_full_weights(trainer)
@@ -126,8 +116,7 @@ def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **
 
 def _on_ranks(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
     strategies = [FSDPStrategy(), ZeroStrategy(3), MeshStrategy(tp=2, dp_shard=1)]
-    found = [_fitted(folder, strategy, world_size) for strategy in strategies]
-    return found
+    return [_fitted(folder, strategy, world_size) for strategy in strategies]
 
 
 def test_strategies_that_divide_the_weights_train_with_it(tmp_path: Path) -> None:

@@ -46,95 +46,34 @@ SMALL = (
 )
 #: Classes of the recipes' tasks and data.
 CLASSES = {kind.__name__: kind for kind in (CausalLM, PreferenceLM, TextData, PreferenceData)}
-#: Of the models that the recipes name, as their config.json has it.
+#: Sizes that the models of the recipes share, and those of each, as their config.json has them.
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
+QWEN = {"vocab_size": 151936, "num_attention_heads": 32, "head_dim": 128}
+MIXTRAL = {"vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
+LAYERS = ("hidden_size", "intermediate_size", "num_hidden_layers")
+
+
+def sizes(family: str, shared: dict[str, Any], *layers: int, tied: bool = False, **more: Any) -> tuple[str, Any]:
+    return family, {**shared, **dict(zip(LAYERS, layers, strict=True)), "tie_word_embeddings": tied, **more}
+
+
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "meta-llama/Llama-3.2-3B-Instruct": (
-        "llama",
-        {
-            **LLAMA,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 24,
-            "tie_word_embeddings": True,
-        },
+    "meta-llama/Llama-3.2-3B-Instruct": sizes("llama", LLAMA, 3072, 8192, 28, tied=True, num_attention_heads=24),
+    "meta-llama/Llama-3.2-1B-Instruct": sizes(
+        "llama", LLAMA, 2048, 8192, 16, tied=True, num_attention_heads=32, head_dim=64
     ),
-    "meta-llama/Llama-3.2-1B-Instruct": (
-        "llama",
-        {
-            **LLAMA,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
+    "meta-llama/Llama-3.1-8B-Instruct": sizes("llama", LLAMA, 4096, 14336, 32, num_attention_heads=32),
+    "meta-llama/Llama-3.1-70B-Instruct": sizes("llama", LLAMA, 8192, 28672, 80, num_attention_heads=64),
+    "Qwen/Qwen3-8B": sizes("qwen3", QWEN, 4096, 12288, 36, num_key_value_heads=8),
+    "Qwen/Qwen3-30B-A3B": sizes(
+        *("qwen3_moe", QWEN, 2048, 6144, 48),
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
     ),
-    "meta-llama/Llama-3.1-8B-Instruct": (
-        "llama",
-        {
-            **LLAMA,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "meta-llama/Llama-3.1-70B-Instruct": (
-        "llama",
-        {
-            **LLAMA,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen/Qwen3-8B": (
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Qwen/Qwen3-30B-A3B": (
-        "qwen3_moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": (
-        "mixtral",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "tie_word_embeddings": False,
-        },
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": sizes(
+        "mixtral", MIXTRAL, 4096, 14336, 32, num_local_experts=8, num_experts_per_tok=2
     ),
 }
 
@@ -146,9 +85,9 @@ def read(name: str) -> tuple[dict[str, Any], str]:
 
 
 def big_model(name: str) -> Any:
-    family, sizes = SIZES[name]
+    family, settings = SIZES[name]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
 
 
 def parameters(model: Any) -> int:
@@ -234,8 +173,8 @@ def test_adapters_take_what_the_header_says(name: str) -> None:
 )
 def test_four_bit_weights_take_what_the_header_says_and_fit_the_gpu(name: str, devices: int, limit: int) -> None:
     config, header = read(name)
-    family, sizes = SIZES[config["model"]["init_args"]["model"]]
-    given = {**config["model"]["init_args"], "model": None, "config": {"model_type": family, **sizes}}
+    family, settings = SIZES[config["model"]["init_args"]["model"]]
+    given = {**config["model"]["init_args"], "model": None, "config": {"model_type": family, **settings}}
     task = CausalLM(**{**given, "lora": Lora(**given["lora"])})
     model: Any = task.on_meta().model
     layers = [module for module in model.modules() if isinstance(module, FourBitLinear)]

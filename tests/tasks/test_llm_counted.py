@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from dlo_tasks.llm import batch_counts, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
+from support.trainers import quiet_trainer
 from support.waits import Waits
 
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
@@ -127,9 +128,7 @@ class Noting(Callback):
 
 def test_the_datamodule_counts_what_it_gives_out(make, tmp_path) -> None:
     noting = Noting()
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_steps": 3, "limit_val_batches": 0, "default_root_dir": tmp_path}
-    run = Trainer(accelerator="cpu", callbacks=[noting], **options, **off)
+    run = quiet_trainer(callbacks=[noting], max_steps=3, limit_val_batches=0, default_root_dir=tmp_path)
     sizes = {name: size for name, size in GROUPED.items() if name != "vocab_size"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batch_transfer.*")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 
 from dlo_framework.accumulation import AccumulationTail
+from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences
+from support.trainers import quiet_trainer
 
 # --- what a batch holds --------------------------------------------------------------------------------------
 
@@ -151,21 +153,6 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(make, llama):
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_a_document_that_changes_leaves_the_others_logits_as_they_were(make, llama):
-    data = make(sentences(60, longest=12), seq_len=128)
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    starts = [*torch.where(batch["position_ids"][0] == 0)[0].tolist(), 128]
-    assert len(starts) > 2
-    for first, past in pairwise(starts):
-        before = logits_of(llama, batch)[0]
-        batch["input_ids"][0, first:past] = (batch["input_ids"][0, first:past] + 1) % 320
-        after = logits_of(llama, batch)[0]
-        assert torch.equal(after[:first], before[:first])
-        assert torch.equal(after[past:], before[past:])
-        assert not torch.allclose(after[first:past], before[first:past], atol=1e-3)
-
-
 # --- which come when -----------------------------------------------------------------------------------------
 
 
@@ -196,11 +183,20 @@ class Recorder(LightningModule):
 
 
 def fit(folder, model, data, ckpt=None, **options):
-    defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    defaults["callbacks"] = [ExactResume(), AccumulationTail()]
-    trainer = Trainer(default_root_dir=folder, enable_model_summary=False, **defaults | options)
+    defaults = {"max_epochs": 2, "callbacks": [ExactResume(), AccumulationTail()]}
+    trainer = quiet_trainer(default_root_dir=folder, **defaults | options)
     trainer.fit(model, datamodule=data, ckpt_path=ckpt)
     return trainer
+
+
+def check_steps(model: Recorder) -> set[int]:
+    """Checks that each batch knows the targets of its step; returns the numbers of batches of the steps."""
+    by_step: dict[int, list[tuple[int, int]]] = {}
+    for step, _, count, told in model.seen:
+        by_step.setdefault(step, []).append((count, told))
+    for window in by_step.values():
+        assert {told for _, told in window} == {sum(count for count, _ in window)}
+    return set(map(len, by_step.values()))
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
@@ -211,12 +207,7 @@ def test_each_batch_knows_the_targets_of_its_step(make, tmp_path, packing, limit
     fit(tmp_path, model, data, accumulate_grad_batches=4, limit_train_batches=limit)
     batches = len(model.seen) // 2
     assert batches % 4  # the last window of an epoch is shorter
-    by_step: dict[int, list[tuple[int, int]]] = {}
-    for step, _, count, told in model.seen:
-        by_step.setdefault(step, []).append((count, told))
-    assert {len(window) for window in by_step.values()} == {4, batches % 4}
-    for window in by_step.values():
-        assert {told for _, told in window} == {sum(count for count, _ in window)}
+    assert check_steps(model) == {4, batches % 4}
 
 
 def test_steps_that_grow_count_their_own_targets(make, tmp_path):
@@ -225,12 +216,7 @@ def test_steps_that_grow_count_their_own_targets(make, tmp_path):
     model = Recorder()
     growing = DynamicBatchSize(schedule={0: 4, "50%": 12, "1.5 epochs": 8}, max_micro_batch=4)
     fit(tmp_path, model, make(sentences(90)), callbacks=[growing])
-    by_step: dict[int, list[tuple[int, int]]] = {}
-    for step, _, count, told in model.seen:
-        by_step.setdefault(step, []).append((count, told))
-    assert {len(window) for window in by_step.values()} >= {1, 2, 3}
-    for window in by_step.values():
-        assert {told for _, told in window} == {sum(count for count, _ in window)}
+    assert check_steps(model) >= {1, 2, 3}
 
 
 def test_overfitting_takes_the_same_windows_each_epoch_in_their_order(make, tmp_path, recwarn):
@@ -265,7 +251,7 @@ def test_other_data_in_mid_epoch_are_told_of(make, tmp_path):
     trainer = fit(tmp_path, Recorder(), padded, max_steps=3)
     trainer.save_checkpoint(tmp_path / "cut.ckpt")
     other = make(packing="none", long_samples="truncate", batch_size=2)
-    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer = quiet_trainer(default_root_dir=tmp_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the files, the tokenizer")
         validated = make(packing="none", batch_size=2, val_fraction=0.3)
@@ -284,3 +270,30 @@ def test_the_models_tokenizer_is_used_where_it_brings_one(make, tmp_path):
     other = make()
     fit(tmp_path, model, other, max_steps=1)
     assert len(other.tokenizer) == len(data.tokenizer)
+
+
+@pytest.mark.parametrize("lengths", [None, np.arange(40) % 7 + 1])
+def test_ranks_share_out_the_batches_of_one_process(lengths):
+    one = list(sampler(lengths=lengths, accumulate=2))
+    ranks = [list(sampler(4, rank, lengths=lengths, accumulate=2)) for rank in range(4)]
+    for whole, *shares in zip(one, *ranks, strict=True):
+        assert [draw.index for share in shares for draw in share] == [draw.index for draw in whole]
+        assert {share.tokens_in_step for share in shares} == {whole.tokens_in_step}
+        assert {share.length for share in shares} == {whole.length}
+        if lengths is not None:
+            assert whole.length == max(lengths[draw.index] for draw in whole)
+
+
+def test_steps_that_are_planned_count_their_own_batches():
+    planned = sampler(window_at=lambda at: Window(4, 1 + (at.samples >= 20)), accumulate=1)
+    batches = list(planned)
+    counts = [sum((draw.index + 1) ** 2 for draw in batch) for batch in batches]
+    expected = [*counts[:5], *[sum(counts[5:7])] * 2, *[sum(counts[7:9])] * 2, counts[9]]
+    assert [batch.tokens_in_step for batch in batches] == expected
+
+
+def test_steps_whose_length_is_decided_later_are_not_guessed_at():
+    unplanned = sampler(window_at=lambda at: Window(4, 1), accumulate=2)
+    assert {batch.tokens_in_step for batch in unplanned} == {None}
+    assert isinstance(unplanned.planned()[0].start, int)
+    assert Position(0, 0, 40).epochs == 0

@@ -15,6 +15,7 @@ from dlo_tasks.llm import vocabulary_distillation
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.vocabulary_distillation import summed_distillation
 from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from support.gathered_weights import free_until_called
 from support.largest_tensor import Largest
 
 WIDTH, WIDER, VOCABULARY, TOKENS = 16, 24, 50, 23
@@ -86,20 +87,6 @@ def test_the_kernel_of_an_accelerator_has_the_same_loss(monkeypatch: pytest.Monk
         torch.testing.assert_close(one, reference, rtol=2e-5, atol=2e-6)
 
 
-def _gathered(projection: nn.Linear, calls: list[int]) -> None:
-    """Frees a weight that a forward then gathers, as FSDP and ZeRO's third stage do."""
-    weight, storage = projection.weight.detach().clone(), projection.weight.untyped_storage()
-    size = storage.nbytes()
-
-    def gather(*_: object) -> None:
-        calls.append(1)
-        storage.resize_(size)
-        projection.weight.data.copy_(weight)
-
-    storage.resize_(0)
-    projection.register_forward_pre_hook(gather)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("gathered", ["student", "teacher", "both"])
 def test_a_gathered_head_is_called_once(gathered: str, scale: float) -> None:
@@ -110,7 +97,7 @@ def test_a_gathered_head_is_called_once(gathered: str, scale: float) -> None:
     calls: list[int] = []
     for name, module in (("student", projection), ("teacher", teacher)):
         if gathered in (name, "both"):
-            _gathered(module, calls)
+            free_until_called(module, calls)
     with Largest() as largest:
         found, agreed = summed_distillation(*heads, KL, 5)
     assert largest.elements <= max(
@@ -131,8 +118,8 @@ def test_a_head_with_parts_of_its_own_is_called_with_all_tokens() -> None:
     expected, expected_agreed = from_all_logits(
         VocabularyHead(projection), hidden, VocabularyHead(teacher), theirs, targets, KL
     )
-    _gathered(projection, calls)
-    _gathered(teacher, calls)
+    free_until_called(projection, calls)
+    free_until_called(teacher, calls)
     heads = VocabularyHead(nn.Sequential(projection)), hidden, VocabularyHead(nn.Sequential(teacher)), theirs, targets
     found, agreed = summed_distillation(*heads, KL, 5)
     assert len(calls) == 2
@@ -179,7 +166,7 @@ def test_logits_of_all_tokens_are_never_in_memory(scale: float, gathered: bool) 
     hidden, theirs = torch.randn(4000, 8, requires_grad=True), torch.randn(4000, 12)
     heads = VocabularyHead(student, scale), hidden, VocabularyHead(teacher), theirs, torch.randint(300, (4000,))
     for module in (student, teacher) if gathered else ():
-        _gathered(module, [])
+        free_until_called(module, [])
     with Largest() as largest:
         summed_distillation(*heads, KL)[0].backward()
     assert largest.elements <= 256 * 300

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -18,15 +18,10 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.tokenizer import embedded_tokenizer
+from support.token_batches import SMALL
+from support.trainers import quiet_trainer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {**SMALL, "vocab_size": 300, "max_position_embeddings": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
@@ -54,8 +49,7 @@ class Tokens(LightningDataModule):
 def train(folder: Path, task: CausalLM) -> tuple[Path, Tokens]:
     """Trains a few steps, and returns the checkpoint."""
     torch.manual_seed(0)
-    shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", max_steps=4, enable_checkpointing=False, default_root_dir=folder, **shown)  # type: ignore[arg-type]
+    trainer = quiet_trainer(max_steps=4, default_root_dir=folder)
     use_canonical_checkpoints(trainer)
     data = Tokens(folder)
     trainer.fit(task, datamodule=data)
@@ -158,14 +152,12 @@ def test_an_adapted_head_is_no_longer_the_embedding(family: str, tmp_path: Path)
         torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-4)
 
 
-def test_weights_can_be_converted(tmp_path: Path) -> None:
+def test_weights_are_converted_and_what_cannot_be_exported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, _ = train(tmp_path, CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}))
-    export(path, tmp_path / "out", "--dtype", "bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
-
-
-def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = train(tmp_path, CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}))
+    export(path, tmp_path / "half", "--dtype", "bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()
     assert main(["checkpoint", "export", str(path), str(tmp_path / "full")]) == 2

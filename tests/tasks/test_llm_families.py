@@ -14,17 +14,10 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm import families, language_models
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
+from support.token_batches import SMALL
 
 NAMES = ("num_hidden_layers", "num_attention_heads")
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,7 +206,7 @@ def test_a_model_without_memory_is_judged_as_one_with_it(family: str) -> None:
 
 
 def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
-    sizes = {**LLAMA, "vocab_size": 100_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 20}
+    sizes = {**LLAMA, "vocab_size": 50_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 20}
     config = AutoConfig.for_model("gemma3_text", **{k: v for k, v in sizes.items() if k != "model_type"})
     with torch.device("meta"):
         model = language_models.build_model(None, config, dtype=torch.bfloat16, attention=None)
@@ -222,7 +215,7 @@ def test_a_twin_has_a_block_of_each_kind_and_next_to_no_memory() -> None:
     assert kinds == {"sliding_attention", "full_attention"}
     assert len(twin.model.layers) < 20
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in twin.parameters()}
-    assert sum(held.values()) < 2**24
+    assert sum(held.values()) < 2**22
     logits = twin(input_ids=torch.arange(6)[None]).logits
     assert logits.std() > 0.1  # its blocks do something
     assert logits[0, 0].std() > 0.1

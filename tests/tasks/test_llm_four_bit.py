@@ -12,14 +12,9 @@ from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
+from support.token_batches import SMALL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES: dict[str, Any] = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
 IDS = torch.arange(24).view(2, 12)
 
 

@@ -79,8 +79,9 @@ def test_a_kernel_is_the_formula_in_float64(kernel: Any, terms: TokenLoss, softc
     chosen = kernel.split(", ")[-1] if kernel not in ("gathered", "scaled") else None
     if kernel.startswith("gathered"):
         gathered(projection)
-    for chunk in (5, None):
-        found = summed_loss(head, hidden, targets, chunk, kernel=chosen, terms=terms)
+    count = int((targets != IGNORE_INDEX).sum())
+    for chunk, counted in ((1, None), (5, None), (100, None), (None, count)):
+        found = summed_loss(head, hidden, targets, chunk, counted, kernel=chosen, terms=terms)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
         got = torch.autograd.grad(3 * found, [hidden, *projection.parameters()])
         for one, other in zip(got, wanted, strict=True):
@@ -100,6 +101,14 @@ def test_half_precision_logits_have_the_terms_in_single_precision(kernel: Any) -
     assert found.item() == pytest.approx(shares.item(), rel=2e-3)
 
 
+def split(whole: nn.Linear, communicator: Communicator) -> nn.Linear:
+    first, count = local_range(VOCABULARY, communicator.size, communicator.rank)
+    part = nn.Linear(WIDTH, count, dtype=torch.float64)
+    part.load_state_dict({name: tensor[first : first + count] for name, tensor in whole.state_dict().items()})
+    install_vocabulary(part, VOCABULARY, communicator)
+    return part
+
+
 def _split(rank: int, world_size: int) -> None:
     communicator = Communicator()
     vocabulary_loss._compiled = lambda function: function
@@ -115,9 +124,7 @@ def _split(rank: int, world_size: int) -> None:
         ):
             whole, hidden, targets = make()
             first, count = local_range(VOCABULARY, world_size, rank)
-            part = nn.Linear(WIDTH, count, dtype=torch.float64)
-            part.load_state_dict({name: value[first : first + count] for name, value in whole.state_dict().items()})
-            install_vocabulary(part, VOCABULARY, communicator)
+            part = split(whole, communicator)
             if hooked:
                 gathered(part)
             expected = by_definition(whole, hidden, targets, terms, softcap, scale)
@@ -130,10 +137,54 @@ def _split(rank: int, world_size: int) -> None:
             torch.testing.assert_close(got[0], wanted[0], rtol=1e-11, atol=1e-12)
             for one, other in zip(got[1:], wanted[1:], strict=True):
                 torch.testing.assert_close(one, other[first : first + count], rtol=1e-11, atol=1e-12)
+    _measures(communicator)
+    _whole_logits(communicator)
+    _volume(communicator)
 
 
-def test_a_vocabulary_that_two_ranks_share_has_the_formula_in_float64() -> None:
-    run_distributed(_split, 2)
+def _measures(communicator: Communicator) -> None:
+    whole, hidden, targets = make()
+    with torch.no_grad():  # Some targets are hit, on each rank.
+        hidden[1::2] = 5 * whole.weight[targets[1::2].clamp(min=0)]
+    expected = token_losses_and_hits(VocabularyHead(whole), hidden, targets)
+    found = token_losses_and_hits(VocabularyHead(split(whole, communicator)), hidden, targets)
+    torch.testing.assert_close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert 5 < int(found[1].sum()) < TOKENS
+
+
+def _whole_logits(communicator: Communicator) -> None:
+    """Called as any other module, as generation does, the head makes all logits; and gradients pass through them."""
+    whole, hidden, targets = make()
+    part = split(whole, communicator)
+    first, count = local_range(VOCABULARY, communicator.size, communicator.rank)
+    inputs = [hidden.view(1, TOKENS, WIDTH).clone().requires_grad_() for _ in range(2)]
+    expected, found = whole(inputs[0]), part(inputs[1])
+    torch.testing.assert_close(found, expected)
+    wanted, got = (
+        torch.autograd.grad(
+            F.cross_entropy(logits[0], targets, ignore_index=IGNORE_INDEX), [given, *module.parameters()]
+        )
+        for module, logits, given in zip((whole, part), (expected, found), inputs, strict=True)
+    )
+    torch.testing.assert_close(got[0], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1][first : first + count])
+
+
+def _volume(communicator: Communicator) -> None:
+    """Whatever the chunks, the hidden states' gradient passes once, and no rank gathers logits."""
+    whole, hidden, targets = make()
+    for scale in (1.0, 0.5):
+        with communicator.counted() as passed:
+            given = hidden.clone().requires_grad_()
+            summed_loss(VocabularyHead(split(whole, communicator), scale), given, targets, 5).backward()
+        assert passed == {"all_reduce": TOKENS * WIDTH}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_vocabulary_that_ranks_share_has_the_formula_in_float64(ranks: int) -> None:
+    """Three ranks do not divide it."""
+    run_distributed(_split, ranks)
 
 
 def build(family: str = "llama", **options: Any) -> tuple[CausalLM, Tokens]:

@@ -218,10 +218,10 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path, cache, mixed)
 
     assert run("whole", 1, 0) == 0
     generator, kills = random.Random(0), 0
-    for ranks, workers in [(1, 0), (2, 1), (4, 0), (2, 0), (8, 0), (1, 1)]:
+    for ranks, workers in [(1, 0), (2, 1), (4, 0), (8, 0)]:
         kills += run("killed", ranks, workers, generator.uniform(0.0, 0.05)) == -signal.SIGKILL
-    assert kills >= 3
-    assert run("killed", 4, 0) == 0
+    assert kills >= 2
+    assert run("killed", 2, 0) == 0
     found = {name: (tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed")}
     assert len(found["whole"]) == 3 * (200 // 16 * 16)
     assert found["killed"] == found["whole"]

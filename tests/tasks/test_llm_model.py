@@ -31,17 +31,12 @@ from dlo_tasks.llm.evaluation import count_token_bytes
 from dlo_tasks.llm.generation import Sampling, complete_ids, end_tokens, pad_left
 from support.causal_types import tiny
 from support.texts import word_tokenizer
+from support.token_batches import SMALL
+from support.trainers import quiet_trainer
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef größer(x):\n    return x > 0  # ≥ wäre 1\n"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SMALL, "num_key_value_heads": 2, "max_position_embeddings": 128}
+del LLAMA["vocab_size"]  # The data give it.
 
 
 def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -85,14 +80,8 @@ class Text(LightningDataModule):
         return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
 
 
-def quiet_trainer(folder: Path, **options: Any) -> Trainer:
-    shown = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return Trainer(accelerator="cpu", default_root_dir=folder, **{"num_sanity_val_steps": 0, **shown, **options})
+def trainer_in(folder: Path, **options: Any) -> Trainer:
+    return quiet_trainer(default_root_dir=folder, **{"num_sanity_val_steps": 0, **options})
 
 
 @pytest.fixture
@@ -115,7 +104,7 @@ def test_it_learns_measures_and_shows_what_it_writes(tmp_path: Path, capsys: pyt
     task = CausalLM(
         config=LLAMA, lr=1e-2, warmup_steps=3, prompts=["def add(", "def "], sampling=Sampling(max_new_tokens=12)
     )
-    trainer = quiet_trainer(tmp_path, max_epochs=40, check_val_every_n_epoch=20, logger=TensorBoardLogger(tmp_path))
+    trainer = trainer_in(tmp_path, max_epochs=40, check_val_every_n_epoch=20, logger=TensorBoardLogger(tmp_path))
     trainer.fit(task, datamodule=Text())
     found = trainer.callback_metrics
     assert found["val_loss"] < 0.5
@@ -130,7 +119,7 @@ def test_it_learns_measures_and_shows_what_it_writes(tmp_path: Path, capsys: pyt
 
 def test_measures_are_means_over_tokens_and_over_bytes(tmp_path: Path) -> None:
     task, data = CausalLM(config=LLAMA), Text()
-    trainer = quiet_trainer(tmp_path)
+    trainer = trainer_in(tmp_path)
     (found,) = trainer.validate(task, datamodule=data, verbose=False)
     losses, hits, text = [], [], []
     for batch in data.batches:
@@ -149,9 +138,9 @@ def test_measures_are_means_over_tokens_and_over_bytes(tmp_path: Path) -> None:
 
 def test_positions_are_exact_in_half_precision(tmp_path: Path) -> None:
     task, single = CausalLM(config=LLAMA), CausalLM(config=LLAMA)
-    trainer = quiet_trainer(tmp_path, precision="bf16-true", strategy=SingleProcessStrategy())
+    trainer = trainer_in(tmp_path, precision="bf16-true", strategy=SingleProcessStrategy())
     trainer.validate(task, datamodule=Text(), verbose=False)
-    quiet_trainer(tmp_path).validate(single, datamodule=Text(), verbose=False)
+    trainer_in(tmp_path).validate(single, datamodule=Text(), verbose=False)
     names = task.full_precision_buffers()
     assert "model.model.rotary_emb.inv_freq" in names
     for name in names:
@@ -213,7 +202,7 @@ def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
     for callbacks in ([], [Compile(scope="blocks", backend="aot_eager")]):
         seed_everything(0, verbose=False)
         task = CausalLM(config=LLAMA, lr=1e-2, recompute=True, prompts=["def "], sampling=Sampling(max_new_tokens=3))
-        trainer = quiet_trainer(tmp_path, max_epochs=2, callbacks=list(callbacks))
+        trainer = trainer_in(tmp_path, max_epochs=2, callbacks=list(callbacks))
         trainer.fit(task, datamodule=Text())
         losses.append(float(trainer.callback_metrics["val_loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -222,7 +211,7 @@ def test_compiled_blocks_learn_the_same(tmp_path: Path) -> None:
 def test_prompts_are_completed_in_batches_as_they_are_alone(tmp_path: Path, capsys: Any) -> None:
     task = CausalLM(config=LLAMA, sampling=Sampling(max_new_tokens=6))
     data = Text()
-    (batch,) = quiet_trainer(tmp_path).predict(task, datamodule=data)  # type: ignore[misc]
+    (batch,) = trainer_in(tmp_path).predict(task, datamodule=data)  # type: ignore[misc]
     assert [row["index"] for row in batch] == [1, 0]  # type: ignore[index]
     assert "    return a" in capsys.readouterr().out
     for prompt, row in zip(("def ", "    return a"), batch, strict=True):
@@ -257,7 +246,7 @@ def test_a_text_ends_where_its_tokenizer_or_its_model_ends_it(of_model: Any, of_
 def test_drawing_samples_leaves_the_runs_random_numbers_alone(tmp_path: Path) -> None:
     task = CausalLM(config=LLAMA, prompts=["def "], sampling=Sampling(max_new_tokens=4, temperature=1.0, top_k=20))
     seed_everything(3, verbose=False)
-    trainer, data, states = quiet_trainer(tmp_path), Text(), []
+    trainer, data, states = trainer_in(tmp_path), Text(), []
     trainer.validate(task, datamodule=data, verbose=False)
     first = task.samples
     for prompts in (["def "], []):
@@ -284,7 +273,7 @@ def test_a_folder_is_loaded_with_its_weights_and_names_its_tokenizer(saved: Path
 def test_random_weights_take_vocabulary_and_special_tokens_from_the_data(tmp_path: Path) -> None:
     task, data = CausalLM(config=LLAMA), Text(make_tokenizer(bos_token="<start>"))
     assert task.tokenizer_source is None
-    quiet_trainer(tmp_path, max_steps=1).fit(task, datamodule=data)
+    trainer_in(tmp_path, max_steps=1).fit(task, datamodule=data)
     assert task.model.config.vocab_size == len(data.tokenizer) == 291
     assert task.model.config.bos_token_id == data.tokenizer.bos_token_id
     again = CausalLM(**task.hparams)
@@ -328,10 +317,10 @@ def test_soft_capped_attention_is_computed_where_it_is_not_left_out() -> None:
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path: Path, saved: Path) -> None:
     small = CausalLM(config={**LLAMA, "vocab_size": 100})
     with pytest.raises(DloError, match=r"token id, up to 289, got 100 rows; set config.vocab_size=290"):
-        quiet_trainer(tmp_path).validate(small, datamodule=Text())
+        trainer_in(tmp_path).validate(small, datamodule=Text())
     other = Text(make_tokenizer(bos_token="<start>"))
     with pytest.raises(DloError, match=r"token id, up to 290, got 290 rows; use the model's own tokenizer"):
-        quiet_trainer(tmp_path).validate(CausalLM(model=str(saved)), datamodule=other)
+        trainer_in(tmp_path).validate(CausalLM(model=str(saved)), datamodule=other)
 
 
 def test_weights_in_a_pickle_are_refused_before_they_are_opened(saved: Path, tmp_path: Path) -> None:

@@ -11,16 +11,9 @@ from dlo_tasks.llm import adapters
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.language_plans import plan_for
 from support.causal_types import tiny
+from support.token_batches import SMALL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**SMALL, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0}
 NEOX = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
 GPT2 = {"vocab_size": 60, "n_embd": 32, "n_layer": 3, "n_head": 4}
 OPT = {**NEOX, "ffn_dim": 48, "word_embed_proj_dim": 32}

@@ -1,17 +1,21 @@
-"""Prompts of a file: which stand in it, and that a model is asked as it was trained."""
+"""Prompts: that a model is asked as it was trained, and that it has positions for them and for its windows."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from dlo_framework.errors import DloError
+from dlo_tasks.llm import language_models
+from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.chat import encode_request
-from dlo_tasks.llm.generation import Sampling, complete_texts
+from dlo_tasks.llm.generation import Sampling, complete_ids, complete_texts
+from dlo_tasks.llm.positions import check_generation_length, check_windows, max_positions, position_table_size
 from dlo_tasks.llm.prompts import encode_prompts, format_prompt, read_prompts
 from support.texts import CHATML, lines, word_tokenizer
 
@@ -114,3 +118,103 @@ def test_an_end_that_the_tokenizer_adds_itself_is_no_part_of_a_prompt(tmp_path, 
     monkeypatch.setattr(generation, "complete_ids", complete)
     complete_texts(SimpleNamespace(device=torch.device("cpu")), ["the loss"], Sampling(), tokenizer, False)  # type: ignore[arg-type]
     assert seen == [[[1, 2]]]
+
+
+SIZES = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "intermediate_size": 8, "max_position_embeddings": 16}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 20,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 8,
+    "n_positions": 16,
+}
+OPT = {"model_type": "opt", **SIZES, "ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 16}
+GPT_J = {**GPT2, "model_type": "gptj", "rotary_dim": 4}
+CODEGEN = {**GPT_J, "model_type": "codegen", "n_head": 4, "n_embd": 16}
+NEO_X = {**LLAMA, "model_type": "gpt_neox"}
+XGLM = {"model_type": "xglm", "vocab_size": 20, "num_layers": 1, "attention_heads": 2, "d_model": 8, "ffn_dim": 8}
+MAMBA = {"model_type": "mamba", "vocab_size": 20, "num_hidden_layers": 1, "hidden_size": 8}
+
+
+def built(config: dict[str, Any]) -> Any:
+    return language_models.build_model(
+        None, language_models.read_config(None, config), dtype=torch.float32, attention=None
+    ).eval()
+
+
+def check(config: dict[str, Any], seq_len: int | None, **options: Any) -> None:
+    CausalLM(config=config, **options).check(SimpleNamespace(seq_len=seq_len))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [GPT2, OPT, GPT_J, CODEGEN], ids=lambda config: config["model_type"])
+def test_a_model_with_a_table_of_positions_has_no_more_than_its_rows(config: dict[str, Any]) -> None:
+    model = built(config)
+    assert position_table_size(model) == max_positions(model.config) == 16
+    ids = torch.ones(1, 17, dtype=torch.long)
+    model(input_ids=ids[:, :16], use_cache=False)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        model(input_ids=ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, NEO_X, {**XGLM, "max_position_embeddings": 16}, MAMBA],
+    ids=lambda config: config["model_type"],
+)
+def test_a_model_that_computes_its_positions_has_more(config: dict[str, Any]) -> None:
+    model = built(config)
+    assert position_table_size(model) is None
+    assert max_positions(model.config) == (None if config is MAMBA else 16)
+    model(input_ids=torch.ones(1, 24, dtype=torch.long), use_cache=False)
+
+
+def test_windows_longer_than_a_table_of_positions_are_refused_before_the_run() -> None:
+    message = (
+        r"seq_len must be at most the model's 16 positions \(n_positions\), got 17; set data\.init_args\.seq_len to"
+        " at most 16"
+    )
+    with pytest.raises(DloError, match=message + ", or config.n_positions to 17"):
+        check(GPT2, 17)
+    with pytest.raises(DloError, match=message + "$"):
+        check_windows(built(GPT2), 17, trained=True)
+    check(GPT2, 16)
+    check(GPT2, None)
+
+
+def test_windows_beyond_what_a_model_is_made_for_are_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"seq_len 17 exceeds the 16 positions .* \(max_position_embeddings\); set data"
+    ):
+        check(LLAMA, 17)
+
+
+def test_what_is_written_has_to_fit_too() -> None:
+    with pytest.raises(
+        DloError, match=r"max_new_tokens must be at most 16 after a prompt of 1 tokens, .* got 17; .* to at most 16"
+    ):
+        check(GPT2, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
+    check(GPT2, 16, sampling=Sampling(max_new_tokens=17))
+    check(LLAMA, 16, prompts=["a"], sampling=Sampling(max_new_tokens=17))
+    model, ids = built(GPT2), torch.ones(1, 12, dtype=torch.long)
+    written = complete_ids(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=5), None, False)
+    assert written.shape == (1, 5)  # The last token is not read again.
+    with pytest.raises(
+        DloError, match=r"at most 5 after a prompt of 12 .* got 6; set sampling\.max_new_tokens to at most 5$"
+    ):
+        complete_ids(model, ids, torch.ones_like(ids), Sampling(max_new_tokens=6), None, False)
+    with pytest.raises(DloError, match=r"at most 0 after a prompt of 17 .*; shorten the prompt"):
+        check_generation_length(model, 17, 1)
+
+
+def test_prompts_that_leave_no_room_are_refused_when_the_model_is_built() -> None:
+    task = CausalLM(config={**GPT2, "n_positions": 8}, prompts=["a", "a b a b"], sampling=Sampling(max_new_tokens=6))
+    tokenizer = word_tokenizer({"<end>": 0, "a": 1, "b": 2})
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer=tokenizer), strategy=strategy)
+    task._trainer = trainer  # type: ignore[assignment]
+    with pytest.raises(
+        DloError, match=r"at most 5 after a prompt of 4 tokens, in a model with 8 positions, got 6; .* at most 5"
+    ):
+        task.configure_model()

@@ -1,9 +1,10 @@
-"""Files of text: which records they hold, how these become tokens, and what is said of those that cannot."""
+"""Files of text: which records they hold, how these become tokens, tokenizers, and what is said of the rest."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_requ
 from dlo_tasks.llm.prompts import read_prompts
 from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
 from dlo_tasks.llm.tokenization import encode_pairs, encode_texts
-from dlo_tasks.llm.tokenizer import END, PLAIN_CHAT_TEMPLATE, embedded_tokenizer, fingerprint, load_tokenizer
+from dlo_tasks.llm.tokenizer import (
+    END,
+    PADDING,
+    PLAIN_CHAT_TEMPLATE,
+    embedded_tokenizer,
+    fingerprint,
+    load_tokenizer,
+    standard_library,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -188,12 +197,6 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
     file = write(tmp_path / "a.jsonl", {"text": "fine"}, "", line)
     with pytest.raises(DloError, match=message):
         list(read_records([file]))
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"ab\xff")
-    with pytest.raises(DloError, match=r"a\.txt must be UTF-8, got invalid start byte at byte 2"):
-        list(read_records([tmp_path / "a.txt"]))
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
@@ -380,3 +383,52 @@ def test_parquet_without_datasets_is_an_error_with_its_fix(tmp_path, monkeypatch
     (tmp_path / "a.parquet").write_text("no")
     with pytest.raises(DloError, match=r"Parquet needs the package datasets; pip install 'dlo_framework\[llm\]'"):
         list(read_records([tmp_path / "a.parquet"]))
+
+
+def test_the_embedded_tokenizer_writes_any_text_and_is_trained_once(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("for i in range(10):\n    print(i)\n" * 20)
+    made = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
+    text = "for größe in 漢字:\n\t\0 pass"
+    assert made.decode(made(text)["input_ids"]) == text
+    assert len(made) <= 300
+    assert (made.eos_token, made.pad_token) == (END, PADDING)
+    monkeypatch.setattr("dlo_tasks.llm.tokenizer._train", lambda *_: pytest.fail("trained again"))
+    again = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
+    assert fingerprint(again) == fingerprint(made)
+
+
+def test_an_embedded_tokenizer_that_is_damaged_is_trained_anew(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    made = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text(file.read_text()[:100])
+    with pytest.warns(UserWarning, match="cannot be read"):
+        again = embedded_tokenizer([tmp_path / "a.txt"], 300, tmp_path / "cache")
+    assert fingerprint(again) == fingerprint(made)
+    with pytest.raises(DloError, match="vocab_size must be at least 258"):
+        embedded_tokenizer([tmp_path / "a.txt"], 257, tmp_path / "cache")
+
+
+def test_the_standard_library_is_real_text_of_a_limited_size(tmp_path):
+    files = standard_library(500_000)
+    assert 300_000 < sum(file.stat().st_size for file in files) <= 500_000
+    assert not any({"test", "tests", "site-packages"} & set(file.parts[-3:]) for file in files)
+    initials = {file.name[0] for file in files}
+    assert len(initials) > 5  # from all over the alphabet, not its beginning
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.py").write_text("pass\n")
+    with pytest.raises(DloError, match="corpus_bytes must be large enough for a source file of Python's"):
+        standard_library(1000, tmp_path)
+    (tmp_path / "b.py").write_text("pass\n")
+    assert standard_library(1000, tmp_path) == [tmp_path / "b.py"]
+
+
+def test_it_does_not_look_into_what_is_installed(tmp_path, monkeypatch):
+    """An environment has a hundred thousand files there, and each rank asks."""
+    for name in ("a.py", "email/b.py", "email/__pycache__/b.py", "site-packages/torch/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    seen, look = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: seen.append(Path(folder)) or look(folder))
+    assert standard_library(1000, tmp_path) == [tmp_path / "a.py", tmp_path / "email" / "b.py"]
+    assert seen == [tmp_path, tmp_path / "email"]

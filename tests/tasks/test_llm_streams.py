@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 
 from dlo_framework.data import Draw
+from dlo_framework.data.mixture import MixOptions
 from dlo_framework.data.remote import BlockCache, RemoteFile
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX
+from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
 from dlo_tasks.llm.token_cache import Document, write_store
 from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
 from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
@@ -224,33 +226,25 @@ def test_positions_restart_where_documents_begin():
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
 
 
-OPEN_LARGE = """
-import sys, time
-from pathlib import Path
-import numpy, torch
-from dlo_framework.data import Draw
-from dlo_framework.data.remote import BlockCache, ByteFile
-from dlo_tasks.llm.step_tokens import StreamBatchSampler, AccumulationPlan
-from dlo_framework.data.mixture import MixOptions
-from dlo_tasks.llm.token_windows import document_of
-from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
-from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins
-def kilobytes(key):
+def kilobytes(key: str) -> int:
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # forgets the peak of the imports
-before = kilobytes("VmRSS")
-begin = time.perf_counter()
-storage = Storage(BlockCache(Path(sys.argv[2]) / "cache", 1 << 30), Path(sys.argv[2]) / "indices", {})
-windows = TokenWindows(open_tokens(TokenFiles("large", sys.argv[1]), storage), 2048, 65536, "large")
-data = JoinedWindows([windows])
-order = MixOptions(None, "step", "global", 256, 8192, None).order(["large"], [len(windows)], 0)
-sampler = StreamBatchSampler(order.size, batch_size=8, shuffle=True, drop_last=True, order=order,
-    count_targets=data.count_targets, accumulation=lambda: AccumulationPlan(2, float("inf")))
-batch = data.fetch(next(sampler.batches_from(len(windows) // 2)))
-seconds = time.perf_counter() - begin
-print(len(windows), int(batch["tokens_in_step"]), kilobytes("VmHWM") - before, seconds)
-"""
+
+
+def open_large(path: str, folder: Path, found: Any) -> None:
+    """Opens a corpus and reads a batch of it; puts the windows, the targets and the peak of memory into a queue."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forgets the peak so far
+    before = kilobytes("VmRSS")
+    storage = Storage(BlockCache(folder / "cache", 1 << 30), folder / "indices", {})
+    windows = TokenWindows(open_tokens(TokenFiles("large", path), storage), 2048, 65536, "large")
+    joined = JoinedWindows([windows])
+    order = MixOptions(None, "step", "global", 256, 8192, None).order(["large"], [len(windows)], 0)
+    sampler = StreamBatchSampler(
+        order.size, batch_size=8, shuffle=True, drop_last=True, order=order,
+        count_targets=joined.count_targets, accumulation=lambda: AccumulationPlan(2, float("inf")),
+    )  # fmt: skip
+    batch = joined.fetch(next(sampler.batches_from(len(windows) // 2)))
+    found.put((len(windows), int(batch["tokens_in_step"]), kilobytes("VmHWM") - before))
 
 
 def write_sparse_megatron(prefix: Path, tokens: int, length: int) -> None:
@@ -270,16 +264,16 @@ def write_sparse_megatron(prefix: Path, tokens: int, length: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
 def test_a_corpus_of_100_gigabytes_opens_in_little_memory(tmp_path):
     write_sparse_megatron(tmp_path / "large", 50_000_000_000, 8192)
-    found = subprocess.run(
-        [sys.executable, "-c", OPEN_LARGE, str(tmp_path / "large"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    windows, targets, kilobytes, _ = map(float, found.stdout.split())
+    fork = multiprocessing.get_context("fork")
+    found = fork.SimpleQueue()
+    process = fork.Process(target=open_large, args=(str(tmp_path / "large"), tmp_path, found))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    windows, targets, peak = found.get()
     assert windows == (50_000_000_000 // 8192 * 8192 - 1) // 2048
     assert targets == pytest.approx(2 * 8 * 2048, abs=16)
-    assert 0 < kilobytes < 100_000
+    assert 0 < peak < 100_000
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path, storage):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,6 +16,7 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.language_plans import plan_for
 from support.causal_types import REFUSED, TYPES, tiny
 from support.texts import word_tokenizer
+from support.trainers import quiet_trainer
 
 #: One of each kind: a head that does more than project and positions that do not count from 0; a model of pictures and
 #: text; attention with a norm that spans no projection.
@@ -63,10 +64,7 @@ def trained(kind: str, **changes: Any) -> Recorded:
     task = Recorded(config=tiny(kind) | changes, optimizer="sgd", lr=0.1, schedule="constant", weight_decay=0.0)
     data = Padded()
     task.check(data)
-    options: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    Trainer(max_steps=2, accelerator="cpu", devices=1, num_sanity_val_steps=0, **options).fit(task, datamodule=data)
+    quiet_trainer(max_steps=2, devices=1, num_sanity_val_steps=0).fit(task, datamodule=data)
     return task
 
 

@@ -1,7 +1,7 @@
 """The learning rate follows the batch: linear, by its root, with accumulation, growth and the schedules."""
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
@@ -9,6 +9,7 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.optim import check_scaling, scale_factor
+from support.trainers import quiet_trainer
 
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -24,10 +25,9 @@ class Rates(Callback):
 def rates(*callbacks, accumulate=None, steps=6, batch_size=100, **options) -> list[float]:
     module = ImageClassifier("vit_tiny_patch16_224", model_args=TINY, lr=0.01, log_images=0, **options)
     watch = Rates()
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     more: dict = {} if accumulate is None else {"accumulate_grad_batches": accumulate}
     more |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "callbacks": [*callbacks, watch]}
-    trainer = Trainer(accelerator="cpu", **quiet, **more)
+    trainer = quiet_trainer(**more)
     trainer.fit(module, datamodule=DigitsData(image_size=8, batch_size=batch_size))
     return watch.found
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +17,7 @@ from dlo_framework.resume import ExactResume
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_tasks import optim
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 TINY = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -109,9 +110,8 @@ class SaveAfter(Callback):
 
 def climb(data, *callbacks, ckpt_path=None, options, **warmup):
     module = Climb(**warmup)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     every = [ExactResume(), AccumulationTail(), *callbacks]
-    Trainer(accelerator="cpu", limit_val_batches=0, callbacks=every, **quiet, **options).fit(
+    quiet_trainer(limit_val_batches=0, callbacks=every, **options).fit(
         module, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None
     )
     return module.rates
