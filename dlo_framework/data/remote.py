@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from dlo_framework.atomic_file import PARTIAL
@@ -382,6 +382,24 @@ def is_remote(path: str) -> bool:
 def local_name(path: str) -> Path:
     """Returns the local path that a path or a ``file://`` URL names."""
     return Path(path.removeprefix("file://")).expanduser()
+
+
+class Storage(NamedTuple):
+    """Places for remote files and indices.
+
+    Attributes:
+        cache: Cache of remote files.
+        indices: Folder of the indices, shared by all processes.
+        options: Options of the remote file system.
+    """
+
+    cache: BlockCache
+    indices: Path
+    options: dict[str, Any]
+
+    def open(self, path: str) -> LocalFile | RemoteFile:
+        """Returns a file by path or URL."""
+        return open_bytes(path, self.cache, self.options)
 
 
 def open_bytes(path: str, cache: BlockCache, options: dict[str, Any] | None = None) -> LocalFile | RemoteFile:

@@ -16,11 +16,11 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from dlo_framework.data import VOID, Draw
-from dlo_framework.data.remote import BlockCache, LocalFile
+from dlo_framework.data.remote import BlockCache, LocalFile, Storage
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.imagenet.image_sources import ImageStorage, ShardSource, build_index
+from dlo_tasks.imagenet.image_sources import ShardSource, build_index
 
 PHOTOS = load_sample_images().images
 CLASSES = ["china", "flower"]
@@ -258,7 +258,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict, message: str
 
 
 def open_shard(path: Path, indices: Path) -> ShardSource:
-    return ShardSource([str(path)], ImageStorage(BlockCache(indices, 10**9), indices, {}), None)
+    return ShardSource([str(path)], Storage(BlockCache(indices, 10**9), indices, {}), None)
 
 
 def test_an_index_is_read_from_its_file_until_the_tar_changes(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dlo_framework.data import Draw
-from dlo_framework.data.remote import BlockCache, find_files, open_bytes
+from dlo_framework.data.remote import BlockCache, Storage, find_files, open_bytes
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.token_sources import TokenFiles, open_tokens
 from dlo_tasks.llm.token_windows import TokenWindows
 from support.object_stores import STORES, serve_store
 from support.token_files import documents, npy, write_megatron, write_tar

@@ -15,12 +15,12 @@ import pytest
 
 from dlo_framework.data import Draw
 from dlo_framework.data.mixture import MixOptions
-from dlo_framework.data.remote import BlockCache, RemoteFile
+from dlo_framework.data.remote import BlockCache, RemoteFile, Storage
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
 from dlo_tasks.llm.token_cache import Document, write_store
-from dlo_tasks.llm.token_sources import Storage, TokenFiles, open_tokens
+from dlo_tasks.llm.token_sources import TokenFiles, open_tokens
 from dlo_tasks.llm.token_windows import JoinedWindows, TokenWindows, count_from_begins, document_of
 from support.http_files import serve_folder
 from support.token_files import documents, npy, write_megatron, write_tar

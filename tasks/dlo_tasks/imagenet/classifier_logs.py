@@ -100,6 +100,10 @@ def _class_names(trainer: Trainer, num_classes: int) -> list[str]:
 
 _INK = (20, 20, 20)
 _PAPER = (255, 255, 255)
+#: Width in pixels below which images are enlarged by an integer factor, so that labels fit.
+_NARROWEST = 96
+#: Largest number of classes for which counts and names are written.
+_COUNTED = 20
 #: Pixels of the longest class name of a confusion matrix; longer ones are shortened.
 _LONGEST = 240
 
@@ -123,16 +127,15 @@ def denormalise(images: Tensor, mean: Sequence[float] | None, std: Sequence[floa
     return (pixels * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4, least: int = 96) -> Tensor:
+def image_grid(images: Tensor, labels: Sequence[str], columns: int = 4) -> Tensor:
     """Returns a grid of labelled images, `[3, H, W]` of uint8.
 
     Args:
         images: Images, `[B, 3, h, w]` of uint8.
         labels: Captions, one per image.
         columns: Number of images in a row.
-        least: Width in pixels below which images are enlarged by an integer factor, so that labels fit.
     """
-    factor = max(1, -(-least // images.shape[-1]))
+    factor = max(1, -(-_NARROWEST // images.shape[-1]))
     images = F.interpolate(images.float(), scale_factor=factor, mode="nearest").to(torch.uint8)
     height, width = images.shape[-2:]
     font, gap = _font(13), 4
@@ -160,22 +163,21 @@ def target_labels(targets: Tensor, class_names: Sequence[str]) -> list[str]:
     return labels
 
 
-def confusion_picture(counts: Tensor, class_names: Sequence[str], counted_up_to: int = 20) -> Tensor:
+def confusion_picture(counts: Tensor, class_names: Sequence[str]) -> Tensor:
     """Returns the confusion matrix as an image, `[3, H, W]` of uint8.
 
     A cell is darker the larger its fraction of the row (of the true class), blue on the diagonal and red off it. Up to
-    `counted_up_to` classes the cells contain the counts, with the names beside them; with more classes a cell is a few
+    20 classes the cells contain the counts, with the names beside them; with more classes a cell is a few
     pixels or one, and its shade is the square root of the fraction, so that single mistakes still show.
 
     Args:
         counts: Counts, `[C, C]` of int, rows by true class.
         class_names: Names of the C classes.
-        counted_up_to: Largest number of classes for which counts and names are written.
     """
     counts = counts.detach().cpu()
     classes = len(counts)
     shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
-    written = classes <= counted_up_to
+    written = classes <= _COUNTED
     cell = 44 if written else max(1, 1000 // classes)
     shades = _shades(shares if written else shares.sqrt())  # [C, C, 3]
     body = Image.fromarray(np.repeat(np.repeat(shades, cell, axis=0), cell, axis=1))

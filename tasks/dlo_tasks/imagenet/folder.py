@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_parallel_coordinates
 from dlo_framework.data.mixture import MixOptions, Ramp
-from dlo_framework.data.remote import BlockCache, cache_folder, is_remote
+from dlo_framework.data.remote import BlockCache, Storage, cache_folder, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number
@@ -23,7 +23,7 @@ from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
 from dlo_tasks.imagenet.folder_dataset import ImageDataset, measure_decoders
-from dlo_tasks.imagenet.image_sources import ImageSource, ImageStorage, JoinedImages, find_shards
+from dlo_tasks.imagenet.image_sources import ImageSource, JoinedImages, find_shards
 from dlo_tasks.imagenet.open_images import find_classes, open_flat_folder, open_source
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 
@@ -189,7 +189,7 @@ class ImageFolderData(ImageData):
         self.mix_options = MixOptions(mix, mix_ramp, shuffle, shuffle_chunk, shuffle_buffer, epoch_samples)
         self.mix_options.check(list(sources or {"root": root}))
         folder = cache_folder(cache_dir, "images")
-        self._storage = ImageStorage(
+        self._storage = Storage(
             BlockCache(folder, parse_bytes(cache_bytes, "cache_bytes")), folder, storage_options or {}
         )
         self.batches_ahead = batches_ahead

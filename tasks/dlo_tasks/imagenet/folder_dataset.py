@@ -33,9 +33,11 @@ class ImageDataset:
         training: Whether the dataset is for training, not for evaluation.
         rank: Rank of this process, for messages.
         slots: Number of processes that may count corrupt images: the workers and the main process.
+        batches_ahead: Number of batches whose images are fetched ahead; 0 for none, as for files on a disk.
+
+    Attributes:
         encoded: Whether to return training images encoded, for decoding on the device; ``view`` is then a
             :class:`dlo_tasks.imagenet.augment.TrainView` without distortions.
-        batches_ahead: Number of batches whose images are fetched ahead; 0 for none, as for files on a disk.
     """
 
     def __init__(
@@ -48,10 +50,9 @@ class ImageDataset:
         rank: int = 0,
         slots: int = 1,
         batches_ahead: int = 0,
-        encoded: bool = False,
     ) -> None:
         self.source = source
-        self.batches_ahead, self.encoded = batches_ahead, encoded
+        self.batches_ahead, self.encoded = batches_ahead, False
         self.view = view
         self.on_corrupt = on_corrupt
         self.training = training

@@ -19,12 +19,11 @@ import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
 from dlo_framework.data.remote import (
-    BlockCache,
     LocalFile,
     RemoteFile,
+    Storage,
     find_files,
     is_remote,
-    open_bytes,
     read_at,
 )
 from dlo_framework.data.tar_shard import scan_tar
@@ -128,24 +127,6 @@ def class_folders(folder: Path) -> list[str]:
 # --- tar shards --------------------------------------------------------------------------------------------
 
 
-class ImageStorage(NamedTuple):
-    """Places for remote files and indices.
-
-    Attributes:
-        cache: Cache of remote files.
-        indices: Folder of the indices, shared by all processes.
-        options: Options of the remote file system.
-    """
-
-    cache: BlockCache
-    indices: Path
-    options: dict[str, Any]
-
-    def open(self, path: str) -> LocalFile | RemoteFile:
-        """Returns a file by path or URL."""
-        return open_bytes(path, self.cache, self.options)
-
-
 class ShardIndex(NamedTuple):
     """Index of the images of one tar file.
 
@@ -174,7 +155,7 @@ class ShardSource:
         DloError: If a shard cannot be read, or an image has no usable label.
     """
 
-    def __init__(self, shards: Sequence[str], storage: ImageStorage, class_names: list[str] | None) -> None:
+    def __init__(self, shards: Sequence[str], storage: Storage, class_names: list[str] | None) -> None:
         self._files = [storage.open(path) for path in shards]
         self._indices = [load_index(file, storage, class_names) for file in self._files]
         self._starts = np.cumsum([0] + [len(index.labels) for index in self._indices])
@@ -275,7 +256,7 @@ def find_shards(root: Path | str, split: str, options: dict[str, Any]) -> list[s
     return []
 
 
-def load_index(file: LocalFile | RemoteFile, storage: ImageStorage, class_names: list[str] | None) -> ShardIndex:
+def load_index(file: LocalFile | RemoteFile, storage: Storage, class_names: list[str] | None) -> ShardIndex:
     """Returns the index of a tar, from its file if the tar has not changed.
 
     Args:

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dlo_framework.data.remote import find_files
+from dlo_framework.data.remote import Storage, find_files
 from dlo_framework.errors import DloError, did_you_mean, nearest
 from dlo_tasks.imagenet.image_sources import (
     IMAGE_SUFFIXES,
     FolderSource,
     ImageSource,
-    ImageStorage,
     ShardSource,
     class_folders,
     find_shards,
 )
 
 
-def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
+def find_classes(root: Path | str, storage: Storage) -> list[str]:
     """Returns the class names of a dataset: its training class folders, or ``classes.txt`` for shards.
 
     Shards without a ``classes.txt`` use the numbers up to the largest label as names.
@@ -56,7 +55,7 @@ def find_classes(root: Path | str, storage: ImageStorage) -> list[str]:
     return folders
 
 
-def _refuse_removed(root: Path | str, storage: ImageStorage) -> None:
+def _refuse_removed(root: Path | str, storage: Storage) -> None:
     """Raises an error for shards of formats that earlier versions read."""
     base = str(root).rstrip("/")
     for folder, ends in ((base, "parquet"), (f"{base}/train", "parquet"), (f"{base}/train", "mds")):
@@ -84,7 +83,7 @@ def _guess_root(root: Path) -> str:
     return "set data.init_args.root"
 
 
-def _listed_classes(root: Path | str, storage: ImageStorage) -> list[str] | None:
+def _listed_classes(root: Path | str, storage: Storage) -> list[str] | None:
     if isinstance(root, str):
         try:
             file = storage.open(f"{root.rstrip('/')}/classes.txt")
@@ -112,7 +111,7 @@ def open_flat_folder(folder: Path) -> ImageSource:
     return source
 
 
-def open_source(root: Path | str, split: str, class_names: list[str], storage: ImageStorage) -> ImageSource:
+def open_source(root: Path | str, split: str, class_names: list[str], storage: Storage) -> ImageSource:
     """Returns the source of one split.
 
     Raises:

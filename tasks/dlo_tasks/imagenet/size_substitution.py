@@ -64,18 +64,21 @@ class SizedModel:
         """Returns modules and their attributes at a size of images, none at the size the model was built for."""
         raise NotImplementedError
 
-    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the features of images, [B, C, H, W]."""
+    @contextmanager
+    def _at_size_of(self, x: Tensor) -> Iterator[None]:
         with ExitStack() as stack:
             for module, values in self.substitutions(*x.shape[-2:]):
                 stack.enter_context(substituted(module, values))
+            yield
+
+    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns the features of images, [B, C, H, W]."""
+        with self._at_size_of(x):
             return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns features and intermediate maps of images, [B, C, H, W]."""
-        with ExitStack() as stack:
-            for module, values in self.substitutions(*x.shape[-2:]):
-                stack.enter_context(substituted(module, values))
+        with self._at_size_of(x):
             return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
 
 

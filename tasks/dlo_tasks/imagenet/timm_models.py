@@ -274,12 +274,12 @@ def set_sincos_positions(model: nn.Module) -> None:
     positions.requires_grad_(False)
 
 
-def sincos_2d(height: int, width: int, dim: int, temperature: float = 10_000.0) -> Tensor:
+def sincos_2d(height: int, width: int, dim: int) -> Tensor:
     """Returns a `[1, height * width, dim]` embedding: sin x, cos x, sin y, cos y, each with `dim / 4` channels."""
     if dim % 4:
         raise DloError(f"the width of a sincos2d embedding must be divisible by 4, got {dim}; use {dim // 4 * 4 + 4}")
     y, x = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
-    omega = temperature ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
+    omega = 10_000.0 ** -(torch.arange(dim // 4).double() / max(1, dim // 4 - 1))
     angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [HW, dim / 4]
     return torch.cat([angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()], 1)[None].float()
 

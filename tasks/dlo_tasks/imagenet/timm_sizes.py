@@ -70,9 +70,6 @@ def free_windows(model: nn.Module) -> bool:
             if isinstance(part, _Partition):
                 _keep_windows(part, cells, part.partition_size)
                 derive(part, _SizedPartition)
-            elif type(part) is Attention2d and isinstance(part.rel_pos, RelPosBias | RelPosMlp):
-                # The object stays the same, and with it its parameters, hooks and the strategy's references.
-                part.__class__ = AnySizeAttention2d
             elif isinstance(part, Attention2d | AttentionCl) and isinstance(part.rel_pos, _Biases):
                 derive(part, _SizedAttention)
                 derive(part.rel_pos, _SizedBias)
@@ -144,31 +141,6 @@ class _SizedBias:
             found: Tensor = super().get_bias()  # type: ignore[misc]
             return found
         return bias_at(part, *window)
-
-
-class AnySizeAttention2d(Attention2d):
-    """timm's ``Attention2d`` (1.0.31) with a bias that fits the feature map at any size."""
-
-    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        """Returns attention over ``x``, [B, C, H, W]; timm's own if H and W are those it was built for."""
-        rel_pos: Any = self.rel_pos
-        height, width = x.shape[-2:]
-        if (height, width) == tuple(rel_pos.window_size):
-            return super().forward(x, shared_rel_pos)
-        batch = x.shape[0]
-        if self.head_first:
-            parts = self.qkv(x).view(batch, self.num_heads, self.dim_head * 3, -1).chunk(3, dim=2)
-        else:
-            parts = self.qkv(x).reshape(batch, 3, self.num_heads, self.dim_head, -1).unbind(1)
-        query, key, value = (part.transpose(-1, -2).contiguous() for part in parts)  # [B, heads, HW, dim_head]
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=bias_at(rel_pos, height, width),
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-        )
-        return self.proj_drop(self.proj(mixed.transpose(-1, -2).reshape(batch, -1, height, width)))
 
 
 def bias_at(rel_pos: _Biases, height: int, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
 from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
-from dlo_framework.data.remote import BlockCache, cache_folder
+from dlo_framework.data.remote import BlockCache, Storage, cache_folder
 from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, check_number, did_you_mean
@@ -38,7 +38,6 @@ from dlo_tasks.llm.step_tokens import (
 from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.token_sources import (
     SourceStatistics,
-    Storage,
     TextSource,
     hold_out,
     list_token_files,

@@ -35,7 +35,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dlo_framework.atomic_file import open_atomic
-from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, is_remote, list_files, local_name, open_bytes
+from dlo_framework.data.remote import (
+    LocalFile,
+    RemoteFile,
+    Storage,
+    is_remote,
+    list_files,
+    local_name,
+)
 from dlo_framework.data.tar_shard import TarMember, scan_tar
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.lock import build_once
@@ -60,24 +67,6 @@ class TokenFiles(NamedTuple):
     path: str
     format: Format | None = None
     column: str | None = None
-
-
-class Storage(NamedTuple):
-    """Places for remote files and indices.
-
-    Attributes:
-        cache: Cache of remote files.
-        indices: Folder of the indices, shared by all processes.
-        options: Options of the remote file system.
-    """
-
-    cache: BlockCache
-    indices: Path
-    options: dict[str, Any]
-
-    def open(self, path: str) -> LocalFile | RemoteFile:
-        """Returns a file by path or URL."""
-        return open_bytes(path, self.cache, self.options)
 
 
 def open_tokens(files: TokenFiles, storage: Storage) -> list[TokenShard]:
