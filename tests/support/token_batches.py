@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from dlo_framework.data import ResumableDataModule, data_parallel_coordinates
+from dlo_tasks.llm import language_models
 
 VOCABULARY, LENGTH, ROWS = 96, 24, 4
 SMALL = {
@@ -36,6 +37,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": SIZES,
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
+
+
+def small_model(family: str, **more: Any) -> Any:
+    """Returns a model of a family that CausalLM knows."""
+    names = ("n_embd", "n_layer", "n_head")
+    names = names if family == "gpt2" else ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
+    config = language_models.read_config(None, {**sizes, **more})
+    return language_models.build_model(None, config, dtype=torch.float32, attention=None)
 
 
 class Batches(IterableDataset):

@@ -21,6 +21,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.imagenet.image_sources import ShardSource, build_index
+from support.token_files import write_tar
 
 PHOTOS = load_sample_images().images
 CLASSES = ["china", "flower"]
@@ -40,16 +41,6 @@ def write_folders(root: Path, count: int = 12) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(jpeg(number))
     return root
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def data(root: Path, **kwargs) -> ImageFolderData:
@@ -262,7 +253,8 @@ def open_shard(path: Path, indices: Path) -> ShardSource:
 
 
 def test_an_index_is_read_from_its_file_until_the_tar_changes(tmp_path: Path) -> None:
-    path, indices = write_tar(tmp_path / "train-0.tar", [("a.jpg", jpeg(0)), ("a.cls", b"1")]), tmp_path / "indices"
+    path, indices = tmp_path / "train-0.tar", tmp_path / "indices"
+    write_tar(path, [("a.jpg", jpeg(0)), ("a.cls", b"1")])
     assert open_shard(path, indices).name(0) == f"{path}!a.jpg"
     (index,) = indices.glob("labels-*.npz")
     content = index.read_bytes()
@@ -315,8 +307,9 @@ def test_a_hostile_tar_reaches_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_shards_with_bad_labels_are_refused(tmp_path: Path, members: list, message: str) -> None:
+    write_tar(tmp_path / "train-0.tar", members)
     with pytest.raises(DloError, match=message):
-        build_index(LocalFile(write_tar(tmp_path / "train-0.tar", members)), None)
+        build_index(LocalFile(tmp_path / "train-0.tar"), None)
 
 
 def test_broken_tars_are_refused(tmp_path: Path) -> None:

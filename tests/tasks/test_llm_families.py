@@ -14,7 +14,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm import families, language_models
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
-from support.token_batches import SMALL
+from support.token_batches import SMALL, small_model
 
 NAMES = ("num_hidden_layers", "num_attention_heads")
 LLAMA: dict[str, Any] = {"model_type": "llama", **SMALL, "num_key_value_heads": 2}
@@ -33,15 +33,8 @@ def test_a_family_that_cannot_keep_documents_apart_refuses_packed_ones() -> None
 @pytest.mark.parametrize("family", sorted(families.KNOWN))
 def test_families_that_are_known_pass_what_others_are_tried_with(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "KNOWN", frozenset())
-    names = ("n_embd", "n_layer", "n_head") if family == "gpt2" else ("hidden_size", *NAMES)
-    settings = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
-    settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    settings |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
-    settings |= {"gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0}}.get(family, {})
-    model = language_models.build_model(
-        None, language_models.read_config(None, settings), dtype=torch.float32, attention=None
-    )
-    assert families.probe_traits(model)
+    more = {"gemma2": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 3.0}}.get(family, {})
+    assert families.probe_traits(small_model(family, **more))
 
 
 def test_a_known_family_is_not_tried_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:

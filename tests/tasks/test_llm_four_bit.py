@@ -28,6 +28,21 @@ def make(**lora: Any) -> Any:
     return model
 
 
+def compare_gradients(model: Any) -> Any:
+    """Compares the gradients of the adapters with those beside dequantised weights; returns the model of these."""
+    plain = copy.deepcopy(model)
+    adapters.dequantise_base(plain)
+    for each in (model, plain):
+        each(input_ids=IDS, labels=IDS).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    assert all(".lora_" in name for name in found)
+    for name, gradient in found.items():
+        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    return plain
+
+
 @pytest.mark.parametrize(
     "lora",
     [
@@ -39,16 +54,7 @@ def make(**lora: Any) -> Any:
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(lora: dict[str, Any]) -> None:
     model = make(**lora)
     assert sum(isinstance(module, FourBitLinear) for module in model.modules()) == 14
-    plain = copy.deepcopy(model)
-    adapters.dequantise_base(plain)
-    for each in (model, plain):
-        each(input_ids=IDS, labels=IDS).loss.backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    assert all(".lora_" in name for name in found)
-    for name, gradient in found.items():
-        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    compare_gradients(model)
 
 
 def test_the_weights_take_a_little_more_than_half_a_byte() -> None:
@@ -80,16 +86,8 @@ def test_transposed_weights_are_those_of_their_linear_layers(lora: dict[str, Any
     assert layer.codes.shape == (96, 16)
     assert layer.weight.shape == weight.shape
     assert float((layer.weight - weight).norm() / weight.norm()) < 0.2
-    plain = copy.deepcopy(model)
-    adapters.dequantise_base(plain)
+    plain = compare_gradients(model)
     assert type(plain.transformer.h[0].attn.c_attn.base_layer).__name__ == "Conv1D"
-    for each in (model, plain):
-        each(input_ids=IDS, labels=IDS).loss.backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 1e-5, name
     logits = plain(input_ids=IDS).logits
     adapters.merge_adapters(model)
     torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-4, atol=1e-4)

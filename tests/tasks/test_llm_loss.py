@@ -35,31 +35,6 @@ def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(3 * loss, tensors))
 
 
-class Adapted(nn.Module):
-    """A projection with something beside it, as LoRA has."""
-
-    def __init__(self, projection: nn.Linear) -> None:
-        super().__init__()
-        self.projection, self.beside = projection, nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.projection(hidden) + self.beside(hidden)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_a_head_that_is_no_plain_product_is_called_for_each_chunk(scale: float, softcap: float | None) -> None:
-    projection, hidden, targets = make()
-    adapted = Adapted(projection)
-    head = VocabularyHead(adapted, scale, softcap)
-    assert not head.fuses
-    expected, found = full_logits_loss(head, hidden, targets), summed_loss(head, hidden, targets, 5)
-    torch.testing.assert_close(found, expected)
-    wanted = gradients(expected, hidden, *adapted.parameters())
-    for one, other in zip(gradients(found, hidden, *adapted.parameters()), wanted, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("some", [True, False])
 def test_a_head_whose_weight_comes_with_the_call_is_called_once(some: bool, scale: float) -> None:
@@ -140,16 +115,6 @@ def test_under_autocast_the_product_is_in_half_precision_and_the_sums_are_not() 
         assert (one - other).norm() < 0.02 * other.norm()
 
 
-@pytest.mark.parametrize("kernel", ["columns", "rows"])
-def test_the_loss_adds_up_in_single_precision_whatever_the_default_dtype(kernel: Kernel, default_dtype: None) -> None:
-    projection, hidden, targets = make(dtype=torch.bfloat16)
-    many, goals = hidden.detach().repeat(200, 1), targets.repeat(200)
-    found = summed_loss(VocabularyHead(projection), many, goals, 4, kernel=kernel)
-    expected = F.cross_entropy(projection(many).float(), goals, ignore_index=IGNORE_INDEX, reduction="sum")
-    assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
 def test_logits_of_all_tokens_are_never_there() -> None:
     torch.manual_seed(0)
     projection, hidden = nn.Linear(8, 300, bias=False), torch.randn(4000, 8, requires_grad=True)
@@ -199,16 +164,18 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("kernel", ["rows", "compiled"])
-def test_in_half_precision_the_kernel_of_an_accelerator_sums_in_single(kernel: Kernel) -> None:
+@pytest.mark.parametrize("kernel", ["columns", "rows", "compiled"])
+def test_half_precision_is_summed_in_single_whatever_the_default_dtype(kernel: Kernel, default_dtype: None) -> None:
     projection, hidden, targets = make(dtype=torch.bfloat16)
     many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
-    exact = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    exact = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float32)
     exact.weight.data = projection.weight.data.float()
     full_logits_loss(VocabularyHead(exact), many.float(), goals).backward()
+    expected = F.cross_entropy(projection(many).float(), goals, ignore_index=IGNORE_INDEX, reduction="sum")
     found = summed_loss(VocabularyHead(projection), many, goals, 8, kernel=kernel)
     found.backward()
     assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-3)
     assert projection.weight.grad is not None
     assert exact.weight.grad is not None
     error = (projection.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()

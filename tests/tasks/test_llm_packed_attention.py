@@ -17,7 +17,7 @@ from dlo_tasks.llm import batch_counts, families, language_models, packed_attent
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
-from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens
+from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens, small_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLACES = {
@@ -238,17 +238,10 @@ def test_scores_are_capped_by_flex_attention_and_on_a_cpu(kernel: str | None, mo
 
 @pytest.mark.parametrize("family", sorted(families.KNOWN - {"gemma2", "gemma3_text"}))
 def test_known_families_pass_what_others_are_tried_with(family: str) -> None:
-    names = ("n_embd", "n_layer", "n_head") if family == "gpt2" else ("hidden_size", *NAMES)
-    settings: dict[str, Any] = {"model_type": family, "vocab_size": 60, **dict(zip(names, (32, 2, 4), strict=True))}
-    settings |= {} if family.startswith("gpt") else {"num_key_value_heads": 2}
-    settings |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    settings |= {"attn_pdrop": 0.0} if family == "gpt2" else {"attention_dropout": 0.0}
+    more = {"attn_pdrop" if family == "gpt2" else "attention_dropout": 0.0}
     if family in ("mistral", "phi3"):
-        settings["sliding_window"] = 4096
-    model = language_models.build_model(
-        None, language_models.read_config(None, settings), dtype=torch.float32, attention=None
-    )
-    assert families.matches_dense_mask(model)
+        more["sliding_window"] = 4096
+    assert families.matches_dense_mask(small_model(family, **more))
 
 
 def test_a_family_that_it_does_not_serve_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

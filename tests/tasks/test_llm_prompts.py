@@ -94,6 +94,7 @@ def test_columns_of_prompts_may_have_other_names(asked):
             r"p\.jsonl:1: message must be an object with role and content",
         ),
         ("p.jsonl", b'{"messages": []}\n', r"p\.jsonl:1: record must have 'prompt' \(a string\) or 'messages', got"),
+        ("p.txt", b" \n", r"predict_files must have at least one prompt, got none in .*p\.txt"),
         ("p.jsonl", b'{"prompt": 3}\n', r"p\.jsonl:1: record must have 'prompt' \(a string\) or 'messages', got"),
     ],
 )

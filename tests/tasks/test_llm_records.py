@@ -336,14 +336,6 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path, tokenizer):
     assert tokenizer.decode(ids[3]).endswith("<|im_start|>assistant\n")
 
 
-def test_a_line_without_a_prompt_is_named(tmp_path, tokenizer):
-    file = write(tmp_path / "b.jsonl", {"prompt": "two"}, {"text": "two"})
-    with pytest.raises(DloError, match=r"b\.jsonl:2: record must have 'prompt' .* got 'text'; .* \{prompt: question\}"):
-        read_prompts([file], tokenizer)
-    with pytest.raises(DloError, match=r"predict_files must have at least one prompt, got none in .*c\.txt"):
-        read_prompts([write(tmp_path / "c.txt", " ")], tokenizer)
-
-
 # --- tokenizers and the embedded text ------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -110,22 +109,6 @@ def test_windows_of_every_format_have_the_documents_tokens(kind, tmp_path, stora
     check_windows(TokenWindows(opened, SEQ, 300, "some"), shards_of(kind, docs, opened))
     again = pickle.loads(pickle.dumps(opened))
     check_windows(TokenWindows(again, SEQ, 300, "some"), shards_of(kind, docs, opened))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_remote_files_give_the_same_windows(kind, tmp_path, storage):
-    docs = documents(90)
-    files = write(kind, tmp_path, docs)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path), f"/streams/{kind}", recursive=True)
-    remote = files._replace(path=files.path.replace(str(tmp_path), f"memory:///streams/{kind}"))
-    if kind in ("uint16", "int32"):
-        remote = remote._replace(path=f"{remote.path}.bin")
-    opened = open_tokens(remote, storage)
-    windows = TokenWindows(opened, SEQ, 300, "some")
-    windows.read_ahead([Draw(index, 0, True) for index in range(len(windows))])
-    check_windows(windows, shards_of(kind, docs, opened))
-    memory.rm("/streams", recursive=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
