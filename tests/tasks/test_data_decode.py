@@ -115,9 +115,12 @@ def odd_images() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", odd_images())
+ODD = odd_images()
+
+
+@pytest.mark.parametrize("kind", ODD)
 def test_odd_files_are_read_as_imagefolder_reads_them(libraries, kind: str) -> None:
-    data = odd_images()[kind]
+    data = ODD[kind]
     pixels, box = decode_crop(data, WHOLE, 224, exact=True)
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert pixels.shape == expected.shape == (427, 640, 3)

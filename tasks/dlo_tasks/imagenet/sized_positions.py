@@ -80,14 +80,17 @@ def position_multiples(part: nn.Module) -> list[int]:
 
 
 class _SizedTokens(SizedModel):
-    """CaiT and ConViT: embeddings of patches, without a class token's."""
+    """CaiT and ConViT: embeddings of patches, without a class token's; and BEiT, with it."""
 
     def substitutions(self, height: int, width: int) -> _Substitutions:
         model: Any = self
         own, grid = tuple(model.patch_embed.grid_size), model.patch_embed.dynamic_feat_size((height, width))
         grids_of(model).note(grid)
         embedding = getattr(model, "pos_embed", None)
-        return [] if grid == own or embedding is None else [(model, {"pos_embed": resize_tokens(embedding, own, grid)})]
+        if grid == own or embedding is None:
+            return []
+        prefix = model.num_prefix_tokens if isinstance(model, Beit) else 0
+        return [(model, {"pos_embed": resize_tokens(embedding, own, grid, prefix)})]
 
 
 class _SizedGPSA(SizedModule):
@@ -188,16 +191,6 @@ class _SizedHiera(SizedModel):
 
 
 # --- BEiT, and ViTs with relative positions ----------------------------------------------------------------
-
-
-class _SizedBeit(SizedModel):
-    def substitutions(self, height: int, width: int) -> _Substitutions:
-        model: Any = self
-        own, grid = tuple(model.patch_embed.grid_size), model.patch_embed.dynamic_feat_size((height, width))
-        grids_of(model).note(grid)
-        if grid == own or model.pos_embed is None:
-            return []
-        return [(model, {"pos_embed": resize_tokens(model.pos_embed, own, grid, model.num_prefix_tokens)})]
 
 
 def _beit_values(module: Any, grid: Size) -> dict[str, Any]:
@@ -315,7 +308,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 #: Mixins of models; None where that of their parts suffices.
 _MODELS: dict[type[nn.Module], type | None] = {
-    Beit: _SizedBeit,
+    Beit: _SizedTokens,
     Cait: _SizedTokens,
     ConVit: _SizedTokens,
     Eva: _SizedEva,
