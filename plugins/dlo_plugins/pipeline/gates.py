@@ -37,8 +37,6 @@ from dlo_plugins.pipeline.model_stages import Stages
 
 #: Operations that use only a tensor's shape, dtype and device.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
-#: Operations that return a tensor's value as a Python number.
-_NUMBERS = ("_local_scalar_dense", "item", "is_nonzero", "equal")
 
 
 class SkipCheck:
@@ -127,8 +125,10 @@ class Placeholder(Tensor):
         check, by_shape = first.check, name.endswith(_SHAPE_ONLY)
         if not by_shape and check.is_received:
             raise check.error(f"'{name}' {check.place} on a value computed from '{first.source}'")
-        if name in _NUMBERS:
+        if torch.Tag.data_dependent_output in func.tags:
             raise check.error(f"a Python number computed from '{first.source}'")
+        if torch.Tag.dynamic_output_shape in func.tags and _shape_needs_values(name, args):
+            raise check.error(f"a shape computed from values of '{first.source}' by '{name}'")
         values = tree_map_only(Placeholder, lambda tensor: tensor.value, (args, kwargs))
         found = func(*values[0], **values[1])
         if by_shape:
@@ -144,6 +144,13 @@ class Placeholder(Tensor):
             return tensor  # It has been written to, and now holds NaN.
 
         return tree_map_only(Tensor, wrapped, found)
+
+
+def _shape_needs_values(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether the shape of an operation's result depends on placeholders' values."""
+    deciding = tree_iter(args[1:] if name in ("index", "masked_select") else args)
+    found = [leaf for leaf in deciding if isinstance(leaf, Placeholder)]
+    return any(name != "index" or leaf.dtype in (torch.bool, torch.uint8) for leaf in found)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

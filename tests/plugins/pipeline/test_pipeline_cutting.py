@@ -157,6 +157,8 @@ class Chain(nn.Module):
                 hidden = block(hidden, hidden if self.kind == "block" else extra)
             if self.kind == "number" and number == 0:
                 self.factor = 1.0 if (first > 0).any() else 2.0
+            if self.kind == "shape" and number == 0:
+                self.factor = 1.0 + len(first[first > 0]) / 10
             if self.kind == "buffer" and number == 0:
                 self.mean.mul_(0.9).add_(first.mean())
             if self.kind == "twice":
@@ -195,6 +197,7 @@ CHAIN = ParallelPlan(blocks=("blocks.*",), stem=("stem",), head=("head",))
         ("head", r"got 'add' after 'blocks\.3' on a value computed from 'stem'"),
         ("weight in head", r"after 'blocks\.3' on a value computed from 'stem\.weight'"),
         ("number", r"got a Python number computed from 'stem'"),
+        ("shape", r"got a shape computed from values of 'stem' by 'index'"),
         ("buffer", r"got buffer 'mean' computed from 'stem'"),
         ("twice", r"got 'blocks\.0' in place of 'blocks\.1'"),
         ("skip", r"got 'blocks\.3' in place of 'blocks\.2'"),
