@@ -82,8 +82,6 @@ def test_two_ranks_with_half_of_the_experts_train_as_one_process() -> None:
         ),
         *cases(ep, family="gpt_oss", packed=False),
         *cases(ep, trainer={"gradient_clip_val": 0.5}, layers=2, optimizer="adafactor"),
-        *cases(ep, family="llama4_text", packed=False),
-        *cases({"tp": 2}, trainer={"gradient_clip_val": 0.5}, layers=2),
         # Three experts, which two ranks share along another dim; elementwise steps, and steps of full tensors.
         *cases({"dp_shard": 2}, trainer={"gradient_clip_val": 0.5}, layers=2, experts=3),
         *cases({"dp_shard": 2}, layers=2, experts=3, optimizer="adafactor"),
@@ -158,6 +156,13 @@ def test_optimizers_of_full_tensors_join_shards_of_divided_experts_on_eight_rank
 @pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "ernie4_5_moe", "qwen2_moe"])
 def test_a_family_trains_for_fifty_steps_as_one_process(family: str) -> None:
     assert_parity(moe, cases({"dp_shard": 2, "ep": 2}, family=family, steps=50), steps=50, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_under_tp_and_those_of_llama4_train_as_in_one_process() -> None:
+    found = cases({"tp": 2}, trainer={"gradient_clip_val": 0.5}, layers=2)
+    found += cases({"dp_shard": 2, "ep": 2}, family="llama4_text", packed=False)
+    assert_parity(moe, found, steps=2, rtol=RTOL)
 
 
 @pytest.mark.slow

@@ -92,14 +92,11 @@ def _meta(rank: int, world: int, folder: Path) -> Any:
 
 
 def _compiled(rank: int, world: int, folder: Path) -> Any:
-    found = {}
-    for name, options in (("plain", {}), ("recomputed", {"recompute": True})):
-        compiling = Compile(scope="blocks", backend="aot_eager")
-        run = trainer(world, FSDPStrategy(**options), callbacks=[compiling])
-        run.fit(Module(), mine(rank, world))
-        weights = gather_full_weights(run)
-        found[name] = (differ(weights, alone(Module())) if rank == 0 else 0.0), compiling.tally.graphs
-    return found
+    compiling = Compile(scope="blocks", backend="aot_eager")
+    run = trainer(world, FSDPStrategy(recompute=True), callbacks=[compiling])
+    run.fit(Module(), mine(rank, world))
+    weights = gather_full_weights(run)
+    return (differ(weights, alone(Module())) if rank == 0 else 0.0), compiling.tally.graphs
 
 
 class Save(Callback):
@@ -171,21 +168,21 @@ class Raises(Module):
 
 
 def _stumbles(rank: int, world: int, folder: Path) -> Any:
-    found = {}
+    found, weights, expected = {}, {}, {}
     for name, options, precision, accumulate, places in (
         ("plain", {}, "32-true", 1, {1: "forward", 2: "backward"}),
         ("kept", {"reshard_after_forward": False}, "32-true", 1, {0: "backward", 2: "forward", 3: "backward"}),
         ("ahead", {"forward_prefetch": 1, "backward_prefetch": 2}, "32-true", 1, {1: "backward", 2: "forward"}),
         ("bf16", {}, "bf16-mixed", 2, {0: "backward", 2: "backward"}),
     ):
-        weights = []
-        for module in (Module(), Stumbles(places)):
+        stumbling = Stumbles(places)
+        for module in (stumbling, *([Module()] if precision not in expected else [])):
             run = trainer(world, FSDPStrategy(**options), precision=precision, accumulate_grad_batches=accumulate)
             run.fit(module, mine(rank, world))
-            weights.append(gather_full_weights(run))
-        assert module.stumbled == list(places.values())
+            (weights if module is stumbling else expected)[precision] = gather_full_weights(run)
+        assert stumbling.stumbled == list(places.values())
         if rank == 0:
-            found[name] = differ(weights[1], weights[0])
+            found[name] = differ(weights[precision], expected[precision])
     try:
         trainer(world, FSDPStrategy()).fit(Raises(), mine(rank, world))
     except BaseException as error:  # Not one of FSDP2's, by dropping what is not there.
@@ -210,20 +207,21 @@ class Adafactors(Module):
 def _resumed(rank: int, world: int, folder: Path) -> Any:
     """Returns how far weights are from those of a run that was not stopped, whoever goes on."""
     found = {}
-    for cls in (Module, Lambs, Adafactors):
+    ways = (
+        ("fsdp", FSDPStrategy),
+        ("ddp", DataParallelStrategy),
+        ("offloaded, in other units", lambda: FSDPStrategy(offload=True, units=["net.head"])),
+        ("back from ddp", FSDPStrategy),
+    )
+    for cls, chosen in ((Module, ways), (Lambs, (ways[0], ways[2])), (Adafactors, (ways[1], ways[3]))):
         path = folder / f"{cls.__name__}.ckpt"
         run = trainer(world, FSDPStrategy(), callbacks=[Save(path, 3)])
         run.fit(cls(), mine(rank, world, 8))
         expected = gather_full_weights(run)
         back = folder / f"{cls.__name__}-ddp.ckpt"
-        for name, make, source in (
-            ("fsdp", FSDPStrategy, path),
-            ("ddp", DataParallelStrategy, path),
-            ("offloaded, in other units", lambda: FSDPStrategy(offload=True, units=["net.head"]), path),
-            ("back from ddp", FSDPStrategy, back),
-        ):
+        for name, make in chosen:
             other = trainer(world, make(), callbacks=[Save(back, 5)] if name == "ddp" else [])
-            other.fit(cls(), mine(rank, world, 8), ckpt_path=source)
+            other.fit(cls(), mine(rank, world, 8), ckpt_path=back if name == "back from ddp" else path)
             weights = gather_full_weights(other)
             found[f"{cls.__name__}, {name}"] = differ(weights, expected) if rank == 0 else 0.0
     return found
@@ -317,9 +315,9 @@ def test_initialisation_without_memory(ranks: list[dict[str, Any]], tmp_path: Pa
 
 
 def test_compiled_blocks(ranks: list[dict[str, Any]]) -> None:
-    for difference, graphs in of(ranks, "_compiled")[0].values():
-        assert difference < 1e-6
-        assert graphs > 0
+    difference, graphs = of(ranks, "_compiled")[0]
+    assert difference < 1e-6
+    assert graphs > 0
 
 
 def test_an_accumulation_goes_on_after_a_resume(ranks: list[dict[str, Any]]) -> None:
@@ -348,9 +346,9 @@ def test_what_passes_and_what_a_rank_holds_is_what_the_paper_says(ranks: list[di
 
 def test_others_go_on_from_its_checkpoints_and_it_from_theirs(ranks: list[dict[str, Any]]) -> None:
     found = of(ranks, "_resumed")[0]
-    assert len(found) == 12
+    assert len(found) == 8
     assert {name: value for name, value in found.items() if not value < 1e-6} == {}
-    assert all(found[f"{cls}, fsdp"] == 0 for cls in ("Module", "Lambs", "Adafactors"))
+    assert found["Module, fsdp"] == found["Lambs, fsdp"] == 0
 
 
 def test_synchronised_batch_norms_come_before_the_first_sharding_and_stay(ranks: list[dict[str, Any]]) -> None:

@@ -62,32 +62,28 @@ def test_a_logger_whose_package_is_missing(refused):
     assert not Path("runs").exists()
 
 
-def test_an_option_without_the_part_that_it_belongs_to(refused):
-    assert refused("--lr", "1e-3").endswith("unknown option '--lr'; did you mean --model.lr?")
-    assert "did you mean --data.batch_size?" in refused("--batch_size=8")
-    assert "did you mean --trainer.max_epochs?" in refused("--max_epochs", "3")
-    assert "did you mean '--trainer.max_epochs'?" in refused("--max_epoch", "3")
-    assert "did you mean '--model.weight_decay'?" in refused("--weight_deca", "3")
-    assert refused("--nothing_like_it", "3").endswith("unknown option '--nothing_like_it'")
-
-
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "message"),
     [
-        (["--epochs", "3"], "--trainer.max_epochs"),
-        (["--trainer.epochs", "3"], "--trainer.max_epochs"),
-        (["--trainer.gpus", "1"], "--trainer.devices"),
-        (["--num_gpus=2"], "--trainer.devices"),
-        (["--trainer.lr", "1e-3"], "--model.lr"),
-        (["--trainer.batch_size", "8"], "--data.batch_size"),
-        (["--resume", "run"], "--ckpt_path last"),
-        (["--seed", "3"], "--seed_everything or --data.seed"),
-        (["--mixed_precision", "bf16"], "--trainer.precision"),
+        ("--lr 1e-3", "unknown option '--lr'; did you mean --model.lr?"),
+        ("--batch_size=8", "did you mean --data.batch_size?"),
+        ("--max_epoch 3", "did you mean '--trainer.max_epochs'?"),
+        ("--nothing_like_it 3", "unknown option '--nothing_like_it'"),
+        ("--epochs 3", "unknown option '--epochs'; did you mean --trainer.max_epochs?"),
+        ("--trainer.epochs 3", "did you mean --trainer.max_epochs?"),
+        ("--num_gpus=2", "unknown option '--num_gpus'; did you mean --trainer.devices?"),
+        ("--trainer.lr 1e-3", "did you mean --model.lr?"),
+        ("--resume run", "did you mean --ckpt_path last?"),
+        ("--seed 3", "did you mean --seed_everything or --data.seed?"),
+        ("--mixed_precision bf16", "did you mean --trainer.precision?"),
+        ("--trainer.precision fp16", "got 'fp16'; did you mean '16-mixed'?"),
+        ("--trainer.precision bfloat16", "got 'bfloat16'; did you mean 'bf16-mixed'?"),
+        ("--trainer.devices 0", "trainer.devices must be at least 1, or auto, got 0; set 1 or auto"),
+        ("--trainer.accelerator cpuu", "got cpuu; did you mean 'cpu'?"),
     ],
 )
-def test_an_option_by_another_tools_name(refused, words, meant):
-    option = words[0].split("=")[0]
-    assert refused(*words).endswith(f"unknown option '{option}'; did you mean {meant}?")
+def test_options_by_other_names_and_values(refused, words, message):
+    assert refused(*words.split()).endswith(message)
 
 
 def test_a_config_without_its_option(refused, capfd):
@@ -173,20 +169,9 @@ def test_a_field_of_an_option_of_a_users_own_module(refused, name, inner):
     assert refused(config="own.yaml").endswith(f"own.yaml: unknown key 'model.init_args.lora.rnk' {fault}")
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"), [("fp16", "16-mixed"), ("bfloat16", "bf16-mixed"), ("16-mixd", "16-mixed")]
-)
-def test_a_precision_by_another_tools_name(refused, given, meant):
-    message = refused("--trainer.precision", given)
-    assert "trainer.precision must be one of 16-mixed, bf16-mixed, 16-true, bf16-true, 32-true, 64-true" in message
-    assert message.endswith(f"got '{given}'; did you mean '{meant}'?")
-
-
-@pytest.mark.parametrize("callback", ["EarlyStopping", "ModelCheckpoint"])
-def test_a_misspelt_metric_is_found_before_the_first_step(refused, callback):
-    callbacks = f"[{{class_path: {callback}, init_args: {{monitor: val_los}}}}]"
-    message = refused("--trainer.callbacks", callbacks)
-    assert f"monitor of {callback} must be a logged metric, got 'val_los'; did you mean 'val_loss'?" in message
+def test_a_misspelt_metric_is_found_before_the_first_step(refused):
+    message = refused("--trainer.callbacks", "[{class_path: ModelCheckpoint, init_args: {monitor: val_los}}]")
+    assert "monitor of ModelCheckpoint must be a logged metric, got 'val_los'; did you mean 'val_loss'?" in message
     assert "validation logs: val_acc1, val_acc5, val_loss" in message
     (summary,) = Path("runs/train").glob("version_*/summary.json")
     assert json.loads(summary.read_text())["steps"] == 0
@@ -206,10 +191,6 @@ def test_an_accelerator_that_the_machine_lacks(refused, monkeypatch):
     for given in ("gpu", "cuda"):
         rule = f"trainer.accelerator must be one that this machine has (auto, cpu), got {given}"
         assert refused("--trainer.accelerator", given).endswith(f"{rule}; {fix}")
-    assert refused("--trainer.accelerator", "cpuu").endswith("(auto, cpu), got cpuu; did you mean 'cpu'?")
-    assert refused("--trainer.devices", "0").endswith(
-        "trainer.devices must be at least 1, or auto, got 0; set 1 or auto"
-    )
 
 
 def test_a_folder_of_images_without_train(refused):

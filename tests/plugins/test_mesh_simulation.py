@@ -139,7 +139,7 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
     assert table(found)["tp", "all_gather"] == (6 * LAYERS + 2, (6 * LAYERS + 2) * activations)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBV", marks=pytest.mark.slow)])
 def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
     counted = simulate_ranks(task(), strategy, spec, [3], batch(rows=8))
@@ -179,7 +179,7 @@ def test_stages_pass_hidden_states_in_the_dtype_of_gathered_parameters() -> None
     assert sent["bfloat16"] == sent["float32"] / 2
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
+@pytest.mark.parametrize("schedule", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("1F1B", "ZBH1")), "ZBV"])
 def test_gradients_of_late_and_of_unused_parameters_are_reduced_in_one_dtype(schedule: str) -> None:
     """The substitute loss uses no head, and ZBV computes weight gradients after FSDP has accumulated the others."""
     strategy = MeshStrategy(appliers=[FullyShard(param_dtype="bfloat16")], schedule=schedule, micro_batches=4)
