@@ -14,7 +14,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from dlo_framework.data.distributed_loader import DistributedEvalLoader, UnrepeatedSampler, without_repeats
-from dlo_framework.resume import _set_loader_generators
+from dlo_framework.replayed_loader import give_generator
 
 SIZES = st.integers(1, 23), st.integers(1, 5), st.integers(1, 4)
 
@@ -116,7 +116,7 @@ def test_what_lightning_and_an_exact_resume_set_reaches_the_loader(monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     changed = without_repeats(dealt_loader(), stage("validating"))
     _auto_add_worker_init_fn(changed, 0)
-    _set_loader_generators(type("Run", (), {"val_dataloaders": [changed]})())  # type: ignore[arg-type]
+    give_generator(changed)
     before = torch.get_rng_state()
     iter(changed.loader)
     assert torch.equal(torch.get_rng_state(), before), "a validation must not draw from the training's stream"
