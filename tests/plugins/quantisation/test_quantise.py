@@ -144,7 +144,7 @@ def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -
 def test_validation_shows_the_rounded_model_and_the_report_the_converted_one(tmp_path: Path) -> None:
     callback = Quantise("int4_weights", when="aware", start=0)
     logger = CSVLogger(tmp_path)
-    trainer = trainer_of(tmp_path, callback, logger=logger, limit_val_batches=1.0)
+    trainer = trainer_of(tmp_path, callback, logger=logger)
     trainer.fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=64))
     report = callback.last_report
     assert report is not None
@@ -179,7 +179,7 @@ def test_conversion_after_training_leaves_the_training_as_it_is(tmp_path: Path, 
 def test_static_scales_come_from_training_batches(tmp_path: Path) -> None:
     """A wrong scale would clip: the report is compared with dynamic scales."""
     data, task = DigitsData(image_size=16, batch_size=64), classifier()
-    trainer_of(tmp_path, max_epochs=4, limit_train_batches=1.0).fit(task, datamodule=data)
+    trainer_of(tmp_path, limit_train_batches=1.0).fit(task, datamodule=data)
     options = QuantisationOptions(schemes.SCHEMES["int8_static"], 32, calibration_batches=2)
     report = PostTraining(options, EvaluationData(data), torch.device("cpu")).run(task, None, "post", tmp_path)
     assert report.after["val_loss"] == pytest.approx(report.before["val_loss"], rel=0.03)
