@@ -30,8 +30,10 @@ def load(monkeypatch):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-def test_without_an_accelerator_it_says_so():
-    record = accelerator()
+def test_without_an_accelerator_it_says_so(load, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accelerator.py"])
+    load("accelerator").main()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["tables"] == []
     assert record["not_measured"] == [{"what": "all of it", "why": "this machine has no accelerator"}]
 
