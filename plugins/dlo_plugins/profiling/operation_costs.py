@@ -11,7 +11,8 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,18 +38,24 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
-class Cost(NamedTuple):
-    """Work of an operator.
+@dataclass
+class Work:
+    """Work of an operator, or of several.
 
     Attributes:
         flops: Floating-point operations of matrix products, two for a multiply-add; 0 for other operators.
-        bytes: Bytes that it reads and writes at least once.
-        dtype: Name of the dtype of a product; empty for other operators.
+        bytes: Bytes that are read and written at least once.
+        dtype: Name of the dtype of a product, of several that of the first; empty for other operators.
     """
 
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""
+
+    def include(self, other: Work) -> None:
+        """Adds other work."""
+        self.flops, self.bytes = self.flops + other.flops, self.bytes + other.bytes
+        self.dtype = self.dtype or other.dtype
 
 
 def is_costed_as_one(name: str) -> bool:
@@ -58,8 +65,8 @@ def is_costed_as_one(name: str) -> bool:
     return is_attention or own in _PRODUCTS
 
 
-def operator_cost(name: str, args: Mapping[str, Any]) -> Cost | None:
-    """Returns the cost of an operator; None if its shapes were not recorded.
+def operator_cost(name: str, args: Mapping[str, Any]) -> Work | None:
+    """Returns the work of an operator; None if its shapes were not recorded.
 
     Args:
         name: Name of the operator, such as `aten::addmm`.
@@ -81,24 +88,24 @@ def operator_cost(name: str, args: Mapping[str, Any]) -> Cost | None:
         words = tuple(str(word) for word in args.get("Concrete Inputs") or [])
         flops, elements = _run(own, str(dims), tuple(types), words)
         if flops:
-            return Cost(flops, read + elements * dtype.itemsize, str(dtype).removeprefix("torch."))
+            return Work(flops, read + elements * dtype.itemsize, str(dtype).removeprefix("torch."))
     if own in ("embedding", "index_select", "gather"):
         index = tensors[-1] if len(tensors) > 1 else (0, (0,), dtype)
         moved = math.prod(index[1]) * (math.prod(first[1:]) if own != "gather" else 1) * dtype.itemsize
-        return Cost(0.0, 2 * moved + index[0])
+        return Work(0.0, 2 * moved + index[0])
     if own in ("sum", "mean", "amax", "max", "argmax", "norm", "linalg_vector_norm"):
-        return Cost(0.0, read)
-    return Cost(0.0, read + max(size for size, *_ in tensors))
+        return Work(0.0, read)
+    return Work(0.0, read + max(size for size, *_ in tensors))
 
 
-def _of_lists(dims: Sequence[Any], args: Mapping[str, Any]) -> Cost | None:
+def _of_lists(dims: Sequence[Any], args: Mapping[str, Any]) -> Work | None:
     """Returns the bytes of an operator of lists of tensors, such as those of optimizers; each list counts as read."""
     lists = [entry for entry in dims if isinstance(entry, list) and entry and isinstance(entry[0], list)]
     if not lists:
         return None
     elements = sum(math.prod(shape) for shapes in lists for shape in shapes)
     written = sum(math.prod(shape) for shape in lists[0])
-    return Cost(0.0, 4.0 * (elements + written))
+    return Work(0.0, 4.0 * (elements + written))
 
 
 @functools.lru_cache(4096)

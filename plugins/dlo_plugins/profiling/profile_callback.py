@@ -157,18 +157,15 @@ class Profile(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Marks the phase."""
-        if self._marks:
-            self._mark("backward")
+        self._mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Marks the phase."""
-        if self._marks:
-            self._mark("between")
+        self._mark("between")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Marks the phase."""
-        if self._marks:
-            self._mark("optimizer")
+        self._mark("optimizer")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves a validation out of the steps."""
@@ -244,8 +241,8 @@ class Profile(Callback):
     # --- a window ----------------------------------------------------------------------------------------------
 
     def _mark(self, label: str) -> None:
-        assert self._window is not None
-        self._window.mark(label)
+        if self._marks and self._window is not None:
+            self._window.mark(label)
 
     def _open(self, trainer: Trainer, module: LightningModule) -> None:
         """Starts a window."""

@@ -168,9 +168,7 @@ def group_modules(modules: dict[str, ModuleTime], depth: int = 4) -> dict[str, M
         group = found.setdefault(group_name(name, depth), ModuleTime())
         group.forward += own.forward
         group.backward += own.backward
-        group.flops += own.flops
-        group.bytes += own.bytes
-        group.dtype = group.dtype or own.dtype
+        group.include(own)
         for kind, seconds in own.kinds.items():
             group.kinds[kind] = group.kinds.get(kind, 0.0) + seconds
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlo_plugins.profiling.operation_costs import Cost, is_costed_as_one, operator_cost
+from dlo_plugins.profiling.operation_costs import Work, is_costed_as_one, operator_cost
 from dlo_plugins.profiling.operation_kinds import (
     ATTENTION,
     COPIES,
@@ -59,29 +59,23 @@ class Frame:
     kind: str | None
     module: str
     backward: bool
-    cost: Cost | None = None
+    cost: Work | None = None
     covered: bool = False
 
 
 @dataclass
-class ModuleTime:
+class ModuleTime(Work):
     """Time and work of a module, without its submodules.
 
     Attributes:
         forward: Seconds in forward.
         backward: Seconds in backward.
         kinds: Seconds by kind.
-        flops: FLOPs of its matrix products.
-        bytes: Bytes that its operators read and write.
-        dtype: Dtype of most of its products.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     kinds: dict[str, float] = field(default_factory=dict)
-    flops: float = 0.0
-    bytes: float = 0.0
-    dtype: str = ""
 
     @property
     def seconds(self) -> float:
@@ -95,21 +89,6 @@ class ModuleTime:
             self.backward += seconds
         else:
             self.forward += seconds
-
-
-@dataclass
-class KindWork:
-    """Work of a kind.
-
-    Attributes:
-        flops: FLOPs of matrix products.
-        bytes: Bytes that are read and written.
-        dtype: Dtype of most of its products.
-    """
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    dtype: str = ""
 
 
 @dataclass
@@ -142,7 +121,7 @@ class Breakdown:
 
     steps: list[StepTime]
     modules: dict[str, ModuleTime]
-    work: dict[str, KindWork]
+    work: dict[str, Work]
     on_device: bool
 
     @property
@@ -278,10 +257,8 @@ def _add_work(found: Breakdown, frame: Frame, phases: Phases) -> None:
     phase = phases.at(frame.span.start)
     kind = _in_phase(frame.kind or HOST, phase)
     module = found.modules.setdefault(frame.module or OUTSIDE[phase], ModuleTime())
-    for of in (found.work.setdefault(kind, KindWork()), module):
-        of.flops += frame.cost.flops
-        of.bytes += frame.cost.bytes
-        of.dtype = of.dtype or frame.cost.dtype
+    for of in (found.work.setdefault(kind, Work()), module):
+        of.include(frame.cost)
 
 
 def _in_phase(kind: str, phase: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from dlo_plugins.profiling.operation_costs import operator_cost
+from dlo_plugins.profiling.operation_costs import Work, operator_cost
 from dlo_plugins.profiling.step_breakdown import HostFrames, Phases
 from dlo_plugins.profiling.trace_file import parse_trace
 
@@ -70,5 +70,5 @@ def test_causal_attention_counts_half() -> None:
 
 def test_elementwise_work_moves_its_operands_and_its_result() -> None:
     args = {"Input Dims": [[64, 32], [32], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "Scalar"]}
-    assert operator_cost("aten::add", args) == (0.0, 2 * (64 * 32 + 32 + 64 * 32), "")
+    assert operator_cost("aten::add", args) == Work(0.0, 2 * (64 * 32 + 32 + 64 * 32))
     assert operator_cost("aten::add", {}) is None
