@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from dlo_framework.agreement import run_on_all_ranks
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.watch.monitor import RunMonitor
@@ -240,7 +240,7 @@ class Energy(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the joules so far of all ranks, and those of earlier runs, to the checkpoint."""
         # The last checkpoint may be saved after the counters were closed.
-        joules = sum(_gather(trainer, self.read())) if self._all is None else self._all["joules"]
+        joules = sum(run_on_all_ranks(control_group(trainer), self.read)) if self._all is None else self._all["joules"]
         checkpoint[KEY] = {"joules": self._before + joules}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ class Energy(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sums the energy of all ranks, and closes the counters."""
-        found = _gather(trainer, self._own())
+        found = run_on_all_ranks(control_group(trainer), self._own)
         self._all = {
             "joules": sum(each["joules"] for each in found),
             "sources": sorted({source for each in found for source in each["sources"]}),
@@ -326,13 +326,3 @@ class Energy(Callback):
                 "not_read": found["reasons"],
             }
         }
-
-
-def _gather(trainer: Trainer, value: Any) -> list[Any]:
-    """Returns every rank's value, by rank; all ranks call it."""
-    group = control_group(trainer)
-    if group is None:
-        return [value]
-    found: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(found, value, group=group)
-    return found
