@@ -121,7 +121,7 @@ def test_a_summed_loss_is_reported_as_json(net):
     assert told["steps"][0]["loss"]["difference"] == pytest.approx(0.5)
     assert told["steps"][0]["grad_norm"]["difference"] == pytest.approx(0.5)
     assert "a sum over the batch" in " ".join(told["hints"])
-    assert set(told["weights"]) >= {"model.0.weight", "model.5.bias"}
+    assert set(told["tensors"]) >= {"model.0.weight", "model.5.bias"}
 
 
 @pytest.mark.parametrize(
