@@ -34,11 +34,11 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plans"
-    words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--json", "--top", "3", "--out", str(out)]
+    words = ["plan", "--config", config, "--gpus", "4", "--machine", "cpu", "--json", "--top", "2", "--out", str(out)]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     times = [plan["step_seconds"] for plan in found["plans"]]
-    assert len(times) == 3
+    assert len(times) == 2
     assert times == sorted(times)
     assert found["global_batch"] == 16
     for plan in found["plans"]:
@@ -48,7 +48,7 @@ def test_plans_are_ranked_written_and_pass_dlo_mesh(
         assert sum(parts) == pytest.approx(plan["memory_bytes"]["total"])
         assert plan["reason"]
     assert all(row["value"] >= row["limit"] for row in found["rejected"])
-    for number in (1, 2, 3):
+    for number in (1, 2):
         file = out / f"plan_{number}.yaml"
         content = yaml.safe_load(file.read_text())
         trainer, rows = content["trainer"], content["data"]["init_args"]["batch_size"]
@@ -64,7 +64,7 @@ def test_simulated_ranks_have_the_runs_precision(
 ) -> None:
     """With float16 as if it were bf16, each plan that gathers float16 was refused, on a GPU without bf16 too."""
     words = ["plan", "--config", config, "--gpus", "4", "--machine", "v100", "--fix", "pp=1", "--fix", "tp=1", "--json"]
-    for precision in ("16-mixed", "16-true", "16"):
+    for precision in ("16", "16-true"):  # `16` is `16-mixed`.
         out = str(tmp_path / precision)
         assert main([*words, "--trainer.precision", precision, "--top", "1", "--out", out]) == 0
         found = json.loads(capsys.readouterr().out)
