@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from dlo_framework import runs
@@ -38,7 +39,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--skip", action="append", default=[], help="pattern of modules to leave in float; may repeat")
     parser.add_argument("--calibration-batches", type=int, default=8, help="training batches for int8_static")
     parser.add_argument(
-        "--export", action="append", default=[], help="NAME.pt2, NAME.onnx, or a folder for transformers; may repeat"
+        "--export",
+        action="append",
+        default=[],
+        help="NAME.pt2, NAME.onnx, or a folder for transformers; may repeat (default: the faster file on this CPU)",
     )
     parser.add_argument("--output", help="folder of report and exports (default: quantised-SCHEME in the run's folder)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
@@ -80,7 +84,9 @@ def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
     in_run = checkpoint is not None and checkpoint.parent.name == runs.CHECKPOINTS
     run = checkpoint.parent.parent if checkpoint is not None and in_run else cli.runs()
     folder = Path(options.output) if options.output else run / f"quantised-{options.scheme}"
-    asked = callback.options if limit is None else callback.options.with_limit(limit)
+    asked = replace(callback.options, exports_faster=True)
+    if limit is not None:
+        asked = asked.with_limit(limit)
     # Lightning's lines, and the model's own, must not be among the JSON.
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         conversion = PostTraining(asked, EvaluationData(cli.datamodule), trainer.strategy.root_device)

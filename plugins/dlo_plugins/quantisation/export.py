@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,41 @@ def make_portable(
 
 #: Endings of files; a name without an ending is a folder.
 ENDINGS = (".pt2", ".onnx")
+_ONNX_PACKAGES = ("onnx", "onnxscript")
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def takes_tensors(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Returns whether a model can be exported to a file: its arguments are tensors, by position."""
+    args, kwargs = inputs
+    return not kwargs and all(isinstance(arg, Tensor) for arg in args)
+
+
+def both_files(module: LightningModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the names of an ONNX and a torch.export file; empty where not both can be written and run."""
+    can = takes_tensors(inputs) and not hasattr(module, "export_folder")
+    return ("model.onnx", "model.pt2") if can and not _missing((*_ONNX_PACKAGES, "onnxruntime")) else ()
+
+
+def onnx_forward(path: Path, args: Sequence[Tensor]) -> Callable[[], Any] | None:
+    """Returns a function that runs an ONNX file on the CPU, by as many threads as torch; None without ONNX Runtime.
+
+    Args:
+        path: File.
+        args: Arguments of the model, on the CPU.
+    """
+    if _missing(["onnxruntime"]):
+        return None
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    values = {put.name: arg.numpy() for put, arg in zip(session.get_inputs(), args, strict=True)}
+    return lambda: session.run(None, values)
 
 
 def check_name(target: str) -> None:
@@ -130,7 +165,7 @@ def check_name(target: str) -> None:
             f"Quantise: export must end in {' or '.join(ENDINGS)}, or name a folder for transformers, got {target}; set"
             f" {Path(target).with_suffix('.onnx')}"
         )
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    missing = _missing(_ONNX_PACKAGES)
     if ending == ".onnx" and missing:
         raise DloError(
             f"Quantise: {' and '.join(missing)} must be installed to export {target}, got none; run `pip install"
@@ -195,7 +230,7 @@ def export_model(
         _export_folder(path, module, float_model, names, options, device)
         return
     args, kwargs = inputs
-    if kwargs or not all(isinstance(arg, Tensor) for arg in args):
+    if not takes_tensors(inputs):
         raise DloError(
             f"Quantise: a model must take tensors by position to be exported as {path.suffix}, got"
             f" {', '.join(kwargs) or 'other arguments'}; leave export out"

@@ -26,10 +26,10 @@ from dlo_plugins.quantisation.conversion import (
     observed_inputs,
     tensor_bytes,
 )
-from dlo_plugins.quantisation.export import check_target, export_model
+from dlo_plugins.quantisation.export import both_files, check_target, export_model, onnx_forward
 from dlo_plugins.quantisation.layer_choice import choose_layers
 from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
-from dlo_plugins.quantisation.report import QuantisationReport, forward_of, layer_weights, measure_latency
+from dlo_plugins.quantisation.report import Latency, QuantisationReport, forward_of, layer_weights, measure_latency
 from dlo_plugins.quantisation.schemes import lacks
 
 #: Largest batch of the latency measurement, besides a single sample.
@@ -141,19 +141,24 @@ class PostTraining:
             self.trainer = self._make_trainer("bf16-mixed")
         report.after = self._evaluate(module, None)
         cpu = torch.device("cpu")
-        if options.measures_latency and not lacks(scheme, cpu):
+        runs_on_cpu, inputs = not lacks(scheme, cpu), self._inputs(module)
+        chooses = options.exports_faster and not options.targets and runs_on_cpu
+        for target in both_files(module, inputs) if chooses else options.targets:
+            path = folder / target
+            path.parent.mkdir(parents=True, exist_ok=True)
+            export_model(path, module, model, float_model, names, options, self.device, scales, inputs)
+            report.exported.append(target)
+        if options.measures_latency and runs_on_cpu:
             on_cpu = model
             if self.device.type != "cpu":
                 on_cpu = copy.deepcopy(float_model)
                 moved = None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
                 convert(on_cpu, names, scheme, options.group_size, cpu, moved)
-            report.latency = self._measure(module, float_model, on_cpu)
-        for target in options.targets:
-            path = folder / target
-            path.parent.mkdir(parents=True, exist_ok=True)
-            inputs = self._inputs(module)
-            export_model(path, module, model, float_model, names, options, self.device, scales, inputs)
-            report.exported.append(target)
+            onnx = next((folder / target for target in report.exported if target.endswith(".onnx")), None)
+            report.latency = self._measure(module, float_model, on_cpu, onnx)
+        if chooses and report.exported:
+            slower = report.exported.pop(report.is_faster_in_onnx())
+            (folder / slower).unlink()
         return report
 
     def _evaluate(self, module: LightningModule, checkpoint: Path | None) -> dict[str, float]:
@@ -195,13 +200,16 @@ class PostTraining:
         batch = _on_cpu(self._batches(module, 1)[0])
         return _on_cpu(model_inputs(module, batch))
 
-    def _measure(self, module: LightningModule, before: nn.Module, after: nn.Module) -> list[Any]:
+    def _measure(
+        self, module: LightningModule, before: nn.Module, after: nn.Module, onnx: Path | None
+    ) -> list[Latency]:
         batch = _on_cpu(self._batches(module, 1)[0])
         sizes = dict.fromkeys((1, min(batch_size(batch), _LARGEST)))
         found = []
         for size in sizes:
             inputs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
-            found.append(measure_latency(forward_of(before, inputs), forward_of(after, inputs), size))
+            of_onnx = None if onnx is None else onnx_forward(onnx, inputs[0])
+            found.append(measure_latency(forward_of(before, inputs), forward_of(after, inputs), size, onnx=of_onnx))
         return found
 
 

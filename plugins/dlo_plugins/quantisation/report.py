@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ class Latency:
         after: Median of the quantised model.
         control: Median of the float model, measured a second time in each round.
         rounds: Number of rounds.
+        onnx: Median of the ONNX export in ONNX Runtime; None where there is none.
     """
 
     batch_size: int
@@ -38,6 +40,7 @@ class Latency:
     after: float
     control: float
     rounds: int
+    onnx: float | None = None
 
 
 @dataclass
@@ -72,6 +75,10 @@ class QuantisationReport:
         """Returns the report as plain data."""
         return asdict(self)
 
+    def is_faster_in_onnx(self) -> bool:
+        """Returns whether ONNX Runtime takes less time than torchao's kernels, over the measured batches together."""
+        return sum(one.onnx or math.inf for one in self.latency) < sum(one.after for one in self.latency)
+
     def scalars(self) -> dict[str, float]:
         """Returns values for the logger."""
         found = {f"quantised/{name}": value for name, value in self.after.items()}
@@ -81,6 +88,8 @@ class QuantisationReport:
         for one in self.latency:
             found[f"quantised/latency_ms_batch_{one.batch_size}"] = one.after
             found[f"quantised/latency_ms_batch_{one.batch_size}_before"] = one.before
+            if one.onnx is not None:
+                found[f"quantised/latency_ms_batch_{one.batch_size}_onnx"] = one.onnx
         return found
 
     def table(self) -> str:
@@ -94,25 +103,31 @@ class QuantisationReport:
             rows.append((name, format_bytes(before), f"{format_bytes(after)}, {before / after:.2f} times smaller"))
         for one in self.latency:
             name = f"CPU latency, batch {one.batch_size}, {one.threads} thread{'s' if one.threads > 1 else ''}"
-            rows.append(
-                (name, f"{one.before:.2f} ms", f"{one.after:.2f} ms, {one.before / one.after:.2f} times as fast")
-            )
+            for kind, time_after in ((name, one.after), (f"{name}, ONNX Runtime", one.onnx)):
+                if time_after is not None:
+                    times = f"{one.before / time_after:.2f} times as fast"
+                    rows.append((kind, f"{one.before:.2f} ms", f"{time_after:.2f} ms, {times}"))
         widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
         return "\n".join(f"{a:<{widths[0]}}{b:<{widths[1]}}{c}" for a, b, c in rows)
 
 
 def measure_latency(
-    before: Callable[[], Any], after: Callable[[], Any], batch_size: int, rounds: int = ROUNDS
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    batch_size: int,
+    rounds: int = ROUNDS,
+    onnx: Callable[[], Any] | None = None,
 ) -> Latency:
-    """Measures two forwards on the CPU, in turns.
+    """Measures forwards on the CPU, in turns.
 
     Args:
         before: Forward of the float model.
         after: Forward of the quantised model.
         batch_size: Number of samples of the forward.
         rounds: Number of rounds, besides the first.
+        onnx: Forward of the quantised model's ONNX export.
     """
-    contestants = {"before": before, "after": after, "control": before}
+    contestants = {"before": before, "after": after, "control": before} | ({"onnx": onnx} if onnx else {})
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     began = time.perf_counter()
     with torch.inference_mode():

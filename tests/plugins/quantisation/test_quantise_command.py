@@ -26,6 +26,12 @@ data:
     corpus_bytes: 60000}
 """
 
+IMAGES = """
+trainer: {accelerator: cpu, max_steps: 1, limit_val_batches: 1, enable_progress_bar: false, logger: false}
+model: {class_path: ImageClassifier, init_args: {model: vit_tiny_patch16_224, model_args: {depth: 1, patch_size: 4}}}
+data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 8}}
+"""
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -116,3 +122,20 @@ def test_bad_input(trained: Path, words: tuple[str, ...], message: str, monkeypa
 def test_a_config_is_needed(capfd) -> None:
     assert main(["quantise"]) == 2
     assert "--config must name a config" in capfd.readouterr().err
+
+
+def test_images_are_exported_to_the_faster_file(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(IMAGES)
+    assert main(["fit", "--config", "tiny.yaml"]) == 0
+    capfd.readouterr()
+    assert quantise("--json") == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    seconds = {
+        "model.pt2": sum(one["after"] for one in report["latency"]),
+        "model.onnx": sum(one["onnx"] for one in report["latency"]),
+    }
+    faster = min(seconds, key=seconds.__getitem__)
+    assert report["exported"] == [faster]
+    written = tmp_path / "runs" / "tiny" / "version_0" / "quantised-int8"
+    assert {path.name for path in written.iterdir()} == {faster, "report.json"}
