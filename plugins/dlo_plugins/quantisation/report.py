@@ -103,10 +103,10 @@ class QuantisationReport:
             rows.append((name, format_bytes(before), f"{format_bytes(after)}, {before / after:.2f} times smaller"))
         for one in self.latency:
             name = f"CPU latency, batch {one.batch_size}, {one.threads} thread{'s' if one.threads > 1 else ''}"
-            for kind, time_after in ((name, one.after), (f"{name}, ONNX Runtime", one.onnx)):
-                if time_after is not None:
-                    times = f"{one.before / time_after:.2f} times as fast"
-                    rows.append((kind, f"{one.before:.2f} ms", f"{time_after:.2f} ms, {times}"))
+            for kind, milliseconds in ((name, one.after), (f"{name}, ONNX Runtime", one.onnx)):
+                if milliseconds is not None:
+                    times = f"{one.before / milliseconds:.2f} times as fast"
+                    rows.append((kind, f"{one.before:.2f} ms", f"{milliseconds:.2f} ms, {times}"))
         widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
         return "\n".join(f"{a:<{widths[0]}}{b:<{widths[1]}}{c}" for a, b, c in rows)
 
