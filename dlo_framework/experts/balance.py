@@ -301,6 +301,9 @@ def check_routers(model: nn.Module, options: MixtureOptions) -> None:
 _EXPERTS, _ROW = "_dlo_experts", "_dlo_row"
 
 
+# --- capacity of routers that are not dlo's -----------------------------------------------------------------------
+
+
 def limit_capacity(model: nn.Module, factor: float) -> None:
     """Makes the routers of a model drop choices beyond a capacity in training, in place.
 

@@ -149,6 +149,9 @@ def _backward_flops(
 OPERATORS = (torch.ops.dlo.grouped_linear, torch.ops.dlo.grouped_linear_backward)
 
 
+# --- the layer ----------------------------------------------------------------------------------------------------
+
+
 class Experts(nn.Module):
     """MLPs whose weights are stacked along dim 0.
 
@@ -326,6 +329,9 @@ class _AddByExpert(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         return gradient.index_select(0, indices.flatten()), None, None
+
+
+# --- sparse upcycling ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

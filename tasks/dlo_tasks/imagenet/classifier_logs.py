@@ -71,6 +71,9 @@ class Confusion(Metric):
         return self.counts.view(self.num_classes, self.num_classes)
 
 
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
 def show_images(trainer: Trainer, batch: Any, count: int, num_classes: int) -> None:
     """Shows the first `count` images of a batch with their labels, as the model gets them."""
     data = trainer.datamodule  # type: ignore[attr-defined]

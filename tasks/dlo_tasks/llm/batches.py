@@ -226,6 +226,8 @@ def finish(batch: Batch, draws: list[Draw]) -> Batch:
     return batch
 
 
+# --- samples of documents -----------------------------------------------------------------------------------------
+
 PackingName = Literal["best_fit", "none"]
 _SPLIT = 3  # stream of random numbers for the split
 

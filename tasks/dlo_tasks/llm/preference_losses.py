@@ -144,6 +144,9 @@ def _log_complement(log_prob: Tensor) -> Tensor:
     return torch.where(near, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))
 
 
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
 class CombinedMeans(Metric):
     """Sum or difference of two means, each of its own number of values.
 
@@ -220,6 +223,9 @@ class KTOLoss(Metric):
         )
         divergence = kto_divergence(self.total, self.count).to(ratios.dtype)
         return kto_losses(ratios, desirable.bool(), divergence, self._beta, self._weights).mean().float()
+
+
+# --- log-probabilities of tokens ----------------------------------------------------------------------------------
 
 
 def token_log_probs(

@@ -239,6 +239,8 @@ def _check_turns(messages: list[Message], name: str, where: str) -> None:
         raise DloError(f"{where}: {name} must not be empty, got {messages[-1]}; write the answer, or remove the line")
 
 
+# --- preferences of Python's standard library ---------------------------------------------------------------------
+
 #: Lines of a prompt and of an answer.
 PROMPT_LINES, ANSWER_LINES = 6, 4
 #: String literals that keep their meaning in other quotes: no prefix, no quotes and no backslashes inside.
@@ -287,6 +289,8 @@ def with_quotes(text: str, quote: str) -> str:
         lines[row] = line[:first] + quote + line[first + 1 : last] + quote + line[last + 1 :]
     return "".join(lines)
 
+
+# --- their tokens -------------------------------------------------------------------------------------------------
 
 _AT_ONCE = 256  # preferences per call: the tokenizer distributes them over the cores
 _NONE: Tokens = ([], np.zeros(0, dtype=bool))

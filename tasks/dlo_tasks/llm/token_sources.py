@@ -193,6 +193,8 @@ def _index(
     return path
 
 
+# --- Megatron-LM's files ------------------------------------------------------------------------------------------
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -277,6 +279,8 @@ class MegatronShard:
         self.__dict__.update(state)
         self._map()
 
+
+# --- the option `sources` -----------------------------------------------------------------------------------------
 
 _TEXT = ("files",)
 _TOKENS = ("path", "format", "column")

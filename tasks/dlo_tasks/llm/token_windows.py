@@ -218,6 +218,9 @@ class RecordShard:
         self._bounds = np.load(self._index, mmap_mode="r", allow_pickle=False)
 
 
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
 class TokenWindows:
     """Windows of a source's shards, from ``first`` to ``past``.
 

@@ -105,6 +105,8 @@ def _closed(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids if end is None else [*ids, end]
 
 
+# --- processes ----------------------------------------------------------------------------------------------------
+
 #: Function that tokenises records, in order.
 Tokenize = Callable[[Iterable[Any]], Iterable[Document]]
 
@@ -180,6 +182,8 @@ def _end_with_parent() -> None:
 def _tokenize_some(records: list[Any]) -> list[Document]:
     return list(_tokenize[0](records))
 
+
+# --- the cache ----------------------------------------------------------------------------------------------------
 
 #: Function that makes documents; it gets a callback for progress, in bytes read.
 MakeDocuments = Callable[[Callable[[int], object]], Iterable[Document]]

@@ -191,6 +191,8 @@ def find_filler_id(tokenizer: Any) -> int:
     return int(next(token for token in found if token is not None))
 
 
+# --- the default corpus -------------------------------------------------------------------------------------------
+
 #: End-of-text token, and padding token.
 END, PADDING = "<|endoftext|>", "<|padding|>"
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
