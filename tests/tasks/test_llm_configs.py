@@ -96,7 +96,7 @@ def parameters(model: Any) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, header = read(name)
+    config, _ = read(name)
     tiny = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -123,8 +123,6 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
     CLASSES[config["model"]["class_path"]](**arguments).check(None)
     data = CLASSES[config["data"]["class_path"]](**config["data"]["init_args"])
     assert data.batch_size % config["trainer"].get("devices", 1) == 0
-    for word in ("paper", "expected", "differs", "time", "memory", f"dlo fit --config llm/{name}"):
-        assert word in header, word
 
 
 #: Ranks, and the bytes of a parameter with gradient and Adam's state.

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import batch_counts, families, language_models, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
+from support.largest_tensor import Largest
 from support.token_batches import FAMILIES, GROUPED, VOCABULARY, Tokens, small_model
+from support.waits import Waits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLACES = {
@@ -111,26 +112,6 @@ def test_where_torch_shares_no_heads_of_keys_they_are_repeated(monkeypatch: pyte
     assert "enable_gqa" not in given
 
 
-class Seen(TorchDispatchMode):
-    """Notes what operations are called, and the most elements of a tensor that is no floating-point one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        self.names.add(func.overloadpacket.__name__)
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-                self.largest = max(self.largest, tensor.numel())
-        return out
-
-
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("kernel", ["varlen", "flex"])
 def test_no_dense_mask_is_made_and_the_device_is_not_waited_for(
@@ -155,15 +136,15 @@ def test_no_dense_mask_is_made_and_the_device_is_not_waited_for(
     batch = batch_of(positions)
     batch_counts.attach_counts(batch, batch_counts.count_rows(batch))
     task, dense = task_of("dlo_varlen", family), task_of("sdpa", family)
-    with Seen() as seen:
+    with Waits() as waits, Largest(floats=False) as largest:
         task.forward(**task.inputs(batch)[1])
     assert len(calls) == 2  # one a layer
-    assert not WAITS & seen.names
-    assert seen.largest <= 2 * 128 * 32  # a tensor of the model's, and no [2, 1, 128, 128]
-    with Seen() as seen:
+    assert not waits.calls
+    assert largest.elements <= 2 * 128 * 32  # a tensor of the model's, and no [2, 1, 128, 128]
+    with Waits() as waits, Largest(floats=False) as largest:
         dense.forward(**dense.inputs(batch)[1])
-    assert seen.largest == 2 * 128 * 128
-    assert "_local_scalar_dense" in seen.names or "is_nonzero" in seen.names
+    assert largest.elements == 2 * 128 * 128
+    assert waits.calls
     if kernel == "varlen":
         (edges, _, longest, _), _ = calls[0]
         assert edges.tolist() == [0, 64, 128, 192, 256]
