@@ -39,17 +39,17 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "half": (texts, {"optimizer": "momentum", "optimizer_args": {}}, {"precision": "bf16-mixed"}),
 }
 ORDINARY = {
-    "images": ["zero2", "zero3"],
+    "images": ["zero2"],
     "texts": ["zero3_offload", "fsdp", "tp", "pp"],
     "full tensors": ["zero1", "tp"],
-    "single": ["deepspeed_2", "deepspeed_3"],
+    "single": ["deepspeed_3"],
     "half": ["deepspeed_0"],
 }
 WIDE = {
-    "images": ["ddp", "zero1", "zero3_offload", "fsdp", "hsdp", "tp", "pp"],
+    "images": ["ddp", "zero1", "zero3", "zero3_offload", "fsdp", "hsdp", "tp", "pp"],
     "texts": ["ddp", "zero1", "zero2", "zero3", "hsdp", "dp_shard", "cp", "sp", "zero bubble", "recomputed"],
     "full tensors": ["zero2", "zero3", "fsdp", "hsdp", "pp"],
-    "single": ["deepspeed_0", "deepspeed_1", "deepspeed_2_offload"],
+    "single": ["deepspeed_0", "deepspeed_1", "deepspeed_2", "deepspeed_2_offload"],
     "half": ["deepspeed_1", "deepspeed_3", "zero2"],
 }
 
