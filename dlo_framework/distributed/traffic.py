@@ -130,27 +130,6 @@ class TrafficCounter(TorchDispatchMode):
         )  # fmt: skip
 
 
-def extrapolate(first: Iterable[Traffic], second: Iterable[Traffic], times: int) -> tuple[Traffic, ...]:
-    """Extrapolates the communication of a step linearly: ``first + times * (second - first)``.
-
-    Args:
-        first: Communication of a small step.
-        second: Communication of a step with more micro-batches.
-        times: Factor; 1 gives the second.
-    """
-    before, found = {(row.axis, row.kind): row for row in first}, []
-    for row in second:
-        known = before.get((row.axis, row.kind), Traffic(row.kind, row.axis, 0, 0, 0))
-        counts = [
-            low + times * (high - low)
-            for low, high in zip(
-                (known.count, known.elements, known.bytes), (row.count, row.elements, row.bytes), strict=True
-            )
-        ]
-        found.append(Traffic(row.kind, row.axis, *counts))
-    return tuple(found)
-
-
 def _group_of(args: Iterable[Any]) -> tuple[str, int]:
     """Returns the name and size of the process group among an operator's arguments.
 

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from dlo_framework import Task
-from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
+from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.mesh import mesh_simulation as simulation
 from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
-from dlo_plugins.mesh.mesh_simulation import SimulatedRank, simulate_ranks
 from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
+from support.simulated_ranks import SimulatedRank, simulate_ranks
 from support.token_batches import GROUPED, LENGTH, VOCABULARY
 
 ROWS, WIDTH, LAYERS = 8, GROUPED["hidden_size"], 2
@@ -67,13 +67,6 @@ def test_groups_are_the_ranks_along_an_axis() -> None:
     assert groups_along(spec, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert groups_along(spec, "dp_shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert groups_along(spec, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
-
-
-def test_a_step_grows_by_what_the_second_has_more() -> None:
-    first = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 1, 5, 20))
-    second = (Traffic("all_gather", "dp", 3, 30, 120), Traffic("send", "pp", 2, 10, 40))
-    assert extrapolate(first, second, 1) == second
-    assert extrapolate(first, second, 7) == (second[0], Traffic("send", "pp", 8, 40, 160))
 
 
 # --- one rank, simulated --------------------------------------------------------------------------------------
@@ -137,18 +130,6 @@ def test_sequence_parallelism_turns_all_reduces_into_pairs() -> None:
     assert table(found)["tp", "reduce_scatter"] == (4 * LAYERS, 4 * LAYERS * activations)
     # Two more a layer: backward gathers the inputs of attention and of MLP again.
     assert table(found)["tp", "all_gather"] == (6 * LAYERS + 2, (6 * LAYERS + 2) * activations)
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBV", marks=pytest.mark.slow)])
-def test_many_micro_batches_are_counted_by_two_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, spec = MeshStrategy(micro_batches=8, schedule=schedule), MeshSpec(pp=2, dp_shard=2)
-    model = task(num_hidden_layers=4 if schedule == "ZBV" else LAYERS)
-    counted = simulate_ranks(model, strategy, spec, [3], batch(rows=8))
-    monkeypatch.setattr(
-        simulation, "fewest_micro_batches", lambda pipelining, spec: pipelining.count_micro_batches(spec.pp)
-    )
-    assert counted == simulate_ranks(model, strategy, spec, [3], batch(rows=8))
-    assert table(counted[0])["pp", "send"][0] % 8 == 0
 
 
 def test_half_precision_halves_what_it_computes_in() -> None:

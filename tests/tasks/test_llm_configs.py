@@ -16,7 +16,6 @@ from dlo_framework import attention
 from dlo_framework.four_bit_linear import FourBitLinear
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm import language_models
 from dlo_tasks.llm.adapters import Lora, add_adapters
@@ -25,6 +24,7 @@ from dlo_tasks.llm.generation import Sampling
 from dlo_tasks.llm.preference_data import PreferenceData
 from dlo_tasks.llm.preference_lm import PreferenceLM
 from dlo_tasks.llm.text_data import TextData
+from support.simulated_ranks import simulate_ranks
 
 pytestmark = pytest.mark.recipes
 

@@ -1,4 +1,4 @@
-"""Simulates one rank of a mesh of any size in one process, without memory: its bytes, and the traffic of a step.
+"""Simulates one rank of a mesh of any size in one process, without memory.
 
 It runs the code of a real run: the strategy's appliers cut the model, the pipeline keeps its stages, FSDP2 shards them,
 and a step runs forward and backward. Tensors are torch's fake tensors (`FakeTensorMode`: shapes and dtypes without
@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.applier import Applier, Phase
-from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.distributed.groups import MeshGroups
-from dlo_framework.distributed.traffic import Traffic, TrafficCounter, extrapolate
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import (
@@ -42,8 +40,7 @@ from dlo_framework.fake_kernels import (
     tensor_places,
     tensors_replaced,
 )
-from dlo_framework.local_memory import local_tensor
-from dlo_framework.mesh import Coordinates, MeshSpec
+from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.fsdp.sharding import ShardedModule
@@ -51,60 +48,12 @@ from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, parallelize
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask
-from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _CONVERTED = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-
-
-@dataclass(frozen=True)
-class SimulatedRank:
-    """Simulated rank of a mesh.
-
-    Attributes:
-        rank: Number of the rank.
-        place: Coordinates on the mesh.
-        state_bytes: Bytes of its parameters, their gradients and Adam's two moments.
-        traffic: Communication of one optimizer step; empty without a batch.
-    """
-
-    rank: int
-    place: Coordinates
-    state_bytes: RankStateBytes
-    traffic: tuple[Traffic, ...]
-
-
-def simulate_ranks(
-    task: Task, strategy: Any, spec: MeshSpec, ranks: Sequence[int], batch: Any = None
-) -> list[SimulatedRank]:
-    """Returns the bytes of chosen ranks of a mesh, and their communication in an optimizer step.
-
-    A step is one batch: one forward and backward without a pipeline, one per micro-batch with a pipeline.
-
-    Args:
-        task: Task, whose model may be built or not; it is not changed.
-        strategy: MeshStrategy with its appliers, schedule and precision; its own axes are not used.
-        spec: Mesh, without -1.
-        ranks: Numbers of the ranks to simulate, one after the other.
-        batch: Batch of one data-parallel rank, as the task's loaders return it. Only shapes and dtypes of its tensors
-            are used, and they may be on the meta device. None counts no traffic.
-
-    Raises:
-        DloError: The process is already a rank, or the model cannot be cut.
-    """
-    task = task.on_meta()
-    if spec.tp > 1:  # Rules are inferred outside of the fake world.
-        strategy.appliers.tensor.complete_plan(task, task.parallel_plan(), spec.tp)
-    pipelining = fix_split(task, strategy, spec, None)
-    found = []
-    for rank in ranks:
-        with simulated_rank(task, strategy, pipelining, spec, rank, batch) as view:
-            traffic = () if batch is None else view.count_step_traffic()
-            found.append(SimulatedRank(rank, spec.coordinates(rank), count_state_bytes(view.sharded), traffic))
-    return found
 
 
 def fix_split(task: Task, strategy: Any, spec: MeshSpec, datamodule: Any) -> PipelineOptions:
@@ -180,17 +129,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def count_state_bytes(sharded: ShardedModule) -> RankStateBytes:
-    """Returns the bytes of a rank's state of a module that has been cut and sharded.
-
-    Gradients are counted at a step's end, sharded as parameters are; the optimizer is Adam, with two moments.
-    """
-    parameters = list(sharded.parameters.values())
-    sizes = [(p.requires_grad, local_tensor(p).numel() * p.element_size()) for p in parameters]
-    trained = sum(size for is_trained, size in sizes if is_trained)
-    return RankStateBytes(sum(size for _, size in sizes), trained, 2 * trained)
-
-
 def substitute_loss(model: nn.Module, outputs: Any, batch: Any) -> Tensor:
     """Returns a scalar of the outputs, with the communication of a loss over a split vocabulary.
 
@@ -221,6 +159,7 @@ class RankView:
         task: Fake task, once it has been cut.
         sharded: Sharding of the task, once it has been cut.
         pipelined: Pipelined task; None without a pipeline.
+        groups: Process groups of the rank.
         without_gradient: Names of the trainable parameters without a gradient in the last step.
     """
 
@@ -231,7 +170,7 @@ class RankView:
         self.options, self._batch = options, batch
         self.pipelined: PipelinedTask | None = None
         self.without_gradient: list[str] = []
-        self._groups = _FakeGroups(options.spec, _DEVICE.type)
+        self.groups = _FakeGroups(options.spec, _DEVICE.type)
 
     @property
     def model(self) -> nn.Module:
@@ -246,7 +185,7 @@ class RankView:
             task.__dict__["loss"] = partial(substitute_loss, task.model)
         task.__dict__["micro_batch_weights"] = lambda parts: [1 / len(parts)] * len(parts)
         self.options.appliers.ordered.append(_WhenCut(self._record_stages))
-        self.sharded = parallelize(ParallelRun(task, self.options, self._groups, torch.initial_seed())).sharded
+        self.sharded = parallelize(ParallelRun(task, self.options, self.groups, torch.initial_seed())).sharded
         self._usage = UsedParams(self.sharded)
         self._usage.announced = True  # Each backward here belongs to a step.
 
@@ -261,59 +200,28 @@ class RankView:
     def _shard_batch(self, batch: Any) -> Any:
         return self.options.appliers.context.shard_batch(batch)
 
-    def count_step_traffic(self) -> tuple[Traffic, ...]:
-        """Returns the communication of forward and backward of the batch.
-
-        Micro-batches of one shape all have the same communication. So two counts are enough for a pipeline: those of
-        steps with the fewest micro-batches that the schedule can run, and with twice as many.
-        """
-        wanted, least = (
-            self.options.pipelining.count_micro_batches(self.options.spec.pp),
-            fewest_micro_batches(self.options.pipelining, self.options.spec),
-        )
-        if self.pipelined is None or wanted % least or len(self.pipelined._split(self._batch, wanted)) != wanted:
-            return self.step()
-        rows = batch_size(self._batch)
-        if rows % wanted or wanted <= 2 * least:
-            return self.step()
-        fewest, twice = (self._count(self._first_rows(times * least, wanted)) for times in (1, 2))
-        return extrapolate(fewest, twice, wanted // least - 1)
-
-    def _first_rows(self, parts: int, of: int) -> Any:
-        """Returns the rows of the batch's first micro-batches, and sets the pipeline's number of micro-batches."""
-        assert self.pipelined is not None
-        self.pipelined.micro_batches = parts
-        length = batch_size(self._batch)
-        return slice_batch(self._batch, 0, length // of * parts)
-
-    def step(self) -> tuple[Traffic, ...]:
-        """Runs forward and backward of the batch, and returns their communication."""
-        return self._count(self._batch)
-
-    def _count(self, batch: Any) -> tuple[Traffic, ...]:
-        """Runs a batch as :class:`~dlo_plugins.mesh.mesh_engine.MeshEngine` does, and counts."""
+    def step(self) -> None:
+        """Runs forward and backward of the batch, as :class:`~dlo_plugins.mesh.mesh_engine.MeshEngine` does."""
         task, sharded = self.task, self.sharded
         for parameter in sharded.parameters.values():
             parameter.grad = None
         self._usage.used.clear()
-        batch = self._shard_batch(batch)
-        with TrafficCounter(self._groups.axis_of) as count:
-            if self.pipelined is None:
-                loss = sharded.call(lambda: task.loss(_forward(task, batch), batch))
-            else:
-                sharded.set_sync(False)
-                sharded.set_keep_gathered(True)
-                loss = sharded.call_with_backwards(self.pipelined.train, batch, torch.ones(()))["loss"]
-                self._usage.record_accumulated()
-            sharded.set_keep_gathered(False)
-            sharded.set_sync(True)
-            loss.backward()
-            self.without_gradient = self._usage.absent()
-            sharded.average_gradients()
-            sharded.reduce_partial_gradients()
-            if self.pipelined is not None:
-                self.pipelined.pipeline.tied.sum_gradients()
-        return count.found
+        batch = self._shard_batch(self._batch)
+        if self.pipelined is None:
+            loss = sharded.call(lambda: task.loss(_forward(task, batch), batch))
+        else:
+            sharded.set_sync(False)
+            sharded.set_keep_gathered(True)
+            loss = sharded.call_with_backwards(self.pipelined.train, batch, torch.ones(()))["loss"]
+            self._usage.record_accumulated()
+        sharded.set_keep_gathered(False)
+        sharded.set_sync(True)
+        loss.backward()
+        self.without_gradient = self._usage.absent()
+        sharded.average_gradients()
+        sharded.reduce_partial_gradients()
+        if self.pipelined is not None:
+            self.pipelined.pipeline.tied.sum_gradients()
 
 
 def fewest_micro_batches(pipelining: PipelineOptions, spec: MeshSpec) -> int:

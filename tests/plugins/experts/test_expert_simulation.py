@@ -8,10 +8,10 @@ import torch
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh
-from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
+from support.simulated_ranks import simulate_ranks
 
 ROWS, LENGTH = 2, 16
 SPEC = MeshSpec(dp_replicate=2, dp_shard=3, cp=2, ep=2)

@@ -14,7 +14,6 @@ from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.mesh.mesh_description import describe_mesh
-from dlo_plugins.mesh.mesh_simulation import simulate_ranks
 from dlo_plugins.planner.layout import Layout, Request, StateFormat
 from dlo_plugins.planner.machine import load_machine
 from dlo_plugins.planner.model_profile import ModelProfile, profile_model
@@ -28,6 +27,7 @@ from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny
 from support.planner_models import llama
+from support.simulated_ranks import simulate_ranks
 
 SINGLE = StateFormat("float32", 4, 4, 4, 4, 8.0)
 LENGTH, WIDTH, LAYERS, TOP_K = 16, 32, 3, 2
