@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
+from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, check_number
 

@@ -1,7 +1,8 @@
 """Batches as nested structures: their samples, and the rows that belong to them.
 
 A batch is a tensor ``[B, ...]``, or dicts, lists and tuples with tensors and plain values in them. torch's pytree takes
-subclasses of these for leaves, so that it finds no tensor in a dict of a user's own class; the functions here do.
+subclasses of these for leaves, so that it finds no tensor in a dict of a user's own class; the functions here do. Its
+own functions, which torch (2.11 to 2.15) has under a private name alone, are imported from here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 #: Entry of a batch, `[B, L]`: positions of the full sequence, where a strategy has sharded the batch along it.
 FULL_POSITIONS = "full_position_ids"

@@ -23,8 +23,9 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode, flop_registry, shape_wrapper
+
+from dlo_framework.batches import tree_leaves
 
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 
 Kind = Literal["nf4", "int4"]
 #: Levels of each kind, ascending, times a block's scale. NF4: quantiles of a normal distribution (appendix E).

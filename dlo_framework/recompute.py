@@ -22,6 +22,11 @@ from dlo_framework.errors import DloError
 _Place = tuple[int, str]
 
 
+def in_backward() -> bool:
+    """Returns whether a backward runs in this thread, as torch's own checkpoint asks (2.11 to 2.15)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class BufferGuard:
     """Makes recomputation start from the buffers' values before the forward, and leave the buffers as they are.
 

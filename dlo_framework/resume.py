@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dlo_framework.batches import tree_leaves, tree_map_only
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.metric_states import (
     logged_sums,

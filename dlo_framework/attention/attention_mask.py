@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework.attention.sparsity_patterns import SparsityPattern
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import unset_fake_temporarily
 
 #: Attribute in which an attention module keeps its mask, and the one for the heads of it that this rank has.
 _MASK, _HEADS = "_dlo_attention_mask", "_dlo_local_heads"

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dlo_framework.attention.attention_mask import AttentionMask, BlockRows, BlockTable, LocalHeads
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 
 #: Positions per block of FlexAttention; its kernels need multiples of 128.
 BLOCK = 128

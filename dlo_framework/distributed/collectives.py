@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from dlo_framework.fake_kernels import FakeTensor
 
 #: Most receive buffers of reduce-scatters to keep; as many as are in flight at once.
 _SPARES = 2

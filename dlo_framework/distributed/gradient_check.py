@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Callback
-from torch.utils._pytree import tree_map
 
+from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.runs import is_first_process

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlo_framework.recompute import in_backward
+
 
 class _Scale:
     """Gradient of the step's loss in the current backward: 1 in a plain loop."""
@@ -104,8 +106,7 @@ def in_micro_batch(key: Hashable, recomputes: bool = False) -> Iterator[None]:
 
 def is_recomputed() -> bool:
     """Returns whether the current forward is a recomputation, whose tokens have been counted."""
-    # As torch's checkpoint asks (2.11 to 2.15).
-    return _Current.recomputes or bool(torch._C._current_graph_task_id() != -1)
+    return _Current.recomputes or in_backward()
 
 
 class RouterCounts:

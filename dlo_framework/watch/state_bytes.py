@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.local_memory import states_per_parameter
 from dlo_framework.strategy_contract import contract_of, plain_name

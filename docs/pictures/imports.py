@@ -38,13 +38,14 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "process_setup",
                 "random_streams",
                 "copy_streams",
+                "batches",
+                "fake_kernels",
                 "costs",
             ),
         ),
         (
             "description",
             (
-                "batches",
                 "plan",
                 "mesh",
                 "tensor_slice",
@@ -59,7 +60,6 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "distillation",
                 "token_loss",
                 "four_bit_linear",
-                "fake_kernels",
                 "recompute",
                 "attention/",
             ),

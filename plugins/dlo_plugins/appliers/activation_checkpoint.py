@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.batches import tree_leaves
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.plan import ParallelPlan

@@ -19,9 +19,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
-from dlo_framework.batches import batch_size
+from dlo_framework.batches import batch_size, tree_leaves
 from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
 from dlo_framework.distributed.step_override import StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_number, did_you_mean

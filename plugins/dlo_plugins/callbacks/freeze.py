@@ -27,9 +27,9 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.recompute import has_backward

@@ -169,7 +169,7 @@ def find_schedulers(module: Any, trainer: Any) -> list[str]:
         module: LightningModule of the run; it is not changed.
         trainer: Trainer of the run.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from dlo_framework.fake_kernels import FakeTensorMode
 
     with contextlib.suppress(Exception):  # Any code of a user's may fail without values or data.
         built = module.on_meta() if isinstance(module, Task) else module

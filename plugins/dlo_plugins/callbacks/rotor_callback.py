@@ -21,9 +21,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework.agreement import gather_then_scatter
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute, undo_recompute

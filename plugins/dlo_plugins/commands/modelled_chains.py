@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.batches import batch_size, map_rows, tree_leaves
 from dlo_framework.costs import known_peak, operator_flops
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec

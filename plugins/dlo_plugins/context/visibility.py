@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
+from dlo_framework.fake_kernels import FakeTensor
 
 #: Largest number of elements of a batch's masks that are kept for later layers: 2^28 take 256 MiB, and their biases in
 #: half precision another 512 MiB.

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.batches import tree_map
 from dlo_framework.distributed.collectives import sum_over_ranks
 from dlo_framework.errors import DloError, did_you_mean, shown_names
 from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from dlo_framework.fake_kernels import FakeTensor
 
 #: Function that computes rows `[R, D]` with this rank's experts, whose numbers are `[R]`.
 Compute = Callable[[Tensor, Tensor], Tensor]

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
-from dlo_plugins.fsdp.step_state import own_groups
+from dlo_plugins.fsdp.step_state import own_groups, state_of
 from dlo_plugins.sharding.outside_use import attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import share_hooks
 
@@ -177,7 +177,7 @@ def gathered_copies(
     unit: FSDPModule, on_free: Callable[[nn.Parameter, nn.Parameter, bool], None]
 ) -> list[GatheredCopies]:
     """Returns the gathered copies of a module that ``fully_shard`` was called with."""
-    return [GatheredCopies(unit, group, on_free) for group in own_groups(unit._get_fsdp_state())]
+    return [GatheredCopies(unit, group, on_free) for group in own_groups(state_of(unit))]
 
 
 class ShardUse(TorchFunctionMode):

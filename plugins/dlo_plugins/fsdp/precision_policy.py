@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map_only
 
+from dlo_framework.batches import tree_map_only
 from dlo_framework.errors import DloError
 from dlo_plugins.sharding.gathered_dtype import DTYPES, parse_dtype
 

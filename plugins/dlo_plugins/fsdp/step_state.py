@@ -16,6 +16,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 
+def state_of(module: Any) -> Any:
+    """Returns FSDP2's ``FSDPState`` of a module that ``fully_shard`` was called with, as torch 2.11 to 2.15 has it."""
+    return module._get_fsdp_state()
+
+
 def drop_step_state(root: FSDPModule) -> None:
     """Resets FSDP2 to the beginning of a step: shards only, no gradients, no running collective.
 
@@ -26,7 +31,7 @@ def drop_step_state(root: FSDPModule) -> None:
     Args:
         root: Outermost module that ``fully_shard`` was called with.
     """
-    state: Any = root._get_fsdp_state()
+    state = state_of(root)
     if state._is_root is None:  # No forward yet.
         return
     if hasattr(root, "reset_iter_state"):
@@ -49,7 +54,7 @@ def begin_root(root: FSDPModule) -> None:
 
     A reach into torch 2.11 to 2.15.
     """
-    state: Any = root._get_fsdp_state()
+    state = state_of(root)
     if state._is_root is None:
         state._lazy_init()
 
@@ -64,7 +69,7 @@ def resume_forward(root: FSDPModule) -> None:
     Args:
         root: Outermost module that ``fully_shard`` was called with, whose forward is running.
     """
-    state: Any = root._get_fsdp_state()
+    state = state_of(root)
     state._training_state = type(state._training_state).FORWARD
     for group in own_groups(state):
         group._training_state = type(group._training_state).FORWARD
@@ -134,7 +139,7 @@ def complete_gradients(unit: FSDPModule) -> None:
     Args:
         unit: Module that ``fully_shard`` was called with.
     """
-    for group in own_groups(unit._get_fsdp_state()):
+    for group in own_groups(state_of(unit)):
         if any(_has_second_gradient(parameter) for parameter in group.fsdp_params):
             group.post_backward = _CompleteFirst(group)
         elif hasattr(unit, "set_reduce_scatter_unused_params"):
@@ -150,7 +155,7 @@ def accumulate_gradients(root: FSDPModule) -> None:
     Args:
         root: Outermost module that ``fully_shard`` was called with.
     """
-    for group in all_groups(root._get_fsdp_state()):
+    for group in all_groups(state_of(root)):
         for parameter in _trained(group):
             if _has_second_gradient(parameter):
                 parameter.accumulate_unsharded_grad_if_needed()

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
@@ -39,6 +38,7 @@ from dlo_framework.fake_kernels import (
     fake_tensors,
     tensor_places,
     tensors_replaced,
+    unset_fake_temporarily,
 )
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from dlo_framework.batches import tree_iter, tree_map_only
 from dlo_framework.errors import DloError
 from dlo_framework.random_streams import random_stream
 from dlo_plugins.pipeline.model_stages import Stages

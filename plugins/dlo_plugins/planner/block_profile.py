@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_plugins.planner.operation_recorder import (
     Operation,
     Record,

@@ -22,14 +22,12 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import FakeKernels, copy_modules, fake_copy, fake_like
+from dlo_framework.fake_kernels import FakeKernels, FakeTensorMode, copy_modules, fake_copy, fake_like
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.planner.block_profile import RestRecord, profile_block
 from dlo_plugins.planner.operation_recorder import FusedKernels, Recorder, running_modules

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.experts.layer import OPERATORS
 from dlo_plugins.planner.work import Amount, Dim, Kernels, Product, Work
 

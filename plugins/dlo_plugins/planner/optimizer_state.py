@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensorMode
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer, shrink_shape, step_trial
 
 #: Moments of Adam, each of the parameter's size.

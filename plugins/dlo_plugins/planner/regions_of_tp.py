@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.plan import ParallelPlan

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dlo_framework import finite
+from dlo_framework.batches import tree_leaves
 
 #: Operators whose result, or its size, depends on values on the device, with the words that a user knows.
 _READS = {

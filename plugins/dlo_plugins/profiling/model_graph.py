@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from dlo_framework.batches import tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.task import Task
 from dlo_plugins.planner.plan_report import first_batch

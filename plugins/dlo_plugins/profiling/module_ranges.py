@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_plugins.profiling.trace_file import MARK, MODULE
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from dlo_framework.batches import tree_leaves
+from dlo_framework.recompute import in_backward
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class AllocationLog(TorchDispatchMode):
         if is_new and not _HostMemory.depth and self._device in (None, storage.device):
             self._count = number = self._count + 1
             self._events.append((number, size))
-            if torch._C._current_graph_task_id() >= 0:  # as torch's checkpoint asks (2.11 to 2.15)
+            if in_backward():
                 self._in_backward.add(number)
 
         def released(_: Any) -> None:

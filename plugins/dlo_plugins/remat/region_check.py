@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+
+from dlo_framework.batches import tree_flatten, tree_map
 
 #: Positional arguments of a call, and those by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

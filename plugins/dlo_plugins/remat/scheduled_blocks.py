@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed
 from dlo_plugins.remat.allocation_log import tensor_storage

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.stacks import is_dlos, own_line
 from dlo_framework.errors import DloError
 from dlo_plugins.sharding.outside_use import attribute_of

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.local_memory import local_tensor
 
 Kind = Literal["elementwise", "tensor", "all"]

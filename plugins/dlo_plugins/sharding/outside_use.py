@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves
+
+from dlo_framework.batches import tree_leaves
 
 #: Functions that do not read values: they may be called on a parameter whose memory is freed.
 _NOT_VALUES = {"__hash__", "__len__", "__set__", "__delete__", "data_ptr", "dim", "element_size", "get_device"}

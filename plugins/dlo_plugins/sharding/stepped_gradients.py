@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.recompute import in_backward
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.flops import is_compiled
@@ -116,8 +117,7 @@ class UserAccess(TorchFunctionMode):
         if name is None or (attribute is not Tensor.grad and attribute is not Tensor.data):
             return func(*args, **(kwargs or {}))
         caller = calling_module()
-        in_backward = torch._C._current_graph_task_id() != -1  # As torch's own hooks ask (2.11 to 2.15).
-        is_users = not caller.startswith(_LIBRARIES) and not in_backward
+        is_users = not caller.startswith(_LIBRARIES) and not in_backward()
         if is_users and attribute is Tensor.grad:
             raise DloError(gradients_message([name]))
         found = func(*args, **(kwargs or {}))

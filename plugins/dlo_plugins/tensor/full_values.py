@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.registry.entry_points import own_packages

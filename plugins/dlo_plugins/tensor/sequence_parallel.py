@@ -15,11 +15,11 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
+from dlo_framework.recompute import in_backward
 from dlo_plugins.tensor.collectives import gather_sequence, scatter_sequence
 from dlo_plugins.tensor.local_random import LocalRandom
 
@@ -114,7 +114,7 @@ class ShardedSequence:
             DloError: In a recomputation, if several full lengths have had shards of this length.
         """
         length = part.shape[1]
-        if length in self._ambiguous and torch._C._current_graph_task_id() != -1:
+        if length in self._ambiguous and in_backward():
             raise DloError(
                 "sequence lengths must have shards of different lengths for sequence_parallel with recomputation, got"
                 f" several with shards of {length} tokens; pad them to a multiple of tp"

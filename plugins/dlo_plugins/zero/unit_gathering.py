@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.outside_use import OutsideUse

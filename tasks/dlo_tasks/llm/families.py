@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm import document_isolation, language_models, packed_attention, sparse_attention
 from dlo_tasks.llm.batch_counts import count_documents, single_documents
 from dlo_tasks.llm.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near

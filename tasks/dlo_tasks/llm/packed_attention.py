@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.varlen import varlen_attn
 
 from dlo_framework.attention.masked_attention import run_flex
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 from dlo_tasks.llm.vocabulary_head import autocast_dtype
 

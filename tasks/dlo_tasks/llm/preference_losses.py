@@ -33,11 +33,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard
+from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm import vocabulary_loss
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.evaluation import sum_dtype

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dlo_framework.attention import Attention, AttentionMask, DenseSparsity, KernelChoice
 from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_mask
@@ -20,6 +19,7 @@ from dlo_framework.attention.attention_options import Kernel, choose_kernel, log
 from dlo_framework.attention.masked_attention import Scores, cached_attention, masked_attention
 from dlo_framework.batches import ROW_PLACES
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm import packed_attention
 from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
 from dlo_tasks.llm.batches import IGNORE_INDEX

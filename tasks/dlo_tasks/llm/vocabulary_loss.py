@@ -27,11 +27,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, exp_and_losses
 from dlo_framework.errors import DloError
+from dlo_framework.fake_kernels import FakeTensor
 from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.vocabulary_head import (

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule

@@ -12,9 +12,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from dlo_framework.batches import batch_size, map_rows
+from dlo_framework.batches import batch_size, map_rows, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.experts import find_mixtures
 from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors

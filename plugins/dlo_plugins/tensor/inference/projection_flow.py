@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_plugins.tensor.channelwise import is_channelwise
 from dlo_plugins.tensor.head_operands import parameter_names

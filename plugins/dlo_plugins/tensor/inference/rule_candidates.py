@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from dlo_framework.batches import tree_leaves
 from dlo_framework.plan import Rule
 from dlo_plugins.tensor.adapted_projections import base_of
 from dlo_plugins.tensor.head_operands import operand_dim
