@@ -12,6 +12,7 @@ import errno
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import signal
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 from dlo_framework.distributed.failure import Failure
 from dlo_framework.distributed.grace import GracePeriod
-from dlo_framework.distributed.open_files import raise_open_files_limit
 from dlo_framework.distributed.stacks import Position, StackSampler
 
 #: Seconds between two polls of the connections.
@@ -46,6 +46,8 @@ _STILL = 5.0
 _TOGETHER = 1.0
 #: Heartbeats over which they must wait: a single one may report a moment that has passed.
 _BEATS = 2
+#: Number of open files to leave for later: checkpoints, data, logs, libraries.
+RESERVE = 256
 
 
 #: Connections of this process, which a loader's workers must not keep open when it has died.
@@ -625,3 +627,36 @@ def _close_in_forks() -> None:
     if not _FORKS and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=close_all)
         _FORKS.append(True)
+
+
+def raise_open_files_limit(connections: int) -> tuple[int, int] | None:
+    """Raises the soft limit of open files to the hard one where it is too low for a number of connections.
+
+    Nothing is reserved: other files of the process count against the same limit, so that :data:`RESERVE` more are
+    required.
+
+    Args:
+        connections: Number of files and connections that will be opened.
+
+    Returns:
+        None if the limit is high enough; else the limit and the number that is needed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _open_files() + connections + RESERVE
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return None
+    aim = hard if hard != resource.RLIM_INFINITY else need
+    if aim > soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
+            soft = aim
+        except (ValueError, OSError):  # The system has a limit of its own below the hard one, as macOS has.
+            pass
+    return None if soft >= need else (soft, need)
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0

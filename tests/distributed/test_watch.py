@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.call import _call_callback_hooks
 
-from dlo_framework.distributed import open_files
+from dlo_framework.distributed import heartbeat
 from dlo_framework.distributed.failure import Failure
 from dlo_framework.distributed.grace import GracePeriod
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
@@ -132,9 +132,9 @@ def files_at_most(count: int):
 
 
 def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr(open_files.resource, "setrlimit", lambda _, limits: None)
-    monkeypatch.setattr(open_files, "_open_files", lambda: 44)
+    monkeypatch.setattr(heartbeat.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(heartbeat.resource, "setrlimit", lambda _, limits: None)
+    monkeypatch.setattr(heartbeat, "_open_files", lambda: 44)
     launcher = RankLauncher.__new__(RankLauncher)
     launcher._watch, launcher._trainer, launcher.grace, told = None, None, 60.0, []
     strategy = SimpleNamespace(

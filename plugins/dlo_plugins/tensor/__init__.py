@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism, which :class:`dlo_plugins.appliers.tensor_parallel.TensorParallel` applies.
 
-`tp_planner` makes a tensor-parallel plan of a model, `parameter_sharding` shards the parameters, and `regions`,
-`sharded_norms`, `vocabulary` and `sequence_parallel` change how modules run, with the pairs of collectives in
+`tp_planner` makes a tensor-parallel plan of a model, `installation` shards the parameters, and `regions`,
+`sharded_modules` and `sequence_parallel` change how modules run, with the pairs of collectives in
 `collectives`. Departures from Megatron-LM (arXiv 1909.08053) and from sequence parallelism (arXiv 2205.05198): the
 modules are those of timm, transformers or the user; vocabularies and sequences need not be divisible by the ranks.
 

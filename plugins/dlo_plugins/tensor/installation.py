@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import cast
 
+import torch
+from torch import Tensor, nn
+
+from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.tensor import (
     expert_slices,
     head_operands,
     local_shapes,
-    parameter_sharding,
     regions,
-    sharded_norms,
-    shared_features,
-    vocabulary,
+    sharded_modules,
 )
+from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.async_products import AsyncProducts
+from dlo_plugins.tensor.channelwise import set_channel_counts
+from dlo_plugins.tensor.full_values import give_hooks_full
+from dlo_plugins.tensor.heads import set_local_config, set_local_heads
 from dlo_plugins.tensor.local_random import LocalRandom
+from dlo_plugins.tensor.projections import set_feature_counts
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 from dlo_plugins.tensor.tp_plan import TPPlan, distinct, vocabulary_size
 
@@ -39,7 +46,7 @@ def install_plan(
         products: Products that overlap with collectives; None without asynchronous tensor parallelism.
         random: This rank's random numbers; by default new ones.
     """
-    parameter_sharding.shard_parameters(module, found, communicator)
+    shard_parameters(module, found, communicator)
     random = LocalRandom(communicator.rank) if random is None else random
     for name in distinct(module, found.regions):
         region = found.regions[name]
@@ -51,16 +58,67 @@ def install_plan(
         if region.operands:
             head_operands.install_operands(around, region.operands, region.heads, made)
         for column, features in region.gathered.items():
-            shared_features.install_gather(module.get_submodule(column), features, made)
+            sharded_modules.install_gather(module.get_submodule(column), features, made)
         for projection, features in region.shared_features.items():
-            shared_features.install_sharing(module.get_submodule(projection), features, made)
+            sharded_modules.install_sharing(module.get_submodule(projection), features, made)
         if region.local_shapes:
             sizes = local_shapes.LocalSizes(communicator.size, region.heads, region.kv or region.heads, region.width)
             local_shapes.install_local_shapes(around, sizes, made)
         for norm in region.norms:
             size = found.divisions[f"{norm}.weight"].pieces[0]
-            sharded_norms.install_norm(module.get_submodule(norm), size, communicator)
+            sharded_modules.install_norm(module.get_submodule(norm), size, communicator)
     for name in distinct(module, found.experts):
         expert_slices.install_slices(module.get_submodule(name), communicator)
     for name in distinct(module, found.vocabulary):
-        vocabulary.install_vocabulary(module.get_submodule(name), vocabulary_size(found, name), communicator)
+        sharded_modules.install_vocabulary(module.get_submodule(name), vocabulary_size(found, name), communicator)
+
+
+@torch.no_grad()
+def shard_parameters(module: nn.Module, found: TPPlan, communicator: Communicator) -> None:
+    """Replaces a model's parameters by this rank's shards; tied ones stay one parameter.
+
+    Args:
+        module: Model, on any device; the meta device will do.
+        found: Tensor-parallel plan.
+        communicator: Communicator of the axis.
+    """
+    ranks, rank = communicator.size, communicator.rank
+    layout = get_layout(module)
+    shards: dict[int, nn.Parameter] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, division in found.divisions.items():
+        if name not in parameters:
+            owner, _, key = name.rpartition(".")
+            part, made = module.get_submodule(owner), division.slice_for(ranks, rank)
+            part._buffers[key] = made.slice_tensor(cast("Tensor", part._buffers[key]))
+            if key not in part._non_persistent_buffers_set:
+                layout.slices[name] = made
+            continue
+        full, made = parameters[name], division.slice_for(ranks, rank)
+        layout.slices[name] = made
+        if id(full) not in shards:
+            shards[id(full)] = nn.Parameter(made.slice_tensor(full), requires_grad=full.requires_grad)
+            shards[id(full)].__dict__.update(full.__dict__)
+            give_hooks_full(name, full, shards[id(full)], made, communicator)
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, shards[id(full)])
+    for partial, name in {parameters[name]: name for name in sorted(found.partial - found.divisions.keys())}.items():
+        give_hooks_full(name, partial, partial, None, communicator)
+    layout.partial |= found.partial
+    for around in distinct(module, found.regions):
+        region = found.regions[around]
+        for name in (*region.columns, *region.rows):
+            projection = module.get_submodule(name)
+            set_feature_counts(name, base_of(projection))
+            if projection is not base_of(projection):
+                set_features(projection)
+        for name in region.channelwise:
+            set_channel_counts(module.get_submodule(name), ranks)
+        if region.heads:
+            attention = module.get_submodule(around)
+            if region.local_counts:
+                set_local_heads(attention, region.heads, region.kv, region.width, ranks)
+            count = region.heads // ranks
+            bind_heads(attention, LocalHeads(rank * count, count))
+            if region.counts_by_config:
+                set_local_config(attention, ranks)

@@ -73,7 +73,7 @@ def test_gradients_of_latent_attention_are_those_of_one_process(shares: bool, mo
     task.double()
     plan = make_tp_plan(task.model, completed(task), 2)
     if not shares:
-        monkeypatch.setattr(installation.shared_features, "install_sharing", lambda *args: None)
+        monkeypatch.setattr(installation.sharded_modules, "install_sharing", lambda *args: None)
     ids = torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(1))
 
     def run(communicator: Any) -> dict[str, torch.Tensor]:

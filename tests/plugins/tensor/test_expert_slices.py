@@ -16,7 +16,7 @@ from dlo_framework.experts.layer import Experts
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.tensor.expert_slices import divide_stacked_experts, install_slices
-from dlo_plugins.tensor.parameter_sharding import shard_parameters
+from dlo_plugins.tensor.installation import shard_parameters
 from dlo_plugins.tensor.tp_plan import TPPlan
 
 COUNT, WIDTH, HIDDEN, TOKENS, TOP_K = 4, 6, 8, 10, 2
