@@ -10,7 +10,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -81,11 +80,6 @@ class StrategyContract:
         if type(_strategy_of(self)).reduce is not DDPStrategy.reduce or not dist.is_initialized():
             return None
         return dist.group.WORLD
-
-    @property
-    def collective_timeout(self) -> timedelta | None:
-        """Time limit of a collective; None for torch's default."""
-        return getattr(_strategy_of(self), "_timeout", None)  # Lightning's name for it (2.6).
 
     @property
     def copies(self) -> int | None:

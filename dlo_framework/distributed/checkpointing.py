@@ -117,7 +117,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """
         owner: ShardOwner | None = model.__dict__.get(OWNER)
         if owner is not None and owner.strategy() is not self:
-            self.restore_full_parameters(owner, model)
+            self._restore_full_parameters(owner, model)
             del model.__dict__[OWNER]
         super().connect(model)
 
@@ -128,7 +128,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
         self.check_loggers(trainer.loggers)
         with keep_dtypes(module):
             super().setup(trainer)
-        self.begin_training_streams()
+        self._begin_training_streams()
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -150,7 +150,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
             give_generator(loader)
         return loader
 
-    def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
+    def _restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Restores the full parameters of a module that another strategy has sharded.
 
         Args:
@@ -201,9 +201,9 @@ class CanonicalStrategy(Strategy, StrategyContract):
         for optimizer in self.optimizers:
             add_step_hooks(optimizer)
             disable_fused_unscale(optimizer)
-            self.prefer_fused_step(optimizer)
+            self._prefer_fused_step(optimizer)
 
-    def prefer_fused_step(self, optimizer: Optimizer) -> None:
+    def _prefer_fused_step(self, optimizer: Optimizer) -> None:
         """Switches an optimizer to its fused step, unless the user has chosen an implementation."""
         prefer_fused(optimizer, self.lightning_module)
 
@@ -327,11 +327,11 @@ class CanonicalStrategy(Strategy, StrategyContract):
         """Ends the run once its checkpoints are on disk."""
         self.finish_checkpoints()
         super().teardown()
-        self.end_training_streams()
+        self._end_training_streams()
 
     # --- random numbers ------------------------------------------------------------------------------------
 
-    def begin_training_streams(self) -> None:
+    def _begin_training_streams(self) -> None:
         """Gives each data share random numbers of its own, once weights and optimizers exist."""
         self._initial_random, self._step_seed = random_state(), None
         share, shares = self.data_share()
@@ -339,7 +339,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
             self._step_seed = torch.initial_seed()
             reseed(share)
 
-    def end_training_streams(self) -> None:
+    def _end_training_streams(self) -> None:
         """Leaves the script random numbers that depend on the run's initialisation only, the same on all ranks."""
         state, self._initial_random = self._initial_random, None
         if state is not None:

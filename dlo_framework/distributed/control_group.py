@@ -9,8 +9,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-from dlo_framework.strategy_contract import contract_of
-
 _GROUPS: weakref.WeakKeyDictionary[Strategy, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -26,7 +24,8 @@ def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
         return None
     group = _GROUPS.get(trainer.strategy)
     if group is None:
-        made: Any = dist.new_group(backend="gloo", timeout=contract_of(trainer.strategy).collective_timeout)
+        timeout = getattr(trainer.strategy, "_timeout", None)  # Lightning's name for it (2.6).
+        made: Any = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(made, dist.ProcessGroup)
         group = _GROUPS[trainer.strategy] = made
     return group

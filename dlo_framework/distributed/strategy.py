@@ -298,7 +298,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         assert self.accelerator is not None
         assert self.model is not None
-        self.check_callbacks(trainer)
+        self._check_callbacks(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
             self.model = self._layer_sync.apply(self.model)
@@ -307,11 +307,11 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.shard(trainer)
         self.move_metrics()
         self.setup_precision_plugin()
-        self.guard_forwards(trainer)
-        self.begin_training_streams()
+        self._guard_forwards(trainer)
+        self._begin_training_streams()
         self.barrier("sharded")
 
-    def check_callbacks(self, trainer: Trainer) -> None:
+    def _check_callbacks(self, trainer: Trainer) -> None:
         """Checks that no callback needs full parameters that a rank does not have, and that loggers take checkpoints.
 
         Raises:
@@ -320,20 +320,20 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         """
         self.check_loggers(trainer.loggers)
         _refuse_finetuning(trainer)
-        if not self.keeps_plain_parameters(self._module()):
+        if not self._keeps_plain_parameters(self._module()):
             _refuse_averages(trainer)
         if self.zero_stage == 3:  # On one rank too: pruning renames and assigns parameters that are watched.
             _refuse_pruning(trainer)
 
-    def keeps_plain_parameters(self, module: LightningModule) -> bool:
+    def _keeps_plain_parameters(self, module: LightningModule) -> bool:
         """Returns whether a module's parameters are plain, full tensors on each rank after setup."""
-        return self.zero_stage < 3 or not self.needs_all_ranks(module)
+        return self.zero_stage < 3 or not self._needs_all_ranks(module)
 
-    def needs_all_ranks(self, module: nn.Module) -> bool:
+    def _needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of the LightningModule, or of a submodule, needs all ranks."""
         return self.forward_needs_all_ranks and next(module.parameters(), None) is not None
 
-    def guard_forwards(self, trainer: Trainer) -> None:
+    def _guard_forwards(self, trainer: Trainer) -> None:
         """Makes a forward that a hook calls outside of steps wait until all ranks have called it too.
 
         Collectives are matched by their order alone. The collectives of a forward on one rank would pair with those of
@@ -345,7 +345,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         guarded = [module, *module.children()] if self.world_size > 1 else []
         guard = _forward_guard(weakref.ref(trainer), weakref.ref(module))
         self._guards = [
-            part.register_forward_pre_hook(guard, prepend=True) for part in guarded if self.needs_all_ranks(part)
+            part.register_forward_pre_hook(guard, prepend=True) for part in guarded if self._needs_all_ranks(part)
         ]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -446,7 +446,7 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.accelerator.teardown()
-        self.end_training_streams()
+        self._end_training_streams()
         self.handled()
 
 

@@ -144,9 +144,9 @@ class WatchedSteps:
         """Returns the names of the parameters whose gradients are in other tensors, by id; empty to watch none."""
         raise NotImplementedError
 
-    def guard_forwards(self, trainer: Trainer) -> None:
+    def _guard_forwards(self, trainer: Trainer) -> None:
         """Watches forwards outside of steps, and the user's hooks."""
-        super().guard_forwards(trainer)  # type: ignore[misc]
+        super()._guard_forwards(trainer)  # type: ignore[misc]
         if self.watches_hooks:
             self._guards += watch_hooks(trainer, self.around_hook)  # type: ignore[attr-defined]
 

@@ -285,10 +285,10 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         storage = get(self.config, "zero_optimization.offload_optimizer.device")
         return storage in ("cpu", "nvme") and self.root_device.type != "cpu"
 
-    def prefer_fused_step(self, optimizer: Optimizer) -> None:
+    def _prefer_fused_step(self, optimizer: Optimizer) -> None:
         """Switches to the fused step; to that of host memory once the engine has moved the parameters there."""
         if not self.steps_on_host:
-            super().prefer_fused_step(optimizer)
+            super()._prefer_fused_step(optimizer)
 
     def _checkpoint_activations(self, module: LightningModule) -> None:
         """Makes a task's blocks recompute, with their inputs on the CPU, if `cpu_checkpointing` is set."""
@@ -322,7 +322,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
                 raise DloError(_alone(get_source(self.config)))
             kind, arguments = made
             own = kind([p for p in self._module().parameters() if p.requires_grad], **arguments)
-            self.prefer_fused_step(own)
+            self._prefer_fused_step(own)
         schedule = build_scheduler(self.config, own, **compute_lengths(self.config, self._module(), trainer))
         if schedule is not None:
             self.lr_scheduler_configs = [LRSchedulerConfig(schedule, interval="step")]

@@ -136,7 +136,7 @@ class MeshStrategy(ShardedStrategy):
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def mesh_options(self) -> MeshOptions:
+    def _mesh_options(self) -> MeshOptions:
         """Returns the options of this run, with the mesh's sizes known."""
         precision = str(self.precision_plugin.precision)
         spec, kind = self.mesh_spec(), self.bf16_weights
@@ -163,7 +163,7 @@ class MeshStrategy(ShardedStrategy):
         if self.appliers.tensor.async_tp and spec.tp == 1:
             raise DloError("async_tp must be left out without tensor parallelism, got tp=1; leave it out, or set tp")
         check_reshard(self.appliers.shard.reshard_after_forward, spec.dp_shard * spec.cp)
-        options = self.mesh_options().shard_options(self.lightning_module)
+        options = self._mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
             self.pipelining.check_schedule(spec.pp)
             self.pipelining.check_delay(str(self.precision_plugin.precision))
@@ -187,7 +187,7 @@ class MeshStrategy(ShardedStrategy):
         Raises:
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
-        options = self.mesh_options()
+        options = self._mesh_options()
 
         def check_cut() -> None:
             task = options.check(module, datamodule)
@@ -238,7 +238,7 @@ class MeshStrategy(ShardedStrategy):
 
     def _computed_size(self, size: int | None) -> int | None:
         """Returns the bytes of an element of full parameters with master weights; None without these."""
-        options = self.mesh_options().shard_options(None)
+        options = self._mesh_options().shard_options(None)
         param_dtype = options.policy.param_dtype
         return (size or 4 if param_dtype is None else param_dtype.itemsize) if options.has_masters else None
 
@@ -250,7 +250,7 @@ class MeshStrategy(ShardedStrategy):
         Raises:
             DloError: The axes cannot cut the model; the message computes the nearest sizes that work.
         """
-        options = frozen_options(self.mesh_options())
+        options = frozen_options(self._mesh_options())
         if options.cuts_model:
             options.check(task, datamodule)
             if is_first_process():
@@ -262,7 +262,7 @@ class MeshStrategy(ShardedStrategy):
         self, task: Any, *, dtype: torch.dtype | None = None, offload: bool = False, loads_weights: bool = False
     ) -> PlacedModel:
         """Cuts and shards a frozen task along the mesh's axes, by its own plan."""
-        options, seed = frozen_options(self.mesh_options(), dtype=dtype, offload=offload), torch.initial_seed()
+        options, seed = frozen_options(self._mesh_options(), dtype=dtype, offload=offload), torch.initial_seed()
         run = ParallelRun(task, options, self.groups, self.broadcast(seed))
         state = parallelize(run, loads_weights=loads_weights)
         if state.pipelined is not None and options.spec.dp_shard > 1:
@@ -287,7 +287,7 @@ class MeshStrategy(ShardedStrategy):
         """
         module = self._module()
         assert self.accelerator is not None
-        self.check_callbacks(trainer)
+        self._check_callbacks(trainer)
         self.accelerator.setup(trainer)
         if self._layer_sync and ParallelState.of(module) is None:
             self.model = self._layer_sync.apply(module)  # In evaluation too: a sharded module cannot be changed later.
@@ -295,26 +295,26 @@ class MeshStrategy(ShardedStrategy):
             self.model = self.precision_plugin.convert_module(module)
         self.shard(trainer)
         self.setup_precision_plugin()
-        self.guard_forwards(trainer)
-        self.begin_training_streams()
+        self._guard_forwards(trainer)
+        self._begin_training_streams()
         self.barrier("sharded")
 
-    def needs_all_ranks(self, module: nn.Module) -> bool:
+    def _needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule communicates: that of any submodule does if FSDP has sharded it."""
         spec, own = self.mesh_spec(), self._module()
         if spec.dp_shard == spec.ep == 1 and module is not own and module is not getattr(own, "model", None):
             return False
-        return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super().needs_all_ranks(module)
+        return spec.dp_shard * spec.cp * spec.tp * spec.pp > 1 and super()._needs_all_ranks(module)
 
-    def keeps_plain_parameters(self, module: LightningModule) -> bool:
+    def _keeps_plain_parameters(self, module: LightningModule) -> bool:
         """Returns whether parameters are plain, full tensors: FSDP2 makes DTensors of those that several ranks have."""
-        return self.world_size == 1 and not self.mesh_options().shard_options(module).needs_fsdp
+        return self.world_size == 1 and not self._mesh_options().shard_options(module).needs_fsdp
 
     def shard(self, trainer: Trainer) -> None:
         """Cuts and shards the module and, while fitting, its optimizers' state."""
         module, spec, fitting = self._module(), self.mesh_spec(), trainer.state.fn == TrainerFn.FITTING
         self._rounding = prepare_weights(self.bf16_weights, module)
-        state, options = ParallelState.of(module), self.mesh_options()
+        state, options = ParallelState.of(module), self._mesh_options()
         if state is None:
             self._log_coverage(module)
             run = ParallelRun(module, options, self.groups, self.broadcast(torch.initial_seed()))
@@ -342,10 +342,10 @@ class MeshStrategy(ShardedStrategy):
         is_plain = not (state.sharded.is_sharded or options.cuts_model)
         module.__dict__[OWNER] = ShardOwner(self, self.world_size, self.engine.stop_recording if is_plain else None)
 
-    def restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
+    def _restore_full_parameters(self, owner: ShardOwner, model: LightningModule) -> None:
         """Keeps a module that another mesh strategy has sharded; :meth:`shard` checks that its options are the same."""
         if ParallelState.of(model) is None:
-            super().restore_full_parameters(owner, model)
+            super()._restore_full_parameters(owner, model)
 
     @property
     def groups(self) -> MeshGroups:
@@ -360,7 +360,7 @@ class MeshStrategy(ShardedStrategy):
         """Logs the share of the model that tensor parallelism divides, if more than norms are replicated."""
         tp = self.mesh_spec().tp
         if tp > 1:
-            plan = self.mesh_options().checked_plan(task, getattr(task._trainer, "datamodule", None))
+            plan = self._mesh_options().checked_plan(task, getattr(task._trainer, "datamodule", None))
             found = self.appliers.tensor.coverage(task.model, plan, tp)
             if found.sharded_fraction < NEARLY_ALL:
                 rank_zero_info(f"tensor parallelism {found.describe()}")

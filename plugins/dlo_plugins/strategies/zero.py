@@ -208,9 +208,9 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
                     communicator.broadcast(parameter.data)
         self.share_buffers()
 
-    def needs_all_ranks(self, module: nn.Module) -> bool:
+    def _needs_all_ranks(self, module: nn.Module) -> bool:
         """Returns whether a forward of a submodule gathers weights, as in stage 3."""
-        return self.stage == 3 and super().needs_all_ranks(module)
+        return self.stage == 3 and super()._needs_all_ranks(module)
 
     def _initialiser(self, trainer: Trainer) -> Initialiser | None:
         """Returns the initialiser of a module on the meta device; None for a module with values.
