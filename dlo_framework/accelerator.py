@@ -61,7 +61,7 @@ class AcceleratorSettings(BatchCopier):
         check_number("AcceleratorSettings: gc_steps", gc_steps, "at least 0", "0 leaves it to Python")
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
-        self._copies: CopyStream | None = None
+        self._copies: BatchCopyStream | None = None
         self._sharded: ShardedStrategy | None = None
         self._collector: Collector | None = None
         self._before: tuple[str, bool] | None = None
@@ -75,7 +75,7 @@ class AcceleratorSettings(BatchCopier):
         if torch.get_float32_matmul_precision() == "highest":  # torch's default, so no one has set another
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.copy_stream:
-            self._copies = CopyStream(device)
+            self._copies = BatchCopyStream(device)
             self._sharded = trainer.strategy if isinstance(trainer.strategy, ShardedStrategy) else None
             join_transfer(trainer)
 
@@ -126,7 +126,7 @@ class AcceleratorSettings(BatchCopier):
         return self._copies.copy(batch if self._sharded is None else self._sharded.attach_counts(batch))
 
 
-class CopyStream:
+class BatchCopyStream:
     """Copies batches to a device on a separate stream; the compute stream waits for the copy, the host does not.
 
     Args:

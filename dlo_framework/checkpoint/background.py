@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup
 from dlo_framework.checkpoint.saving import Prepared, prepare, write
 from dlo_framework.checkpoint.store import HashedFile, checkpoint_path, remove
 
+#: Longest time that the ranks wait for the slowest one's disk.
+_TIMEOUT = timedelta(minutes=30)
+
 
 class AsyncSaver:
     """Writes checkpoints in one background thread, one at a time.
@@ -33,14 +36,13 @@ class AsyncSaver:
     Args:
         group: Process group of the run's ranks; None for a single process. With a group, every process of the default
             group must construct its AsyncSaver at the same point, because this creates a new group.
-        timeout: Longest time that the ranks wait for the slowest one's disk.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
         self._own_group: ProcessGroup | None = None
         if group is not None:
-            made = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
+            made = dist.new_group(dist.get_process_group_ranks(group), timeout=_TIMEOUT, backend="gloo")
             assert isinstance(made, ProcessGroup)  # Only processes outside the group get a number here.
             self._own_group = made
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dlo-checkpoint")

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dlo_framework.atomic_file import PARTIAL, sync_folder
 from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
-from dlo_framework.checkpoint.tensor_file import memory_of
+from dlo_framework.checkpoint.tensor_file import as_memoryview
 from dlo_framework.disk_space import explain_refusal, free_bytes
 from dlo_framework.errors import DloError
 from dlo_framework.extensions import installed_points, load_instance
@@ -275,7 +275,7 @@ class HashedFile:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         box = full_box(tuple(tensor.shape))
         for part in split_box(box, tensor.element_size(), bucket_bytes):
-            self.write(memory_of(slice_view(tensor, box, part)))
+            self.write(as_memoryview(slice_view(tensor, box, part)))
 
     @property
     def sha256(self) -> str:

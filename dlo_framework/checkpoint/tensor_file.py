@@ -141,7 +141,7 @@ def make_header(
     return len(text).to_bytes(8, "little") + text, placed
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def as_memoryview(tensor: Tensor) -> memoryview:
     """Returns a tensor's elements as bytes: its own memory if it is contiguous and on the CPU, else a copy."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
     # mypy on Python 3.11 does not know that arrays are buffers.

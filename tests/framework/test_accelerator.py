@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 from dlo_framework import accelerator
-from dlo_framework.accelerator import AcceleratorSettings, Collector, CopyStream, may_benchmark
+from dlo_framework.accelerator import AcceleratorSettings, BatchCopyStream, Collector, may_benchmark
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.cli import run
 from dlo_framework.data import module as data_module
@@ -47,7 +47,7 @@ def test_a_batch_is_copied_on_its_own_stream_which_the_computing_one_waits_for(m
     events: list[str] = []
     recorded: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self, stream.name)))
-    copies = CopyStream(torch.device("meta"), Streams(events))
+    copies = BatchCopyStream(torch.device("meta"), Streams(events))
     there = torch.ones(2, device="meta")
     batch = {"x": torch.ones(3), "more": [torch.ones(1), "name"], "there": there}
     to = torch.Tensor.to
@@ -121,7 +121,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
-    monkeypatch.setattr(accelerator, "CopyStream", lambda device: SimpleNamespace(copy=lambda batch: batch))
+    monkeypatch.setattr(accelerator, "BatchCopyStream", lambda device: SimpleNamespace(copy=lambda batch: batch))
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0), batch_to_device=lambda batch: batch)
     yield SimpleNamespace(strategy=strategy, callbacks=[], training=False)
     torch.set_float32_matmul_precision(before[0])
@@ -216,7 +216,7 @@ def test_a_run_leaves_torchs_settings_as_they_were(on_cuda: Any) -> None:
 def test_a_batch_with_objects_that_hold_tensors_is_left_to_lightning() -> None:
     streams = Streams([])
     batch = {"text": BatchEncoding({"input_ids": torch.ones(2)}), "weight": 1.0}
-    assert CopyStream(torch.device("cpu"), streams).copy(batch) is batch
+    assert BatchCopyStream(torch.device("cpu"), streams).copy(batch) is batch
 
 
 def test_validation_collects_garbage_too_and_forked_processes_do_it_themselves(on_cuda: Any) -> None:

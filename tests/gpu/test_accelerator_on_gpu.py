@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from dlo_framework.accelerator import AcceleratorSettings, CopyStream
+from dlo_framework.accelerator import AcceleratorSettings, BatchCopyStream
 
 
 def test_what_is_copied_is_what_is_computed_with_while_the_device_is_behind():
     """The host runs ahead by many batches, so that memory is freed and taken again before the device has read it."""
     device = torch.device("cuda", 0)
-    copies = CopyStream(device)
+    copies = BatchCopyStream(device)
     work = torch.randn(4096, 4096, device=device)
     batches = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(64)]
     sums = []
@@ -32,7 +32,7 @@ def test_what_is_copied_is_what_is_computed_with_while_the_device_is_behind():
 
 def test_a_copy_runs_beside_the_computation():
     device = torch.device("cuda", 0)
-    copies = CopyStream(device)
+    copies = BatchCopyStream(device)
     work = torch.randn(8192, 8192, device=device)
     batch = torch.empty(1 << 26).pin_memory()
     copies.copy(batch)

@@ -17,7 +17,7 @@ from dlo_framework.checkpoint.manifest import STATE, Chunk, Key, Manifest, Saved
 from dlo_framework.checkpoint.saving import disk_errors, save
 from dlo_framework.checkpoint.state_tree import MODEL, read_state, write_state
 from dlo_framework.checkpoint.store import HashedFile, refuse_remote, store_of
-from dlo_framework.checkpoint.tensor_file import dtype_name, make_header, memory_of, read_header
+from dlo_framework.checkpoint.tensor_file import as_memoryview, dtype_name, make_header, read_header
 from dlo_framework.checkpoint.verify import sha256, verify
 from dlo_framework.errors import DloError
 from dlo_framework.shards import BUCKET_BYTES, Box, full_box, split_box
@@ -135,7 +135,7 @@ def write_safetensors(
             element = max(stored_type(name).itemsize, tensors.dtype(name).itemsize)
             # Half a bucket: a slice is held twice, as the file's pages and as the bytes to write.
             for piece in split_box(full_box(tuple(tensors.shape(name))), element, BUCKET_BYTES // 2):
-                file.write(memory_of(_read(tensors, name, piece, stored_type(name))))
+                file.write(as_memoryview(_read(tensors, name, piece, stored_type(name))))
 
 
 def _read(tensors: LazyStateDict, name: str, piece: Box, dtype: torch.dtype) -> Tensor:

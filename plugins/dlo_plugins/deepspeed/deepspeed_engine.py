@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
-from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.environment import device_index
 from dlo_plugins.deepspeed.master_weights import MasterWeights
@@ -223,13 +222,6 @@ class DeepSpeedEngine:
     def loss_scale(self) -> float:
         """Returns the factor by which the gradients are scaled."""
         return float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0) or 1.0)
-
-    def gradient_norm(self) -> Tensor:
-        """Returns the global 2-norm of the gradient over all ranks, before clipping."""
-        masters = self.master_weights
-        gradients = collect_gradients(self.optimizer) if masters is None else masters.gradients()
-        group = dist.group.WORLD if masters is not None and masters.sharded else None
-        return total_norm(gradients, self.device, group) / self.loss_scale()
 
     def load_params(self) -> None:
         """Copies changed partitions into the parameters of all ranks."""

@@ -13,7 +13,7 @@ from dlo_framework.placed_model import Context, PlacedModel, block_names
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
 from dlo_plugins.deepspeed.engine_precision import ForwardInAutocast
-from dlo_plugins.deepspeed.partitioned_params import is_partitioned, local_tensor, segments
+from dlo_plugins.deepspeed.partitioned_params import is_partitioned, local_partition, segments
 
 #: Section of DeepSpeed's configuration of a half-precision model, by its dtype.
 _SECTIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -91,7 +91,7 @@ class FrozenDeepSpeed(PlacedModel):
     def held_bytes(self) -> int:
         """Returns the bytes of this rank's segments, of the parameters that are gathered now, and of the buffers."""
         parameters = list(self.task.parameters())
-        return memory_of([*parameters, *(local_tensor(p) for p in parameters), *self.task.buffers()])
+        return memory_of([*parameters, *(local_partition(p) for p in parameters), *self.task.buffers()])
 
     def close(self) -> None:
         """Ends the engine, and frees the model."""

@@ -22,7 +22,7 @@ from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
 @dataclass(frozen=True)
-class FlatPartition:
+class MasterPartition:
     """Flat tensor that the optimizer steps on this rank.
 
     Attributes:
@@ -82,7 +82,7 @@ class MasterWeights(ABC):
         self.expose_partitions()
 
     @abstractmethod
-    def _find(self, names: Mapping[int, str]) -> list[FlatPartition]:
+    def _find(self, names: Mapping[int, str]) -> list[MasterPartition]:
         """Returns this rank's partitions."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class MasterWeights(ABC):
     def hide_partitions(self) -> None:
         """Undoes :meth:`expose_partitions`, for DeepSpeed's step."""
 
-    def find_partition(self, name: str) -> FlatPartition | None:
+    def find_partition(self, name: str) -> MasterPartition | None:
         """Returns the partition of a parameter; None if it is in none."""
         return self._home.get(name)
 

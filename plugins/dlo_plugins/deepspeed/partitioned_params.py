@@ -36,7 +36,7 @@ def full_shape(parameter: Any) -> torch.Size:
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
 
-def local_tensor(parameter: Any) -> Tensor:
+def local_partition(parameter: Any) -> Tensor:
     """Returns the local tensor of a parameter: this rank's segment with padding if it is partitioned."""
     return parameter.ds_tensor if is_partitioned(parameter) else parameter
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.shards import FlatShard
 from dlo_plugins.deepspeed.deepspeed_layout import Stage12Layout
-from dlo_plugins.deepspeed.master_weights import FlatPartition, MasterWeights, check_length
+from dlo_plugins.deepspeed.master_weights import MasterPartition, MasterWeights, check_length
 from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
@@ -30,7 +30,7 @@ class _Runs(list[Tensor]):
 class Stage12Weights(MasterWeights):
     """Master weights of stages 1 and 2: this rank's segment of each parameter group's flat buffer."""
 
-    def _find(self, names: Mapping[int, str]) -> list[FlatPartition]:
+    def _find(self, names: Mapping[int, str]) -> list[MasterPartition]:
         zero, rank, found = self.zero, dist.get_rank(), []
         for number, master in enumerate(zero.single_partition_of_fp32_groups):
             ordered = zero.round_robin_bit16_groups[number]
@@ -39,7 +39,7 @@ class Stage12Weights(MasterWeights):
             layout = Stage12Layout(tuple(p.numel() for p in ordered), dist.get_world_size(), unit)
             check_length(layout.segment, master)
             shapes = [p.shape for p in ordered]
-            found.append(FlatPartition(master, number, [names[id(p)] for p in ordered], shapes, layout.slices(rank)))
+            found.append(MasterPartition(master, number, [names[id(p)] for p in ordered], shapes, layout.slices(rank)))
         return found
 
     def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:
@@ -120,7 +120,7 @@ class Stage12Weights(MasterWeights):
             for piece, run in self._open(number, flat)
         }
 
-    def _open(self, number: int, flat: FlatPartition) -> list[tuple[FlatSlice, Tensor]]:
+    def _open(self, number: int, flat: MasterPartition) -> list[tuple[FlatSlice, Tensor]]:
         """Returns the pieces that have a gradient so far, with it, in the buffer that DeepSpeed adds to."""
         zero = self.zero
         compact = getattr(zero.averaged_gradients.get(number), "flat_partition", None)
@@ -188,9 +188,9 @@ class Stage0Weights(MasterWeights):
         for flat, half in zip(self.partitions, self._halves(), strict=True):
             flat.tensor.copy_(half)
 
-    def _find(self, names: Mapping[int, str]) -> list[FlatPartition]:
+    def _find(self, names: Mapping[int, str]) -> list[MasterPartition]:
         return [
-            FlatPartition(master, group, [names[id(p)]], [p.shape], [FlatSlice(0, 0, p.numel(), 0)])
+            MasterPartition(master, group, [names[id(p)]], [p.shape], [FlatSlice(0, 0, p.numel(), 0)])
             for group, (halves, masters) in enumerate(zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True))
             for p, master in zip(halves, masters, strict=True)
         ]

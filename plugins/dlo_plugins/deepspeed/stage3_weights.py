@@ -16,13 +16,13 @@ from torch import Tensor
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
-from dlo_plugins.deepspeed.master_weights import FlatPartition, MasterWeights, check_length
+from dlo_plugins.deepspeed.master_weights import MasterPartition, MasterWeights, check_length
 
 
 class Stage3Weights(MasterWeights):
     """Master weights of stage 3: this rank's segments of the parameters of each sub-group."""
 
-    def _find(self, names: Mapping[int, str]) -> list[FlatPartition]:
+    def _find(self, names: Mapping[int, str]) -> list[MasterPartition]:
         zero, rank, found = self.zero, dist.get_rank(), []
         if self.swapped:
             return []
@@ -32,7 +32,7 @@ class Stage3Weights(MasterWeights):
             check_length(sum(layout.segments), master)
             shapes = [torch.Size(p.ds_shape) for p in group]
             place = zero.sub_group_to_group_id[number]
-            found.append(FlatPartition(master, place, [names[id(p)] for p in group], shapes, layout.slices(rank)))
+            found.append(MasterPartition(master, place, [names[id(p)] for p in group], shapes, layout.slices(rank)))
         return found
 
     def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:

@@ -368,11 +368,6 @@ class MeshEngine:
 
     # --- state of module and optimizers --------------------------------------------------------------------
 
-    def full_size(self, name: str, parameter: Tensor) -> int:
-        """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
-        cut = self.sharded.layout.slices.get(name)
-        return parameter.numel() if cut is None else cut.full_shape(parameter.shape).numel()
-
     def state_bytes(self, optimizers: list[Optimizer]) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
         held: list[Tensor] = list(self.sharded.parameters.values())

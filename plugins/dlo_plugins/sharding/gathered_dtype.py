@@ -48,20 +48,19 @@ def find_batch_norms(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, _BatchNorm)]
 
 
-def check_sent_dtype(option: str, given: str | None, dtype: torch.dtype) -> None:
-    """Checks that an option does not contradict a callback that sends gradients in half precision.
+def check_sent_dtype(given: str | None, dtype: torch.dtype) -> None:
+    """Checks that `reduce_dtype` does not contradict a callback that sends gradients in half precision.
 
     Args:
-        option: Name of the option.
         given: Value of the option; None if it is unset.
         dtype: Dtype of the callback.
 
     Raises:
         DloError: The option sets another dtype.
     """
-    if parse_dtype(option, given) not in (None, dtype):
+    if parse_dtype("reduce_dtype", given) not in (None, dtype):
         name = str(dtype).removeprefix("torch.")
         raise DloError(
-            f"{option} must be {name} or unset beside a callback that sends gradients in it, got {given}; leave one of"
-            " the two out"
+            f"reduce_dtype must be {name} or unset beside a callback that sends gradients in it, got {given}; leave one"
+            " of the two out"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -29,6 +30,7 @@ from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import state_bytes
+from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.strategy_contract import plain_name
@@ -43,7 +45,7 @@ from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_confi
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
-from dlo_plugins.deepspeed.partitioned_params import explain_step, full_shape, local_tensor, refuse_empty, segments
+from dlo_plugins.deepspeed.partitioned_params import explain_step, full_shape, local_partition, refuse_empty, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
@@ -433,7 +435,11 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of the gradient over all ranks, before clipping."""
-        return self._started().gradient_norm()
+        engine = self._started()
+        masters = engine.master_weights
+        gradients = collect_gradients(engine.optimizer) if masters is None else masters.gradients()
+        group = dist.group.WORLD if masters is not None and masters.sharded else None
+        return total_norm(gradients, engine.device, group) / engine.loss_scale()
 
     @property
     def copies(self) -> int | None:
@@ -472,7 +478,9 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
             return super().local_tensors()
         module = self._module()
         frozen = [
-            local_tensor(p) for name, p in module.named_parameters() if masters.find_partition(plain_name(name)) is None
+            local_partition(p)
+            for name, p in module.named_parameters()
+            if masters.find_partition(plain_name(name)) is None
         ]
         return [*(flat.tensor for flat in masters.partitions), *frozen, *module.buffers()]
 
@@ -496,7 +504,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         if masters is None:
             return super().state_bytes()
         parameters = list(self._module().parameters())
-        held = [*(local_tensor(p) for p in parameters), *parameters, *(flat.tensor for flat in masters.partitions)]
+        held = [*(local_partition(p) for p in parameters), *parameters, *(flat.tensor for flat in masters.partitions)]
         return state_bytes(held, self.optimizers, masters.buffers())
 
     def refresh(self) -> None:

@@ -492,7 +492,8 @@ class MeshStrategy(ShardedStrategy):
 
     def full_size(self, name: str, parameter: Tensor) -> int:
         """Returns the number of elements of the full tensor of a parameter that tensor parallelism may have cut."""
-        return self._running.full_size(name, parameter)
+        cut = self._running.sharded.layout.slices.get(name)
+        return parameter.numel() if cut is None else cut.full_shape(parameter.shape).numel()
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
@@ -583,7 +584,7 @@ class MeshStrategy(ShardedStrategy):
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients over the data axes in a half precision."""
         param, reduce, output = self.appliers.shard.dtypes
-        check_sent_dtype("reduce_dtype", reduce, dtype)
+        check_sent_dtype(reduce, dtype)
         self.appliers.shard.dtypes = (param, str(dtype).removeprefix("torch."), output)
         return True
 

@@ -402,7 +402,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
 
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients in a half precision."""
-        check_sent_dtype("reduce_dtype", self.dtypes[1], dtype)
+        check_sent_dtype(self.dtypes[1], dtype)
         self._sent_dtype = dtype
         return True
 
