@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
+from dlo_framework.local_memory import memory_of
 from dlo_framework.plan import NoBlocksError, ParallelPlan
 from dlo_framework.shards import FlatShard, SlicedShard
 
@@ -124,8 +125,7 @@ class PlacedModel:
 
     def held_bytes(self) -> int:
         """Returns the bytes of the model's tensors in this rank's memory."""
-        storages = [tensor.untyped_storage() for tensor in tensors_of(self.task)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return memory_of(tensors_of(self.task))
 
     def close(self) -> None:
         """Frees the model."""

@@ -165,7 +165,7 @@ class Recorder(Callback):
                 noise = torch.rand(parameter.shape, generator=self._generator).to(parameter.grad) * 2 - 1
                 parameter.grad.mul_(1 + self._rounding * noise)
         norm = float(contract.gradient_norm(optimizer))
-        if norm or isinstance(trainer.strategy, CanonicalStrategy):  # Others may keep gradients out of sight.
+        if norm or contract.zero_stage is not None:  # A foreign strategy may keep gradients out of sight.
             self._squares.append(norm**2)
 
     def on_train_batch_end(

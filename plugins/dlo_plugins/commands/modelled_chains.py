@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_framework.batches import batch_size, map_rows, tree_leaves
+from dlo_framework.batches import tree_leaves
 from dlo_framework.costs import known_peak, operator_flops
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
+from dlo_plugins.mesh.mesh_rehearsal import repeat_rows
 from dlo_plugins.mesh.mesh_simulation import RankView, fix_split, simulated_rank
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
@@ -91,7 +92,7 @@ def model_run(run: Any, rows: int | None) -> list[MeasuredRank]:
         )
     if rows is None:
         rows = max(1, int(getattr(data, "batch_size", ranks)) // ranks)
-    return model_ranks(task, strategy, spec, _repeat_rows(example, rows))
+    return model_ranks(task, strategy, spec, repeat_rows(example, rows))
 
 
 def model_ranks(task: Task, strategy: Any, spec: MeshSpec, batch: Any) -> list[MeasuredRank]:
@@ -158,12 +159,3 @@ def _own_blocks(view: RankView, task: Task) -> list[tuple[list[str], bool]]:
     stages = view.pipelined.pipeline.stages
     own: Sequence[int] = view.pipelined.pipeline.own_stages
     return [(stages.blocks_of(stage), stage + 1 == stages.count) for stage in own]
-
-
-def _repeat_rows(example: Any, rows: int) -> Any:
-    """Returns an example batch with its first sample as each of a number of rows."""
-
-    def repeat(values: Any) -> Any:
-        return values[:1].expand(rows, *values.shape[1:]) if isinstance(values, Tensor) else values
-
-    return map_rows(repeat, example, batch_size(example))

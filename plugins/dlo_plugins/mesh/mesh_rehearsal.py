@@ -154,7 +154,7 @@ class _Rehearsal:
             pipelining = fix_split(self.task, self.strategy, spec, self._datamodule)
             parts = fewest_micro_batches(pipelining, spec) if spec.pp > 1 else 1
             pipelining = replace(pipelining, micro_batches=parts)
-            batch = _repeated(self._example, _ROWS * parts)
+            batch = repeat_rows(self._example, _ROWS * parts)
             for rank in _distinct_ranks(self.task, self.plan, pipelining, spec):
                 with simulated_rank(
                     self.task, self.strategy, pipelining, spec, rank, batch, own_loss=self._own_loss
@@ -225,7 +225,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     return short
 
 
-def _repeated(example: Any, rows: int) -> Any:
+def repeat_rows(example: Any, rows: int) -> Any:
     """Returns an example batch whose first sample is repeated for this number of rows."""
 
     def repeat(values: Any) -> Any:

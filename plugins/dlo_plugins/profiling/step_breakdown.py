@@ -287,7 +287,6 @@ class HostFrames:
     """
 
     def __init__(self, trace: Trace, phases: Phases) -> None:
-        self._phases = phases
         self._forwards: dict[int, tuple[str, str | None]] = {}  # module and kind by sequence number
         self.costed: list[Frame] = []
         self.of_operator: dict[int, Frame] = {}

@@ -176,7 +176,7 @@ class OffloadedPass:
     """
 
     def __init__(self, nodes: Sequence[Node], transfers: Sequence[Transfer], link: HostLink) -> None:
-        self._nodes, self._transfers, self._link = nodes, transfers, link
+        self._nodes, self._link = nodes, link
         self._storages: dict[int, list[StoredStorage]] = {}  # of each offloaded node, from its forward to its backward
         self._unreleased, self._unloaded = list(transfers), list(reversed(transfers))
         self._packer: _Packer | None = None  # of the running node
