@@ -61,7 +61,7 @@ class HostStep(DeepSpeedBridge):
 
     def shard(self, trainer: Trainer) -> None:
         super().shard(trainer)
-        assert all(group["fused"] for group in self._started().deepspeed.basic_optimizer.param_groups)
+        assert all(group["fused"] for group in self._running.deepspeed.basic_optimizer.param_groups)
 
 
 def case(strategy: Any, kind: str = "adamw", **trainer: Any) -> Case:

@@ -349,13 +349,14 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         """Returns the run's own model for forwards outside of steps."""
         if self.stage < 3:
             return PlacedModel(self._module(), self.root_device, context=self._autocast, moved=True)
-        return FrozenDeepSpeed(self._module(), self._started(), context=self._autocast, owns=False)
+        return FrozenDeepSpeed(self._module(), self._running, context=self._autocast, owns=False)
 
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
-    def _started(self) -> DeepSpeedEngine:
+    @property
+    def _running(self) -> DeepSpeedEngine:
         assert self.engine is not None, "DeepSpeed's engine runs"
         return self.engine
 
@@ -395,7 +396,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def check_written(self, names: list[str]) -> None:
         """Checks whether the step may write parameters through their ``data``."""
-        self._started().check_written(names)
+        self._running.check_written(names)
 
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients in a half precision, by DeepSpeed's own option."""
@@ -410,16 +411,16 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the engine for a backward."""
-        self._started().before_backward()
+        self._running.before_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finishes the engine's reduction."""
-        self._started().after_backward()
+        self._running.after_backward()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Marks the micro-batches of an accumulation that no step follows."""
-        engine = self._started()
+        engine = self._running
         engine.sync = False
         try:
             yield
@@ -435,7 +436,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the 2-norm of the gradient over all ranks, before clipping."""
-        engine = self._started()
+        engine = self._running
         masters = engine.master_weights
         gradients = collect_gradients(engine.optimizer) if masters is None else masters.gradients()
         group = dist.group.WORLD if masters is not None and masters.sharded else None
@@ -514,14 +515,14 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def accumulated_gradients(self) -> Mapping[str, Any]:
         """Returns the gradients of an unfinished accumulation: full ones in stages 0 and 1, shards in 2 and 3."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         if masters is None or self.stage < 2:
             return super().accumulated_gradients()
         return dict(masters.grad_shards())
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores an unfinished accumulation."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         if masters is None or self.stage < 2:
             super().restore_gradients(saved)
             return
@@ -531,17 +532,17 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the partition of each parameter of which this rank has elements, by name."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         return super().optimizer_tensors(optimizer) if masters is None else masters.tensors()
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks too."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         return super().group_names(optimizer) if masters is None else masters.group_names
 
     def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         flat = masters.find_partition(name) if masters is not None else None
         return value if flat is None or value.shape != flat.tensor.shape else flat.shard(name, value)
 
@@ -552,7 +553,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
 
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter's partition, with this parameter's slice filled in."""
-        masters = self._started().master_weights
+        masters = self._running.master_weights
         flat = masters.find_partition(name) if masters is not None else None
         if flat is None:
             return super()._read_state(name, tensor, saved)

@@ -26,6 +26,7 @@ from dlo_framework.distributed.meta_init import Initialiser, check_initialisable
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import plain_name
@@ -276,9 +277,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Returns the run's own model for forwards outside of steps."""
         if self.stage < 3:
             return super().place_own()
-        assert self.engine is not None
         context = self.precision_plugin.forward_context
-        return FrozenZero(self._module(), self.root_device, self.engine, context=context)
+        return FrozenZero(self._module(), self.root_device, self._running, context=context)
 
     def forget_module(self) -> None:
         """Drops the engine, when another strategy takes the module over."""
@@ -294,6 +294,11 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Rebuilds the optimizers, because those of an earlier run hold freed shards."""
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
+
+    @property
+    def _running(self) -> ZeroEngine:
+        assert self.engine is not None, "setup comes first"
+        return self.engine
 
     # --- a step --------------------------------------------------------------------------------------------
 
@@ -352,7 +357,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
     @contextlib.contextmanager
     def around_hook(self, hook: str) -> Iterator[None]:
         """Gathers the weights that a hook of the user's reads or writes, and stores what it has written."""
-        assert self.engine is not None
 
         def meet() -> None:
             missing = "" if hook in self._met else self.meet(f"{hook}, which uses weights")
@@ -363,7 +367,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
                     f" in {hook}, while {missing}; take it out of a condition on the rank"
                 )
 
-        gathering, arrivals = self.engine.gathering, self.engine.arrivals
+        gathering, arrivals = self._running.gathering, self._running.arrivals
         with gathering.gather_used(meet) if gathering is not None else arrivals.watch_data():  # type: ignore[union-attr]
             yield
 
@@ -392,13 +396,11 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the engine for a backward."""
-        assert self.engine is not None
-        self.engine.before_backward(self._module().automatic_optimization)
+        self._running.before_backward(self._module().automatic_optimization)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finishes the engine's reduction."""
-        assert self.engine is not None
-        self.engine.after_backward(self._module().automatic_optimization)
+        self._running.after_backward(self._module().automatic_optimization)
 
     def send_gradients_in(self, dtype: torch.dtype) -> bool:
         """Sends gradients in a half precision."""
@@ -427,12 +429,11 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Marks the micro-batches of an accumulation that no step follows."""
-        assert self.engine is not None
-        self.engine.sync = False
+        self._running.sync = False
         try:
             yield
         finally:
-            self.engine.sync = True
+            self._running.sync = True
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -496,11 +497,10 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
 
     def state_bytes(self) -> dict[str, float]:
         """Returns the bytes of the parameters, gradients and optimizer state that this rank holds now."""
-        assert self.engine is not None
-        held = self.engine.count_state_bytes()
+        held = self._running.count_state_bytes()
         if self.stage < 3:
             held["parameters"] += sum(p.nbytes for p in self._module().parameters() if not p.requires_grad)
-        held["optimizer"] = held.pop("masters") + int(super().state_bytes()["optimizer"])
+        held["optimizer"] = held.pop("masters") + optimizer_bytes(self.optimizers)
         return {**held}
 
     def refresh(self) -> None:
@@ -508,28 +508,18 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         if self.engine is not None:
             self.engine.refresh()
 
-    def accumulated_gradients(self) -> dict[str, Shard]:
+    def accumulated_gradients(self) -> Mapping[str, Any]:
         """Returns the gradients of an unfinished accumulation: full ones in stage 1, this rank's shards in others."""
-        assert self.engine is not None
-        if self.engine.options.reduces_each:
-            return dict(self.engine.gradient_shards())
-        trained = {plain_name(name): p for name, p in self._module().named_parameters() if p.requires_grad}
-        have = torch.tensor([p.grad is not None for p in trained.values()], dtype=torch.uint8, device=self.root_device)
-        anywhere = self.engine.communicator.maximum(have).tolist()  # Ranks may have used different parameters.
-        return {
-            name: self.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), reduce_op="mean")
-            for (name, p), used in zip(trained.items(), anywhere, strict=True)
-            if used
-        }
+        running = self._running
+        return running.gradient_shards() if running.options.reduces_each else super().accumulated_gradients()
 
     def restore_gradients(self, saved: Mapping[str, Any]) -> None:
         """Restores an unfinished accumulation."""
-        assert self.engine is not None
-        if not self.engine.options.reduces_each:
+        if not self._running.options.reduces_each:
             super().restore_gradients(saved)
         else:
             gradients = as_lazy_state_dict(saved)
-            for name, shard in self.engine.open_window(gradients).items():
+            for name, shard in self._running.open_window(gradients).items():
                 gradients.read_into(name, shard)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -554,13 +544,11 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         return self._share_of(name).empty_shard(name, shape, dtype)
 
     def _share(self, optimizer: Optimizer) -> Any:
-        assert self.engine is not None
         number = next(n for n, own in enumerate(self.optimizers) if own is optimizer)
-        return self.engine.shares[number]
+        return self._running.shares[number]
 
     def _share_of(self, name: str) -> Any:
-        assert self.engine is not None
-        return next(share for share in self.engine.shares if name in share.shapes)
+        return next(share for share in self._running.shares if name in share.shapes)
 
     def about(self) -> dict[str, Any]:
         """Returns the run's description for a checkpoint's manifest."""
