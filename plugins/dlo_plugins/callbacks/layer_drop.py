@@ -31,7 +31,7 @@ from dlo_plugins.callbacks.block_schedule import (
     hidden_of,
     pass_gradient,
 )
-from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
@@ -115,8 +115,8 @@ class LayerDrop(BlockSchedule):
         blocks = ModelBlocks(pl_module, "LayerDrop")
         self._names = blocks.without(self.skip, "LayerDrop")
         self._draw()
-        strategy = trainer.strategy
-        self._stream = strategy.sharded_stream() if isinstance(strategy, MeshStrategy) else None
+        cut = ParallelState.of(pl_module)
+        self._stream = None if cut is None or cut.tensor is None else cut.tensor.stream
         self._handles = [
             handle_calls(blocks.block(name), self._handler(number, name, blocks.block(name)), self.order)
             for number, name in enumerate(self._names)

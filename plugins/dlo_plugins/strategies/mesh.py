@@ -43,7 +43,6 @@ from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
 from dlo_plugins.sharding.gradient_guards import JointGradients
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
-from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
 class MeshStrategy(ShardedStrategy):
@@ -649,11 +648,6 @@ class MeshStrategy(ShardedStrategy):
             self.pipelined.pipeline.drain()  # Backwards in flight recompute over shards of sequences.
         with self._context.use_full_sequences():
             yield
-
-    def sharded_stream(self) -> ShardedSequence | None:
-        """Returns the sequence that ranks of `tp` share between their layers; None without `sequence_parallel`."""
-        state = ParallelState.of(self._module())
-        return None if state is None or state.tensor is None else state.tensor.stream
 
     def _shard_batch(self, batch: Any) -> Any:
         """Returns this rank's shard of a batch that the ranks of one model share."""
