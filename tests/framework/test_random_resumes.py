@@ -138,7 +138,7 @@ def test_ranks_that_all_raise_save_the_state_before_the_batch(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 180, 20))
+@pytest.mark.parametrize("first", range(0, 400, 20))
 def test_random_runs_of_one_process(tmp_path: Path, first: int) -> None:
     found = {seed: differences(choose(seed), tmp_path / str(seed)) for seed in range(first, first + 20)}
     assert {choose(seed): lines for seed, lines in found.items() if lines not in ([], [UNDISTURBED])} == {}

@@ -32,6 +32,7 @@ from dlo_framework.checkpoint import load
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
+from dlo_framework.resume import mid_accumulation
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.freeze import Freeze
@@ -160,13 +161,9 @@ def choose_ranks(seed: int) -> Scenario:
     callbacks = tuple(name for name in one.callbacks if workload == one.workload or name not in (*IMAGES, "lengths"))
     if strategy == "pp":
         callbacks = tuple(name for name in callbacks if name not in left_out)
+    can_raise = strategy != "pp" and one.accumulate == 1  # Stages raise one by one, and windows agree to rounding.
     events = tuple(
-        # A checkpoint inside an accumulation window of several ranks agrees to rounding only; stages raise one by one.
-        replace(
-            event,
-            count=event.count * (one.accumulate if event.hook == "on_train_batch_end" else 1),
-            raises=event.raises and strategy != "pp" and one.accumulate == 1,
-        )
+        event if can_raise or not event.raises else replace(event, hook="on_train_batch_end", kills=True, raises=False)
         for event in one.events
     )
     return replace(
@@ -455,7 +452,9 @@ class Interrupt(Checkpoint):
         self._at("on_before_backward", trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._at("on_train_batch_end", trainer)
+        # A checkpoint inside an accumulation window of several ranks agrees to rounding only.
+        if trainer.world_size == 1 or self.is_saved or not mid_accumulation(trainer):
+            self._at("on_train_batch_end", trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._at("on_validation_batch_start", trainer)
