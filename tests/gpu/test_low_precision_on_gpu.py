@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from dlo_plugins.callbacks.low_precision import SCHEMES, lacks
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
-from dlo_plugins.quantisation.low_precision_schemes import SCHEMES, lacks
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

@@ -14,11 +14,9 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.low_precision import LowPrecision
+from dlo_plugins.callbacks.low_precision import SCHEMES, LowPrecision, check_device
 from dlo_plugins.callbacks.quantise import Quantise
-from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, multiply
-from dlo_plugins.quantisation.low_precision_schemes import SCHEMES, check_device
-from dlo_plugins.quantisation.rounded_products import multiply_rows, round_rows
+from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, multiply, multiply_rows, round_rows
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dlo_framework.testing import run_distributed
 from dlo_plugins.callbacks.low_precision import LowPrecision
-from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
-from dlo_plugins.quantisation.shared_scales import shares_maximum
+from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, shares_maximum
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens

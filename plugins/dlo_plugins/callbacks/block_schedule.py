@@ -313,20 +313,6 @@ def pass_gradient(value: Tensor, *anchors: Tensor) -> Tensor:
     return passed
 
 
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the hidden state of a block's call: its first argument."""
-    return args[0] if args else next(iter(kwargs.values()), None)
-
-
-def replace_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a block's arguments with another hidden state."""
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): hidden}
-
-
 def check_hidden(hidden: Any, output: Any, name: str, what: str) -> tuple[Tensor, Tensor]:
     """Returns the hidden state and the output of a block, which must be tensors of one shape.
 

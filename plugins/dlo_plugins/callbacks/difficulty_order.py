@@ -17,8 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
-from dlo_plugins.callbacks.data_hook import DataHook
-from dlo_plugins.callbacks.run_position import any_percentage, check_max_epochs, parse_position
+from dlo_plugins.callbacks.run_position import DataHook, any_percentage, check_max_epochs, parse_position
 
 METRICS = ("rarity", "targets")
 #: Samples whose tokens are read at once.

@@ -40,11 +40,11 @@ from dlo_plugins.callbacks.block_schedule import (
     ModelBlocks,
     call_with_forward,
     handle_calls,
-    hidden_of,
     pass_gradient,
 )
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
+from dlo_plugins.remat.block_calls import split_hidden, with_hidden
 
 METHODS = ("freeze_out", "unfreeze")
 
@@ -209,10 +209,10 @@ class Freeze(BlockSchedule):
             if unit < self.frozen:
                 return call_with_forward(block, _frozen_forward(block, name), *args, **kwargs)
             if unit == 1:  # The stem alone is frozen: its backward has nothing to compute.
-                hidden = hidden_of(args, kwargs)
+                hidden = split_hidden(args, kwargs)[0]
                 if isinstance(hidden, Tensor) and hidden.requires_grad:
                     cut = pass_gradient(hidden.detach(), hidden)
-                    args, kwargs = ((cut, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): cut})
+                    args, kwargs = with_hidden(args, kwargs, cut)
             return inner(*args, **kwargs)
 
         return call

@@ -28,10 +28,10 @@ from dlo_plugins.callbacks.block_schedule import (
     call_with_forward,
     check_hidden,
     handle_calls,
-    hidden_of,
     pass_gradient,
 )
 from dlo_plugins.mesh.parallelize import ParallelState
+from dlo_plugins.remat.block_calls import split_hidden
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
@@ -153,7 +153,7 @@ class LayerDrop(BlockSchedule):
             output = inner(*args, **kwargs)
             if number == 0:
                 return output  # It always runs.
-            given = hidden_of(args, kwargs)
+            given = split_hidden(args, kwargs)[0]
             if self._stream is not None and isinstance(given, Tensor):
                 given = self._stream.as_returned(given, block)
             hidden, changed = check_hidden(given, output, name, "LayerDrop")
@@ -168,7 +168,7 @@ def _identity(block: nn.Module) -> Callable[..., Tensor]:
     """Returns a forward that returns its first argument, and gives the block's parameters gradients of zero."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return pass_gradient(hidden_of(args, kwargs), *block.parameters())
+        return pass_gradient(split_hidden(args, kwargs)[0], *block.parameters())
 
     return forward
 

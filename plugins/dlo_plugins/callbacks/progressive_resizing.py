@@ -23,8 +23,14 @@ from dlo_framework.batches import batch_size
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
-from dlo_plugins.callbacks.data_hook import DataHook
-from dlo_plugins.callbacks.run_position import RunPosition, any_percentage, check_max_epochs, parse_position, value_at
+from dlo_plugins.callbacks.run_position import (
+    DataHook,
+    RunPosition,
+    any_percentage,
+    check_max_epochs,
+    parse_position,
+    value_at,
+)
 
 _MULTIPLE = 32  # for a model that takes any size: the stride of most convolutional networks
 

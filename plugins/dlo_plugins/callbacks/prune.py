@@ -41,12 +41,9 @@ from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.mesh.mesh_description import prepare_model
 from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
-from dlo_plugins.pruning.nm_pattern import NMPattern
-from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShards
-from dlo_plugins.pruning.pruned_weight import PrunedShard
-from dlo_plugins.pruning.semi_structured import check_kernels, use_sparse_kernels
-from dlo_plugins.pruning.sparsity_schedule import check_fraction, cubic_sparsity
-from dlo_plugins.pruning.tickets import PRUNING, read_masks
+from dlo_plugins.pruning.nm_pattern import NMPattern, check_kernels, use_sparse_kernels
+from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShard, PrunedShards
+from dlo_plugins.pruning.tickets import PRUNING, check_fraction, cubic_sparsity, read_masks
 
 
 class Prune(Callback):

@@ -34,9 +34,14 @@ from dlo_plugins.quantisation.post_training import (
     inner_model,
     named_layers,
 )
-from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import QuantisationReport
-from dlo_plugins.quantisation.schemes import check_device, check_group_size, check_torchao, find_scheme
+from dlo_plugins.quantisation.schemes import (
+    QuantisationOptions,
+    check_device,
+    check_group_size,
+    check_torchao,
+    find_scheme,
+)
 from dlo_plugins.sharding.stepped_gradients import check_reachable
 from dlo_plugins.strategies.mesh import MeshStrategy
 

@@ -38,10 +38,9 @@ from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.sequence_length import SequenceLength
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
-from dlo_plugins.remat.budget import Budget, free_memory
 from dlo_plugins.remat.chain import Link
 from dlo_plugins.remat.host_link import HostLink, SimulatedLink, StreamLink, measure_link, parse_link
-from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank, Plan, plan_ranks
+from dlo_plugins.remat.planning import Budget, MeasuredChain, MeasuredRank, Plan, free_memory, plan_ranks
 from dlo_plugins.remat.schedule import Keep
 from dlo_plugins.remat.scheduled_blocks import ScheduledBlocks
 from dlo_plugins.remat.selective_policy import contexts_for

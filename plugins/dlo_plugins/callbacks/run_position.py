@@ -1,18 +1,22 @@
-"""Points of a run in a config: epochs, percentages of the run, or samples."""
+"""What callbacks that follow the run's position share: points of a run in a config, and hooks into the datamodule.
+
+A point is in epochs, percent of the run, or samples.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dlo_framework.data import Position
+from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import epochs_of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
 
 Value = TypeVar("Value")
 
@@ -116,3 +120,42 @@ def run_fraction(trainer: Trainer, point: RunPosition, what: str, key: str) -> f
             f"{what}: trainer.max_epochs must be set for {key} in epochs, got none; set it, or use a percentage"
         )
     return point.value / epochs_of_run(trainer)
+
+
+class DataHook:
+    """Function in an attribute of a datamodule, of which a run has one.
+
+    A callback calls :meth:`set` in ``setup``, and :meth:`remove` in ``teardown`` and in ``on_exception``, as Lightning
+    calls no ``teardown`` after an exception.
+
+    Args:
+        attribute: Name of the attribute, such as `order_at`.
+        callback: Name of the callback, for errors.
+        purpose: Verb and object of what the function does, for errors.
+    """
+
+    def __init__(self, attribute: str, callback: str, purpose: str) -> None:
+        self._attribute, self._callback, self._purpose = attribute, callback, purpose
+        self._datamodule: ResumableDataModule | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the function is in a datamodule."""
+        return self._datamodule is not None
+
+    def set(self, datamodule: ResumableDataModule, function: Callable[..., Any]) -> None:
+        """Sets the function.
+
+        Raises:
+            DloError: If another callback has set one.
+        """
+        if getattr(datamodule, self._attribute) is not None:
+            raise DloError(f"{self._callback}: only one callback must {self._purpose}, got two; remove one of them")
+        setattr(datamodule, self._attribute, function)
+        self._datamodule = datamodule
+
+    def remove(self) -> None:
+        """Removes the function, if it is set."""
+        if self._datamodule is not None:
+            setattr(self._datamodule, self._attribute, None)
+        self._datamodule = None

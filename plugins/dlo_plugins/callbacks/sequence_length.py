@@ -25,8 +25,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.progress import check_end, fraction_seen
-from dlo_plugins.callbacks.data_hook import DataHook
-from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
+from dlo_plugins.callbacks.run_position import DataHook, RunPosition, parse_position, run_fraction
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 _STREAM = 0x534C  # of the draws, among other hashes of the same seed

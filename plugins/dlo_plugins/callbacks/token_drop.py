@@ -26,10 +26,9 @@ from dlo_plugins.callbacks.block_schedule import (
     ModelBlocks,
     check_hidden,
     handle_calls,
-    hidden_of,
-    replace_hidden,
 )
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
+from dlo_plugins.remat.block_calls import split_hidden, with_hidden
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -173,7 +172,7 @@ class TokenDrop(BlockSchedule):
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not (has_backward() and block.training) or self._clock.fraction >= self._until:
                 return inner(*args, **kwargs)
-            hidden = hidden_of(args, kwargs)
+            hidden, (rest, others) = split_hidden(args, kwargs)
             if not isinstance(hidden, Tensor) or hidden.ndim != 3:
                 shape = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
                 raise DloError(
@@ -183,20 +182,17 @@ class TokenDrop(BlockSchedule):
             rows, length, _ = hidden.shape
             if self.kept(length) == length:
                 return inner(*args, **kwargs)
-            if len(args) > 1 and any(isinstance(arg, Tensor) for arg in args[1:]):
+            if any(isinstance(arg, Tensor) for arg in rest):
                 raise DloError(
                     f"TokenDrop: a block must get all tensors but the hidden state by name, got positional ones for"
                     f" '{name}'; leave it out by skip: ['{name}']"
                 )
             index = self._draw(number, length, hidden.device)
-            others = kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
             chosen = hidden.index_select(1, index)
             more = select_arguments(others, index, length, rows, name)
-            new_args, _ = replace_hidden(args, kwargs, chosen)
-            if not args:
-                more = {next(iter(kwargs)): chosen, **more}
+            new_args, new_kwargs = with_hidden(args, more if args else {next(iter(kwargs)): chosen, **more}, chosen)
             with chosen_tokens(index):
-                output = inner(*new_args, **more)
+                output = inner(*new_args, **new_kwargs)
             _, changed = check_hidden(chosen, output, name, "TokenDrop")
             return hidden.index_copy(1, index, changed.to(hidden.dtype))
 

@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
 
     with prepared_process(found):
         from dlo_plugins.commands.simulated_run import SimulatedRun
-        from dlo_plugins.remat.budget import Budget
         from dlo_plugins.remat.host_link import parse_link
+        from dlo_plugins.remat.planning import Budget
 
         budget = Budget.parse(options.budget)
         if budget.is_auto:
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
             raise DloError("remat: --link must be a rate, got auto, which a run measures; give 25GB/s")
         run = SimulatedRun(found, options.ranks, "dlo remat", infers_ranks=True)
     from dlo_plugins.commands.modelled_chains import model_run
-    from dlo_plugins.remat.planning import plan_ranks
-    from dlo_plugins.remat.schedule_table import describe_plan, to_json
+    from dlo_plugins.remat.planning import describe_plan, plan_ranks, to_json
 
     ranks = model_run(run, options.micro_batch)
     if options.offload:

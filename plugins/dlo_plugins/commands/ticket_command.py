@@ -167,8 +167,7 @@ class Rounds:
         path = self.folder / f"masks_{number}.ckpt"
         if path.exists():
             return path
-        from dlo_plugins.pruning.sparsity_schedule import ticket_sparsity
-        from dlo_plugins.pruning.tickets import next_masks, save_masks
+        from dlo_plugins.pruning.tickets import next_masks, save_masks, ticket_sparsity
 
         names = json.loads((self.folder / "layers.json").read_text())
         checkpoint = self._checkpoint(f"round_{number - 1}")

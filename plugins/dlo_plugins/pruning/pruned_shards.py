@@ -13,6 +13,7 @@ the masks of its own. Which elements they are is known from the layout, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,61 @@ from dlo_framework.shards import Box, Shard, held_boxes, is_tiling, local_data, 
 from dlo_framework.strategy_contract import StrategyContract
 from dlo_plugins.pruning.layers import PrunableLayer
 from dlo_plugins.pruning.nm_pattern import NMPattern, keep_largest, nm_mask
-from dlo_plugins.pruning.pruned_weight import PrunedShard
 from dlo_plugins.pruning.selection import Keys, find_cut, order_keys
+
+
+@dataclass
+class PrunedShard:
+    """This rank's shard of a pruned weight.
+
+    Attributes:
+        name: Name of the weight.
+        tensor: Tensor that the optimizer steps.
+        shape: Shape of the full weight.
+        input_dim: Dimension of the input features.
+        offset: Index in the model of the weight's first element.
+        number: Number of the weight among all pruned ones.
+        make: Function that returns elements in this layout as a shard.
+        boxes: Boxes of the full weight that this rank holds.
+        owned: Whether this rank counts each of the boxes.
+        pruned: Whether each element is pruned, bool in the local layout.
+        dense: Values of pruned elements that can return, zero elsewhere; None where pruned elements stay zero.
+        scores: Accumulated scores of movement pruning; None for other methods.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    input_dim: int
+    offset: int
+    number: int
+    make: Callable[[Tensor], Shard]
+    boxes: list[Box]
+    owned: list[bool]
+    pruned: Tensor
+    dense: Tensor | None = None
+    scores: Tensor | None = None
+
+    def views(self, values: Tensor, *, owned: bool = False) -> list[tuple[Box, Tensor]]:
+        """Returns the boxes with their elements of a tensor in the local layout; with ``owned``, those counted here."""
+        found = held_boxes(self.make(values))
+        return [pair for pair, own in zip(found, self.owned, strict=True) if own] if owned else found
+
+    def indices(self, box: Box) -> Tensor:
+        """Returns the indices in the model of a box's elements, int64 in its shape."""
+        return self.offset + box_indices(box, self.shape)
+
+
+def box_indices(box: Box, shape: Sequence[int]) -> Tensor:
+    """Returns the indices in a row-major tensor of a box's elements, int64 in the box's shape."""
+    found = torch.zeros((), dtype=torch.int64)
+    stride = 1
+    for dim in range(len(shape) - 1, -1, -1):
+        along = (torch.arange(box.sizes[dim]) + box.offsets[dim]) * stride
+        found = found + along.view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return found
+
 
 #: Keys in a checkpoint's ``pruning``.
 MASKS, DENSE, SCORES = "masks", "dense", "scores"
@@ -217,15 +271,15 @@ class PrunedShards:
             found = order_keys(self._score(item), item.pruned if item.dense is None else None)
             return item.views(found, owned=owned)
 
-        def flat(item: PrunedShard) -> Callable[[], Tensor]:
-            return lambda: _concat([view.flatten() for _, view in keys(item, owned=True)], item)
+        def flat(item: PrunedShard) -> Tensor:
+            return _concat([view.flatten() for _, view in keys(item, owned=True)], item)
 
-        def where(item: PrunedShard) -> Callable[[], Tensor]:
-            own = [box for box, counted in zip(item.boxes, item.owned, strict=True) if counted]
-            return lambda: _concat([item.indices(box).flatten() for box in own], item)
+        def where(item: PrunedShard) -> Tensor:
+            own = zip(item.boxes, item.owned, strict=True)
+            return _concat([item.indices(box).flatten() for box, counted in own if counted], item)
 
-        parts = [Keys(flat(item), item.number if per_layer else 0) for item in self.items]
-        cut = find_cut(parts, [where(item) for item in self.items], counts, self.sum_ranks)
+        parts = [Keys(partial(flat, item), item.number if per_layer else 0) for item in self.items]
+        cut = find_cut(parts, [partial(where, item) for item in self.items], counts, self.sum_ranks)
         for item, part in zip(self.items, parts, strict=True):
             chosen = torch.empty_like(item.pruned)
             for (box, view), (_, target) in zip(keys(item, owned=False), item.views(chosen), strict=True):
@@ -296,9 +350,7 @@ class PrunedShards:
             item.pruned = ~kept
             for key in (DENSE, SCORES):
                 own, theirs = getattr(item, key), as_lazy_state_dict(saved.get(key, {}))
-                if item.name not in theirs:
-                    continue
-                if own is not None:
+                if own is not None and item.name in theirs:
                     theirs.read_into(item.name, item.make(own))
         self.target = float(self.count_pruned().sum()) / sum(self.sizes)
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_plugins.quantisation.conversion import computes_in_bf16
 from dlo_plugins.quantisation.grids import affine_grid, levels, symmetric_grid
-from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
-from dlo_plugins.quantisation.schemes import Scheme, folder_config, folder_weight, lacks
+from dlo_plugins.quantisation.schemes import QuantisationOptions, Scheme, folder_config, folder_weight, lacks
 
 
 class PortableLinear(nn.Module):

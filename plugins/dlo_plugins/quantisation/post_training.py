@@ -28,9 +28,8 @@ from dlo_plugins.quantisation.conversion import (
 )
 from dlo_plugins.quantisation.export import both_files, check_target, export_model, onnx_forward
 from dlo_plugins.quantisation.layer_choice import choose_layers
-from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
 from dlo_plugins.quantisation.report import Latency, QuantisationReport, forward_of, layer_weights, measure_latency
-from dlo_plugins.quantisation.schemes import lacks
+from dlo_plugins.quantisation.schemes import QuantisationOptions, lacks
 
 #: Largest batch of the latency measurement, besides a single sample.
 _LARGEST = 32

@@ -25,9 +25,8 @@ from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed, recomputes
 from dlo_plugins.remat.allocation_log import AllocationLog, storage_bytes, tensor_storage
-from dlo_plugins.remat.block_calls import intercept_calls, restore_calls
+from dlo_plugins.remat.block_calls import RegionCheck, intercept_calls, restore_calls
 from dlo_plugins.remat.chain import Chain, Mode, Stage
-from dlo_plugins.remat.region_check import RegionCheck
 from dlo_plugins.remat.selective_policy import contexts_for
 
 #: Modes of a block that stays in a schedule: the names of :class:`~dlo_plugins.remat.chain.Mode`.

@@ -7,18 +7,100 @@ chains that are in flight at the same time.
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from dlo_framework.errors import DloError
-from dlo_framework.units import format_bytes
-from dlo_plugins.remat.budget import Budget
+from dlo_framework.units import format_bytes, parse_bytes
 from dlo_plugins.remat.chain import Chain, Link, Stage
 from dlo_plugins.remat.offload import solve_offload
 from dlo_plugins.remat.rotor import BudgetTooSmall, keep_fastest, solve, solve_units
 from dlo_plugins.remat.schedule import Keep, Recompute, Schedule
 from dlo_plugins.remat.schedule_simulation import predict
 from dlo_plugins.remat.transfer_plan import offloaded_bytes
+
+#: Share of the memory that is used; fragmentation takes the rest.
+_USED = 0.92
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budget of activations.
+
+    Attributes:
+        bytes: Number of bytes; None for the others.
+        share: Share of the peak of a step that keeps everything; None for the others.
+
+    With neither, it is the memory that is left.
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | float) -> Budget:
+        """Returns the budget of a config.
+
+        Args:
+            text: `12GB`, `800MiB`, a number of bytes, `60%`, or `auto`.
+
+        Raises:
+            DloError: It is none of these.
+        """
+        given = str(text).strip()
+        if given == "auto":
+            return cls()
+        number, sign, rest = given.partition("%")
+        try:
+            if not sign:
+                return cls(bytes=parse_bytes(given, "budget"))
+            if not rest and 0 < float(number) <= 100:
+                return cls(share=float(number) / 100)
+        except ValueError as error:
+            raise _malformed(text) from error
+        raise _malformed(text)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is the memory that is left."""
+        return self.bytes is None and self.share is None
+
+
+def _malformed(text: str | float) -> DloError:
+    rule = "a size such as 12GB, a share such as 60%, or auto"
+    return DloError(f"budget must be {rule}, got {text}; set one of these")
+
+
+def free_memory(device: torch.device, activations: int, local_ranks: int) -> int:
+    """Returns the bytes that are left for activations beside all else that a step needs.
+
+    Args:
+        device: Device of the rank. On an accelerator, its peak of allocated memory since the last reset is that of a
+            full step.
+        activations: Bytes of activations in that step.
+        local_ranks: Number of ranks that share a CPU's memory.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return max(0, int(total * _USED) - max(0, torch.cuda.max_memory_allocated(device) - activations))
+    return max(0, int(_available_host_memory() * _USED / local_ranks))
+
+
+def _available_host_memory() -> int:
+    """Returns the bytes of the host's memory that programs can still allocate."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if found:
+            return int(found.group(1)) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
 
 #: Share of a budget that is left free, for what is allocated between the blocks and not measured with them.
 _MARGIN = 0.005
@@ -227,12 +309,61 @@ def _merge_stages(one: Stage, other: Stage) -> Stage:
 _MODE_KEYS = ("saved", "forward", "backward", "forward_peak", "backward_peak")
 
 
-def kinds_of(chain: Chain, schedule: Schedule) -> list[str]:
-    """Returns for each stage what a schedule does with it in forward: a mode's name, or `recompute`."""
-    found: list[str] = []
+def describe_plan(plan: Plan) -> str:
+    """Returns a summary and a table with a row for each stage."""
+    rows = [("stage", "forward", "forwards", "keeps", "forward ms", "backward ms")]
+    for row in _rows(plan):
+        rows.append(
+            (
+                row["stage"],
+                row["kind"] + (", offloaded" if row["offloaded"] else ""),
+                str(row["forwards"]),
+                format_bytes(row["kept_bytes"]),
+                f"{row['forward'] * 1e3:.3g}",
+                f"{row['backward'] * 1e3:.3g}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for texts in rows:
+        pairs = enumerate(zip(texts, widths, strict=True))
+        cells = [cell.ljust(width) if n < 2 else cell.rjust(width) for n, (cell, width) in pairs]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([plan.describe(), "", *lines, ""])
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Returns a plan as JSON's types; bytes, seconds."""
+    return {
+        "budget": plan.budget,
+        "predicted_peak": plan.peak,
+        "peak_if_all_kept": plan.measured.kept_peak,
+        "predicted_seconds": plan.schedule.time,
+        "predicted_overhead": plan.overhead,
+        "predicted_waits": plan.schedule.waited,
+        "offloaded_bytes": plan.offloaded,
+        "stages": _rows(plan),
+    }
+
+
+def _rows(plan: Plan) -> list[dict[str, Any]]:
+    chain, schedule = plan.measured.chain, plan.schedule
+    rows = []
     for node in schedule.nodes:
-        if isinstance(node, Recompute):
-            found += ["recompute"] * (node.last - node.first + 1)
-        else:
-            found.append(chain.stages[node.stage].modes[node.mode].name)
-    return found
+        again = isinstance(node, Recompute)
+        for index in range(node.first, node.last + 1):
+            stage = chain.stages[index]
+            mode = stage.modes[node.mode if isinstance(node, Keep) else 0]
+            kept = mode.saved if not again else chain.input_of(index) if index == node.first else 0
+            rows.append(
+                {
+                    "stage": stage.name,
+                    "kind": "recompute" if again else mode.name,
+                    "forwards": schedule.forwards[index],
+                    "kept_bytes": kept,
+                    "offloaded": node.offload,
+                    "forward": mode.forward,
+                    "backward": mode.backward,
+                }
+            )
+    return rows

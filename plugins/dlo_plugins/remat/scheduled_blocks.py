@@ -26,9 +26,8 @@ from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import BufferGuard, checkpointed
 from dlo_plugins.remat.allocation_log import tensor_storage
-from dlo_plugins.remat.block_calls import intercept_calls, own_call, restore_calls
+from dlo_plugins.remat.block_calls import intercept_calls, is_same, own_call, restore_calls, split_hidden, with_hidden
 from dlo_plugins.remat.host_link import HostCopy, HostLink
-from dlo_plugins.remat.region_check import is_same, split_hidden, with_hidden
 from dlo_plugins.remat.schedule import Keep, Node, Recompute, Schedule, Transfer
 from dlo_plugins.remat.selective_policy import contexts_for
 

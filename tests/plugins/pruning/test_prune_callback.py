@@ -17,10 +17,8 @@ from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.prune import Prune, TicketStart
 from dlo_plugins.callbacks.start_from import StartFrom
-from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern
-from dlo_plugins.pruning.semi_structured import check_kernels
-from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity
-from dlo_plugins.pruning.tickets import kept_fraction, next_masks, read_masks, save_masks
+from dlo_plugins.pruning.nm_pattern import NMPattern, check_kernels, follows_pattern
+from dlo_plugins.pruning.tickets import cubic_sparsity, kept_fraction, next_masks, read_masks, save_masks
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.pruned_nets import masks_of, weights_of
 from support.trainers import quiet_trainer

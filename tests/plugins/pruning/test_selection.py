@@ -5,8 +5,7 @@ import torch
 
 from dlo_plugins.pruning.nm_pattern import NMPattern, follows_pattern, keep_largest, nm_mask
 from dlo_plugins.pruning.selection import Keys, find_cut, order_keys
-from dlo_plugins.pruning.sparsity_schedule import cubic_sparsity, ticket_sparsity
-from dlo_plugins.pruning.tickets import magnitude_masks
+from dlo_plugins.pruning.tickets import cubic_sparsity, magnitude_masks, ticket_sparsity
 
 
 def one_process(values: torch.Tensor) -> torch.Tensor:

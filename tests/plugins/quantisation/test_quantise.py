@@ -22,7 +22,7 @@ from dlo_plugins.quantisation import schemes
 from dlo_plugins.quantisation.bit_schedule import BitSchedule
 from dlo_plugins.quantisation.export import program_device, program_input
 from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
-from dlo_plugins.quantisation.quantisation_options import QuantisationOptions
+from dlo_plugins.quantisation.schemes import QuantisationOptions
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 
