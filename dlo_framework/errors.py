@@ -5,10 +5,11 @@ The command line prints a :class:`DloError` without a traceback and exits with c
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 #: Names that earlier versions had, in lower case, and what to use instead; docs/breaking.md has them too.
 REMOVED = {
@@ -107,6 +108,24 @@ def check_choice(key: str, value: str | None, options: Iterable[str], fix: str =
         raise DloError(f"{key} must be one of {', '.join(names)}, got {value}{near}" + (f"; {fix}" if fix else ""))
 
 
+def check_one_of(who: str, **options: object) -> None:
+    """Checks that exactly one of several options is set, that is, not None.
+
+    Args:
+        who: Name of what has the options.
+        **options: Values that were given, by name.
+
+    Raises:
+        DloError: None is set, or several are.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        fix = "leave out the others" if given else "set one"
+        raise DloError(
+            f"{who}: exactly one of {' and '.join(options)} must be set, got {' and '.join(given) or 'none'}; {fix}"
+        )
+
+
 def dlo_error_in(error: BaseException) -> DloError | None:
     """Returns the DloError that an error is, was raised from, or was raised while handling; None if there is none."""
     seen: set[int] = set()
@@ -139,6 +158,16 @@ def mark_agreed(error: Exception) -> Exception:
     """Marks an error as raised by all ranks at the same point, so that it is not taken for one rank's failure."""
     error.__dict__["all_ranks_agree"] = True
     return error
+
+
+@contextlib.contextmanager
+def agreed_errors() -> Iterator[None]:
+    """Marks the DloError that a block or a function raises as raised by all ranks; see :func:`mark_agreed`."""
+    try:
+        yield
+    except DloError as error:
+        mark_agreed(error)
+        raise
 
 
 def is_agreed(error: BaseException) -> bool:

@@ -434,6 +434,32 @@ class Task(LightningModule, ABC):
             )
 
 
+def inner_model(module: LightningModule) -> nn.Module:
+    """Returns a task's model; another LightningModule is its own."""
+    return module.model if isinstance(module, Task) else module
+
+
+def model_and_plan(module: LightningModule) -> tuple[nn.Module, ParallelPlan]:
+    """Returns a task's model and its plan; of another LightningModule, itself and the inferred plan.
+
+    Raises:
+        NoBlocksError: The module is not a task, and repeats no class of block.
+    """
+    if isinstance(module, Task):
+        return module.model, module.parallel_plan()
+    return module, ParallelPlan.infer(module)
+
+
+def checkable_module(module: LightningModule) -> LightningModule | None:
+    """Returns what shows a module's names and shapes before the run: a task on the meta device, or the module.
+
+    None for a LightningModule without parameters, which builds its model later.
+    """
+    if isinstance(module, Task):
+        return module.on_meta()
+    return None if next(module.parameters(), None) is None else module
+
+
 @dataclass(frozen=True)
 class ChannelGroup:
     """Channels of one tensor inside a block, which no residual addition uses. Names are relative to the model.

@@ -1,6 +1,6 @@
-"""Images and texts for the loggers of a run.
+"""Numbers, images and texts for the loggers of a run.
 
-Lightning has no common method for them. TensorBoard's writer has its own, and so have the experiments of
+Lightning has no common method for images and texts. TensorBoard's writer has its own, and so have the experiments of
 ``MLFlowLogger`` and ``CometLogger``; ``WandbLogger`` has ``log_image`` and ``log_text``, which a logger of your own may
 define too. ``CSVLogger`` gets files in its folder: ``media/<tag>/<step>.png`` and ``.md``. For any other logger a
 message says once that it gets none.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,24 @@ from dlo_framework.watch.monitor import is_tensorboard
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def is_logged(trainer: Trainer, step: int) -> bool:
+    """Returns whether a step is one of those, every ``trainer.log_every_n_steps``, whose numbers are logged."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and step % every == 0
+
+
+def log_scalars(trainer: Trainer, scalars: Mapping[str, float], step: int | None = None) -> None:
+    """Logs numbers to all loggers.
+
+    Args:
+        trainer: Trainer of the run.
+        scalars: Numbers by name.
+        step: Number of the optimizer step; None for the run's.
+    """
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(scalars), step=trainer.global_step if step is None else step)
 
 
 def log_image(trainer: Trainer, tag: str, make: Callable[[], Tensor]) -> None:
@@ -67,6 +85,29 @@ def draw_figure(owner: str, draw: Callable[[], Figure | None]) -> Figure | None:
         _name_missing_matplotlib(owner)
         return None
     return draw()
+
+
+def save_figure(trainer: Trainer, owner: str, tag: str, file: str, draw: Callable[[], Figure]) -> Path | None:
+    """Draws a figure on rank 0, saves it in the run's folder, and logs it as an image.
+
+    Args:
+        trainer: Trainer of the run.
+        owner: Name of the callback, for the message where matplotlib is not installed.
+        tag: Name of the image.
+        file: Name of the file.
+        draw: Function that imports matplotlib and returns the figure.
+
+    Returns:
+        Path of the file; None on other ranks, and without matplotlib.
+    """
+    figure = draw_figure(owner, draw) if trainer.is_global_zero else None
+    if figure is None:
+        return None
+    path = Path(trainer.default_root_dir) / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    log_figure(trainer, tag, figure)
+    return path
 
 
 def log_figure(trainer: Trainer, tag: str, figure: Figure) -> None:

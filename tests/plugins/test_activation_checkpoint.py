@@ -209,7 +209,7 @@ def test_blocks_may_be_compiled(mode: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "some"}, "mode must be full or selective, got 'some'"),
+        ({"mode": "some"}, "mode must be one of"),
         ({"every": 0}, "got 0; use 1"),
         ({"mode": "selective", "offload": True}, "use mode full, or leave offload out"),
     ],

@@ -70,8 +70,8 @@ def test_the_noise_of_sgd_falls_as_under_the_exponential_schedule_that_is_replac
     ("decay", "message"),
     [
         (LRDecay(factor=1.5, at=[1]), "above 0 and below 1"),
-        (LRDecay(factor=0.1), "got neither; set one"),
-        (LRDecay(factor=0.1, at=[1], every=1), "got both; leave out one"),
+        (LRDecay(factor=0.1), "got none; set one"),
+        (LRDecay(factor=0.1, at=[1], every=1), "leave out the others"),
         (LRDecay(factor=0.1, every=0), "above 0"),
         (LRDecay(factor=0.1, at=["soon"]), "a point must be like"),
     ],

@@ -178,7 +178,7 @@ def test_what_powersgd_keeps_goes_with_the_parameters_when_buckets_change(monkey
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GradientCompression("onebit"), "unknown method 'onebit'; did you mean 'one_bit'"),
+        (lambda: GradientCompression("onebit"), "got onebit; did you mean 'one_bit'"),
         (lambda: GradientCompression("one_bit", block=100), "block must be a multiple of 8, got 100; set 96"),
         (lambda: GradientCompression("powersgd", start_step=1), "start_step must be at least 2 for powersgd, got 1"),
         (lambda: GradientCompression("powersgd", matrix_rank=0), "matrix_rank must be at least 1, got 0"),

@@ -240,8 +240,8 @@ def test_a_module_of_ones_own_holds_a_vit():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "got neither; set one"),
-        ({"sizes": {0: 8}, "start_size": 8}, "got both; leave out one"),
+        ({}, "got none; set one"),
+        ({"sizes": {0: 8}, "start_size": 8}, "leave out the others"),
         ({"sizes": {0: 8}, "stages": 2}, "must not be set with sizes, got None and 2"),
         ({"sizes": {1: 8}}, "the first size of the run under 0"),
         ({"sizes": {0: 8, "120%": 16}}, "set '100%' or less"),

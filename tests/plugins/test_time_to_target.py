@@ -259,7 +259,7 @@ def test_a_run_without_validation_is_refused(tmp_path):
     [
         (("val_loss", 0.5), "mode must be min for val_loss, got max; set mode: min"),
         (("val/acc1", 0.5, "min"), "mode must be max for val/acc1, got min; set mode: max"),
-        (("val_score", 0.5, "up"), "mode must be max or min, got 'up'"),
+        (("val_score", 0.5, "up"), "mode must be one of max, min, got up"),
         (("val_score", float("inf")), "target must be a finite number"),
     ],
 )

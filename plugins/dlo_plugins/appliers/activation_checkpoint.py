@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import tree_leaves
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
 from dlo_plugins.remat.selective_policy import contexts_for
@@ -48,8 +48,7 @@ class ActivationCheckpoint(Applier):
     phase: ClassVar[Phase] = Phase.CHECKPOINT
 
     def __init__(self, mode: Literal["full", "selective"] = "full", every: int = 1, offload: bool = False) -> None:
-        if mode not in _MODES:
-            raise DloError(f"mode must be full or selective, got {mode!r}; use full for the least memory")
+        check_choice("mode", mode, _MODES, "use full for the least memory")
         check_number("every", every, "at least 1", "use 1 for all blocks, 2 for every other one")
         if offload and mode == "selective":
             raise DloError(

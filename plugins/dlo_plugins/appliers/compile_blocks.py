@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.task import Task
+from dlo_framework.task import Task, model_and_plan
 
 
 class CompileBlocks(Applier):
@@ -76,16 +76,15 @@ def modules_to_compile(pl_module: LightningModule, scope: str) -> dict[str, nn.M
         DloError: If no module can be compiled.
     """
     if scope == "blocks":
-        task = isinstance(pl_module, Task)
-        root = pl_module.model if isinstance(pl_module, Task) else pl_module
-        plan = pl_module.parallel_plan() if isinstance(pl_module, Task) else ParallelPlan.infer(pl_module)
+        root, plan = model_and_plan(pl_module)
         names = plan.block_names(root)
         if not names:
             raise DloError(
                 f"Compile: scope: blocks needs a parallel plan with blocks, got none from {type(pl_module).__name__};"
                 " name them in Task.parallel_plan, or set scope: model"
             )
-        return {f"model.{name}" if task else name: root.get_submodule(name) for name in names}
+        prefix = "model." if isinstance(pl_module, Task) else ""
+        return {prefix + name: root.get_submodule(name) for name in names}
     if isinstance(pl_module, Task):
         called = pl_module.called()
         return {next(name for name, module in pl_module.named_modules() if module is called): called}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.applier import Applier, Phase
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice
 from dlo_framework.experts.balance import find_routers
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
@@ -53,10 +53,8 @@ class ContextParallel(Applier):
     axis: ClassVar[str | None] = _AXIS
 
     def __init__(self, method: Method = "ring", gather: Gather = "auto") -> None:
-        if method not in _METHODS:
-            raise DloError(f"method must be ring or ulysses, got {method!r}; use ring for any number of heads")
-        if gather not in _GATHERS:
-            raise DloError(f"gather must be auto or all, got {gather!r}; use auto to share all attention that can be")
+        check_choice("method", method, _METHODS, "use ring for any number of heads")
+        check_choice("gather", gather, _GATHERS, "use auto to share all attention that can be")
         self.method: Method = method
         self.gathers: Gather = gather
         self.sequence: ContextSequence | None = None

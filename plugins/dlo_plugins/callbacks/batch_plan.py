@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from dlo_framework.data import Position, Window
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, value_at
 
 Number = TypeVar("Number", float, Tensor)
@@ -36,12 +36,7 @@ class LRDecay:
     def check(self) -> None:
         """Raises a DloError for values out of range, and unless exactly one of ``at`` and ``every`` is set."""
         check_number("decay_to_growth: factor", self.factor, "above 0 and below 1", "set 0.1 or 0.2, which are usual")
-        if (self.at is None) == (self.every is None):
-            got = "neither" if self.at is None else "both"
-            raise DloError(
-                "decay_to_growth: exactly one of 'at' (a step schedule) and 'every' (an exponential one) must be set,"
-                f" got {got}; {'set' if self.at is None else 'leave out'} one"
-            )
+        check_one_of("decay_to_growth", at=self.at, every=self.every)
         check_number("decay_to_growth: 'every'", self.every, "a number of epochs above 0", "2 is usual")
         self.points()
 

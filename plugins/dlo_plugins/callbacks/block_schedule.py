@@ -9,28 +9,34 @@ the optimizer does the same on any number of ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 
-from dlo_framework.errors import DloError, mark_agreed
-from dlo_framework.plan import ParallelPlan, match_names
+from dlo_framework.errors import DloError, agreed_errors
+from dlo_framework.plan import match_names
 from dlo_framework.progress import check_end, fraction_seen
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.task import Task
+from dlo_framework.task import Task, checkable_module, model_and_plan
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.remat.block_calls import Handler, intercept_calls, restore_calls
 
 
-class BlockSchedule(Callback):
+class BlockSchedule(Callback, ABC):
     """Callback with handlers around the blocks' calls, which are removed when training ends.
 
-    A subclass adds the handlers in ``on_train_start``, and reads the progress in ``on_train_batch_start``.
+    A subclass chooses the blocks, calls :meth:`handle_blocks` in ``on_train_start``, and prepares for a step in
+    :meth:`begin_step`.
     """
+
+    #: Whether the output of a block is not that of the full model, so that the loss must not use it.
+    replaces_outputs = False
 
     #: Place of the handlers among those of other callbacks: those with lower numbers are called around the others.
     order: int
@@ -38,6 +44,64 @@ class BlockSchedule(Callback):
     def __init__(self) -> None:
         self._clock = StepFraction()
         self._handles: list[BlockHandle] = []
+        self._names: list[str] = []
+
+    def check_run(
+        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
+    ) -> None:
+        """Checks the strategy, the other callbacks and the model, before processes start.
+
+        Raises:
+            DloError: If they do not go with what the callback does.
+        """
+        name = type(self).__name__
+        self.check_trainer(trainer)
+        if self.replaces_outputs and getattr(module, "looks_inside", False):
+            raise DloError(
+                f"{name}: the loss must not use outputs of all blocks, got {type(module).__name__} with router logits;"
+                " set output_router_logits: false"
+            )
+        if (checkable := checkable_module(module)) is not None:
+            self.choose_blocks(ModelBlocks(checkable, name))
+
+    def choose_blocks(self, blocks: ModelBlocks) -> list[str]:
+        """Returns the names of the blocks whose calls are handled.
+
+        Raises:
+            DloError: If the model does not go with what the callback does.
+        """
+        return blocks.names
+
+    def handle_blocks(self, module: LightningModule) -> ModelBlocks:
+        """Begins to handle the calls of the chosen blocks, and returns all blocks."""
+        self._remove()
+        blocks = ModelBlocks(module, type(self).__name__)
+        self._names = self.choose_blocks(blocks)
+        for number, name in enumerate(self._names):
+            block = blocks.model.get_submodule(name)
+            self._handles.append(handle_calls(block, self.handler(number, name, block), self.order))
+        return blocks
+
+    @abstractmethod
+    def handler(self, number: int, name: str, block: nn.Module) -> Handler:
+        """Returns the handler of a block's calls.
+
+        Args:
+            number: Number of the block among those chosen.
+            name: Name of the block, relative to the model.
+            block: Block.
+        """
+
+    @abstractmethod
+    def begin_step(self) -> dict[str, float]:
+        """Prepares for a new step, and returns the numbers to log."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Prepares for a new step, and logs."""
+        if self._clock.update(trainer):
+            scalars, step = self.begin_step(), trainer.global_step + 1
+            if is_logged(trainer, step):
+                log_scalars(trainer, scalars, step)
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Checks that training has an end, and the other callbacks; a subclass may check more.
@@ -63,10 +127,8 @@ class BlockSchedule(Callback):
         """Forgets an earlier run, and checks this one."""
         self._clock = StepFraction()
         if stage == "fit":
-            try:
+            with agreed_errors():
                 self.check_trainer(trainer)
-            except DloError as error:
-                raise mark_agreed(error) from None
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -137,31 +199,27 @@ class ModelBlocks:
     """
 
     def __init__(self, module: LightningModule, what: str) -> None:
-        is_task = isinstance(module, Task)
-        self.model: nn.Module = module.model if isinstance(module, Task) else module
-        self.plan = module.parallel_plan() if isinstance(module, Task) else ParallelPlan.infer(module)
+        self.model, self.plan = model_and_plan(module)
         self.names = self.plan.block_names(self.model)
-        self._prefix = "model." if is_task else ""
+        self._prefix, self._what = "model." if isinstance(module, Task) else "", what
         if not self.names:
             raise DloError(
                 f"{what}: the parallel plan must name blocks, got none of {type(module).__name__}; name them in"
                 " Task.parallel_plan: ParallelPlan(blocks=(...))"
             )
 
-    def block(self, name: str) -> nn.Module:
-        """Returns a block."""
-        return self.model.get_submodule(name)
-
-    def without(self, skip: Sequence[str], what: str) -> list[str]:
+    def without(self, skip: Sequence[str]) -> list[str]:
         """Returns the names of the blocks that no pattern of ``skip`` matches.
 
         Raises:
             DloError: If a pattern matches no block, or no block is left.
         """
-        found = match_names(skip, self.names, self.names, f"{what}: each pattern of skip must match a block")
+        found = match_names(skip, self.names, self.names, f"{self._what}: each pattern of skip must match a block")
         left = [name for name in self.names if name not in found]
         if not left:
-            raise DloError(f"{what}: skip must leave at least one block, got {list(skip)} for all; remove one of them")
+            raise DloError(
+                f"{self._what}: skip must leave at least one block, got {list(skip)} for all; remove one of them"
+            )
         return left
 
     @property

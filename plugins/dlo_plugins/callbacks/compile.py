@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dlo_framework.batches import batch_size, tree_leaves
 from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
 from dlo_framework.distributed.step_override import StepOverride, take_bare_step
-from dlo_framework.errors import DloError, check_number, did_you_mean
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
 from dlo_framework.watch.flops import FlopCounter, is_compiled
+from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.compile_blocks import (
     CUDA_GRAPHS,
@@ -358,8 +359,7 @@ class Compile(Callback):
         if text != self._reported:
             self._reported = text
             pl_module.print(text)
-            for logger in trainer.loggers:
-                logger.log_metrics(self.tally.scalars(), step=trainer.global_step)
+            log_scalars(trainer, self.tally.scalars())
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
@@ -422,10 +422,7 @@ def _check_arguments(scope: str, mode: str, backend: str, evaluate: str, max_siz
         ("evaluate", evaluate, ("eager", "compiled")),
         ("backend", backend, torch.compiler.list_backends(exclude_tags=())),
     ):
-        if given not in known:
-            raise DloError(
-                f"Compile: unknown {name} '{given}'{did_you_mean(given, known) or ';'} available: {', '.join(known)}"
-            )
+        check_choice(f"Compile: {name}", given, known)
     if mode != "default" and backend != "inductor":
         raise DloError(f"Compile: backend must be inductor for mode {mode}, got {backend}; leave one of them out")
     check_number("Compile: max_sizes", max_sizes, "at least 1", "16 is the default")

@@ -16,7 +16,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
-from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_plugins.callbacks.run_position import DataHook, any_percentage, check_max_epochs, parse_position
 
 METRICS = ("rarity", "targets")
@@ -56,16 +56,10 @@ class DifficultyOrder(Callback):
         until: str | float = "50%",
         growth: Literal["root", "linear"] = "root",
     ) -> None:
-        if (scores is None) == (metric is None):
-            got = "neither" if scores is None else "both"
-            raise DloError(
-                f"DifficultyOrder: exactly one of scores and metric must be set, got {got}; set metric: rarity, or a"
-                " file"
-            )
+        check_one_of("DifficultyOrder", scores=scores, metric=metric)
         check_choice("DifficultyOrder: metric", metric, METRICS, "set one")
         check_number("DifficultyOrder: start", start, "above 0 and at most 1", "the paper has 0.01")
-        if growth not in ("root", "linear"):
-            raise DloError(f"DifficultyOrder: growth must be root or linear, got {growth!r}; leave it out for root")
+        check_choice("DifficultyOrder: growth", growth, ("root", "linear"), "leave it out for root")
         self.scores, self.metric, self.start, self.growth = scores, metric, start, growth
         self.until = parse_position(until, "DifficultyOrder: until")
         if not self.until.value:
@@ -108,12 +102,10 @@ class DifficultyOrder(Callback):
         if stage != "fit":
             return
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        try:
+        with agreed_errors():
             self.check_run(trainer, pl_module, datamodule)
             self._max_epochs = check_max_epochs([self.until], trainer.max_epochs, "DifficultyOrder")
             self._hook.set(datamodule, self._order)
-        except DloError as error:
-            raise mark_agreed(error) from None
         self._trainer = trainer
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -23,10 +23,11 @@ from torch import Tensor
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, check_number, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_number
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import contract_of, plain_name
+from dlo_framework.watch.media import log_scalars
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.gradients import GradientNoise
 from dlo_plugins.callbacks.prune import Prune
@@ -116,10 +117,8 @@ class DiLoCo(Callback):
         """Forgets an earlier run, checks this one, and makes the strategy keep the copies' gradients apart."""
         self.outer = self._loaded = self._local = None
         if stage == "fit":
-            try:
+            with agreed_errors():
                 self.check_run(trainer, pl_module)
-            except DloError as error:
-                raise mark_agreed(error) from None
         contract = contract_of(trainer.strategy)
         if contract.copies is not None and contract.copies > 1:  # In evaluation too: it may shard the module first.
             contract.separate_copies()
@@ -159,8 +158,7 @@ class DiLoCo(Callback):
         contract.refresh()
         self._stepped = trainer.global_step
         if trainer.loggers:
-            for logger in trainer.loggers:
-                logger.log_metrics({"diloco/change": float(norm)}, step=trainer.global_step)
+            log_scalars(trainer, {"diloco/change": float(norm)})
 
     # --- evaluation ----------------------------------------------------------------------------------------
 

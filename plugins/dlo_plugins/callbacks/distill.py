@@ -29,6 +29,7 @@ from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoi
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.task import Task
+from dlo_framework.watch.media import log_scalars
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.distill_options import AttentionTransfer, HiddenStates, OnPolicy, layer_pairs
@@ -569,8 +570,7 @@ class Distill(BatchTransform):
         if not found:
             return
         self.latest = found
-        for logger in trainer.loggers:
-            logger.log_metrics(self.latest, step=trainer.global_step)
+        log_scalars(trainer, self.latest)
 
     def _tags(self) -> list[str]:
         found = {

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import check_choice, check_number
 from dlo_framework.task import Task
 
 
@@ -83,8 +83,7 @@ class HiddenStates:
     project: bool = False
 
     def __post_init__(self) -> None:
-        if self.loss not in ("mse", "cosine"):
-            raise DloError(f"Distill: hidden.loss must be mse or cosine, got {self.loss}")
+        check_choice("Distill: hidden.loss", self.loss, ("mse", "cosine"))
         _check_weight("hidden", self.weight)
 
 

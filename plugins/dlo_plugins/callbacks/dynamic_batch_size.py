@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from dlo_framework.data import Position, ResumableDataModule, Window, data_parallel_coordinates
 from dlo_framework.data.sampler import Span, plan_epoch
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_choice, check_number, check_one_of
 from dlo_framework.norms import total_norm
 from dlo_framework.progress import AccumulationWindow, planned_batches, refresh_epoch_length
 from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.batch_plan import (
     LRDecay,
     LRRule,
@@ -84,15 +85,9 @@ class DynamicBatchSize(Callback):
         lr_rule: LRRule = "none",
         follow_image_size: bool = False,
     ) -> None:
-        if sum(given is not None for given in (schedule, decay_to_growth, noise_scale)) != 1:
-            number = sum(given is not None for given in (schedule, decay_to_growth, noise_scale))
-            raise DloError(
-                "DynamicBatchSize: exactly one of schedule, decay_to_growth and noise_scale must be set, got"
-                f" {number or 'none'}; {'leave out the others' if number else 'set one'}"
-            )
+        check_one_of("DynamicBatchSize", schedule=schedule, decay_to_growth=decay_to_growth, noise_scale=noise_scale)
         check_number("DynamicBatchSize: max_micro_batch", max_micro_batch, "at least 1", "leave it out")
-        if lr_rule not in ("none", "sqrt", "linear"):
-            raise DloError(f"DynamicBatchSize: lr_rule must be none, sqrt or linear, got {lr_rule!r}; leave it out")
+        check_choice("DynamicBatchSize: lr_rule", lr_rule, get_args(LRRule), "leave it out")
         self.steps = {
             parse_position(point, "DynamicBatchSize.schedule"): size for point, size in (schedule or {}).items()
         }
@@ -281,7 +276,7 @@ class DynamicBatchSize(Callback):
         start = spans[self._window.start].start
         size, self._factor = self.size_at(Position(trainer.current_epoch, start, self._samples(trainer)))
         trainer.accumulate_grad_batches = self._window
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if is_logged(trainer, trainer.global_step + 1):
             self._log(trainer, {"batch/size": float(size), "batch/lr_factor": self._factor})
 
     def _spans(self, trainer: Trainer) -> list[Span]:
@@ -306,8 +301,7 @@ class DynamicBatchSize(Callback):
         return int(trainer.num_training_batches) * self._first
 
     def _log(self, trainer: Trainer, scalars: dict[str, float]) -> None:
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
+        log_scalars(trainer, scalars)
 
     # --- the noise scale -----------------------------------------------------------------------------------
 

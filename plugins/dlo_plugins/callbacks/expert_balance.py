@@ -22,8 +22,8 @@ from dlo_framework.experts.balance import (
 )
 from dlo_framework.experts.router_training import token_group
 from dlo_framework.strategy_contract import contract_of, plain_name
-from dlo_framework.task import Task
-from dlo_framework.watch.media import draw_figure, log_figure
+from dlo_framework.task import checkable_module
+from dlo_framework.watch.media import log_scalars, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,10 +69,8 @@ class ExpertBalance(Callback):
         Raises:
             DloError: If it has none.
         """
-        if isinstance(module, Task):
-            _check(module.on_meta())
-        elif next(module.parameters(), None) is not None:
-            _check(module)
+        if (checkable := checkable_module(module)) is not None:
+            _check(checkable)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to watch the routers."""
@@ -98,8 +96,7 @@ class ExpertBalance(Callback):
             return
         self.history.append((trainer.global_step, found))
         scalars = balance_scalars(found, self.log_experts)
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
+        log_scalars(trainer, scalars)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plots the balance so far."""
@@ -120,16 +117,11 @@ class ExpertBalance(Callback):
         self._remove()
 
     def _plot(self, trainer: Trainer) -> Path | None:
-        if not self.history or not trainer.is_global_zero:
+        if not self.history:
             return None
-        figure = draw_figure("ExpertBalance", lambda: draw_load(self.history))
-        if figure is None:
-            return None
-        path = Path(trainer.default_root_dir) / "expert_balance.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        log_figure(trainer, "experts/load", figure)
-        return path
+        return save_figure(
+            trainer, "ExpertBalance", "experts/load", "expert_balance.png", lambda: draw_load(self.history)
+        )
 
     def _remove(self, *_: Any, **__: Any) -> None:
         """Ends the watch."""

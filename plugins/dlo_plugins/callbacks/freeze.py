@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
@@ -31,20 +31,18 @@ from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.step_primitives import prepend_post_hook
-from dlo_framework.errors import DloError, check_number, did_you_mean
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
-from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import (
     BlockSchedule,
     ModelBlocks,
     call_with_forward,
-    handle_calls,
     pass_gradient,
 )
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
-from dlo_plugins.remat.block_calls import split_hidden, with_hidden
+from dlo_plugins.remat.block_calls import Handler, split_hidden, with_hidden
 
 METHODS = ("freeze_out", "unfreeze")
 
@@ -97,11 +95,7 @@ class Freeze(BlockSchedule):
         lr_decay: float | None = None,
     ) -> None:
         super().__init__()
-        if method not in METHODS:
-            raise DloError(
-                f"Freeze: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'} available:"
-                f" {', '.join(METHODS)}"
-            )
+        check_choice("Freeze: method", method, METHODS)
         others = {"every": every, "lr_decay": lr_decay}
         if method == "unfreeze":
             others = {"t0": t0, "cubic": cubic, "scale_lr": scale_lr}
@@ -126,18 +120,6 @@ class Freeze(BlockSchedule):
         self.frozen = 0
 
     # --- before training -----------------------------------------------------------------------------------
-
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
-        """Checks the strategy, the other callbacks and the model, before processes start.
-
-        Raises:
-            DloError: If they do not go with parameters that are frozen for a part of the run.
-        """
-        self.check_trainer(trainer)
-        if isinstance(module, Task) or next(module.parameters(), None) is not None:
-            ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "Freeze")
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Checks the strategy and the other callbacks.
@@ -168,19 +150,14 @@ class Freeze(BlockSchedule):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls and the optimizers' steps."""
-        self._remove()
-        self._blocks = blocks = ModelBlocks(pl_module, "Freeze")
-        units = blocks.unit_count
+        self._blocks = self.handle_blocks(pl_module)
+        units = self._blocks.unit_count
         if self.method == "freeze_out":
             self._schedule = FreezeOutSchedule(units, self.t0, self.cubic, self.scale_lr)
         else:
             interval = 0.5 / (units - 1) if self.every is None else run_fraction(trainer, self.every, "Freeze", "every")
             self._schedule = UnfreezeSchedule(units, interval, self.lr_decay)
         self.frozen = self._schedule.frozen(self._clock.fraction)
-        self._handles = [
-            handle_calls(blocks.block(name), self._handler(unit, name, blocks.block(name)), self.order)
-            for unit, name in enumerate(blocks.names, start=1)
-        ]
         self._factors = {id(optimizer): GroupFactors(optimizer) for optimizer in trainer.optimizers}
 
     def _remove(self) -> None:
@@ -191,18 +168,16 @@ class Freeze(BlockSchedule):
 
     # --- steps ---------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Sets the frozen units of a new step, and logs their number."""
-        if not self._clock.update(trainer):
-            return
+    def begin_step(self) -> dict[str, float]:
+        """Sets the frozen units of a new step, and returns their number."""
         assert self._schedule is not None
         self.frozen = self._schedule.frozen(self._clock.fraction)
-        step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                logger.log_metrics({"freeze/frozen_units": float(self.frozen)}, step=step)
+        return {"freeze/frozen_units": float(self.frozen)}
 
-    def _handler(self, unit: int, name: str, block: nn.Module) -> Callable[..., Any]:
+    def handler(self, number: int, name: str, block: nn.Module) -> Handler:
+        """Returns a handler that computes a frozen block without a backward."""
+        unit = number + 1  # The stem is unit 0.
+
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not (has_backward() and block.training) or not self.frozen:
                 return inner(*args, **kwargs)

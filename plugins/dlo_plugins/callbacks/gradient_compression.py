@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.norms import collect_gradients, total_norm
 from dlo_framework.progress import optimizer_steps
 from dlo_framework.strategy_contract import contract_of, plain_name
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import (
     GradientHook,
@@ -98,11 +99,7 @@ class GradientCompression(Callback):
         node_size: int = 1,
         block: int = BLOCK,
     ) -> None:
-        if method not in METHODS:
-            raise DloError(
-                f"GradientCompression: unknown method {method!r}{did_you_mean(str(method), METHODS) or ';'}"
-                f" available: {', '.join(METHODS)}"
-            )
+        check_choice("GradientCompression: method", method, METHODS)
         for name, value in (("matrix_rank", matrix_rank), ("period", period), ("node_size", node_size)):
             check_number(f"GradientCompression: {name}", value, "at least 1", "leave it out")
         least = 2 if method == "powersgd" else 0
@@ -125,6 +122,7 @@ class GradientCompression(Callback):
 
     # --- setting up ----------------------------------------------------------------------------------------
 
+    @agreed_errors()
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks strategy, optimization and callbacks before the model is built."""
         self.hook = self.all_reduce = self._loaded = None
@@ -135,26 +133,20 @@ class GradientCompression(Callback):
             self._ask_strategy(trainer)
             return
         if self.method not in ("fp16", "bf16") and not pl_module.automatic_optimization:
-            raise mark_agreed(
-                DloError(
-                    f"GradientCompression: optimization must be automatic for method {self.method}, got"
-                    f" {type(pl_module).__name__}, which optimizes manually; set method: bf16"
-                )
+            raise DloError(
+                f"GradientCompression: optimization must be automatic for method {self.method}, got"
+                f" {type(pl_module).__name__}, which optimizes manually; set method: bf16"
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self.method == "post_local_sgd" and any(isinstance(callback, WeightEMA) for callback in callbacks):
-            raise mark_agreed(
-                DloError(
-                    "GradientCompression: method must not be post_local_sgd with WeightEMA, as ranks' weights differ"
-                    " between averages, got both; leave one of the two out"
-                )
+            raise DloError(
+                "GradientCompression: method must not be post_local_sgd with WeightEMA, as ranks' weights differ"
+                " between averages, got both; leave one of the two out"
             )
         if trainer.world_size % self.node_size:
-            raise mark_agreed(
-                DloError(
-                    f"GradientCompression: node_size must divide the {trainer.world_size} ranks, got {self.node_size};"
-                    f" set {math.gcd(self.node_size, trainer.world_size)}"
-                )
+            raise DloError(
+                f"GradientCompression: node_size must divide the {trainer.world_size} ranks, got {self.node_size};"
+                f" set {math.gcd(self.node_size, trainer.world_size)}"
             )
 
     def _ask_strategy(self, trainer: Trainer) -> None:
@@ -165,20 +157,17 @@ class GradientCompression(Callback):
         """
         name = type(trainer.strategy).__name__
         if self.method in _NEEDS_FULL:
-            raise mark_agreed(
-                DloError(
-                    f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
-                    f" got {name}; set method: bf16, or strategy ddp"
-                )
+            raise DloError(
+                f"GradientCompression: strategy must be ddp for method {self.method}, {_NEEDS_FULL[self.method]},"
+                f" got {name}; set method: bf16, or strategy ddp"
             )
         if not contract_of(trainer.strategy).send_gradients_in(_HALVES[self.method]):
-            raise mark_agreed(
-                DloError(
-                    f"GradientCompression: strategy must be one whose gradients dlo reduces, got {name} of Lightning;"
-                    " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
-                )
+            raise DloError(
+                f"GradientCompression: strategy must be one whose gradients dlo reduces, got {name} of Lightning;"
+                " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
             )
 
+    @agreed_errors()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Registers the hook with DDP, and sets the optimizer's communicator."""
         self._trainer = trainer
@@ -191,11 +180,9 @@ class GradientCompression(Callback):
         model = trainer.strategy.model
         assert isinstance(model, DistributedDataParallel)
         if self.method in ("one_bit", "post_local_sgd") and len(trainer.optimizers) != 1:
-            raise mark_agreed(
-                DloError(
-                    f"GradientCompression: {type(pl_module).__name__} must have one optimizer for method {self.method},"
-                    f" got {len(trainer.optimizers)}; set method: bf16"
-                )
+            raise DloError(
+                f"GradientCompression: {type(pl_module).__name__} must have one optimizer for method {self.method},"
+                f" got {len(trainer.optimizers)}; set method: bf16"
             )
         self.hook = self._make_hook(trainer, pl_module)
         self.hook.register(model)
@@ -219,12 +206,10 @@ class GradientCompression(Callback):
     def _one_bit(self, trainer: Trainer) -> GradientHook:
         optimizer = trainer.optimizers[0]
         if not isinstance(optimizer, OneBitOptimizer):
-            raise mark_agreed(
-                DloError(
-                    "GradientCompression: optimizer must be OneBitAdam or OneBitLamb for method one_bit, got"
-                    f" {type(optimizer).__name__}; with dlo's tasks set `optimizer: OneBitAdam` and"
-                    " `optimizer_args: {freeze_step: ...}`, 15 to 25% of the run's steps"
-                )
+            raise DloError(
+                "GradientCompression: optimizer must be OneBitAdam or OneBitLamb for method one_bit, got"
+                f" {type(optimizer).__name__}; with dlo's tasks set `optimizer: OneBitAdam` and"
+                " `optimizer_args: {freeze_step: ...}`, 15 to 25% of the run's steps"
             )
         steps = optimizer_steps(trainer)
         if optimizer.freeze_step >= steps:
@@ -313,11 +298,10 @@ class GradientCompression(Callback):
         if isinstance(self.hook, PostLocalHook) and self.hook.is_averaged(steps, self.period):
             self._average_weights(pl_module)
         sent, plain = self.bytes_sent(), self.hook.plain_bytes
-        if steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if is_logged(trainer, steps):
             done = (sent - self._sent) / (steps - self._steps)
             share = (sent - self._sent) / max(plain - self._plain, 1.0)
-            for logger in trainer.loggers:
-                logger.log_metrics({"comm/sent_mb": done / 1e6, "comm/sent_share": share}, step=steps)
+            log_scalars(trainer, {"comm/sent_mb": done / 1e6, "comm/sent_share": share}, steps)
         self._steps, self._sent, self._plain = steps, sent, plain
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -33,6 +33,7 @@ from dlo_framework.plan import ParallelPlan, match_names
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import Task
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.sharding.stepped_gradients import (
     SteppedGradient,
     check_reachable,
@@ -148,7 +149,7 @@ class AdaptiveGradientClipping(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Clips the gradients."""
-        logs = (trainer.global_step + 1) % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        logs = is_logged(trainer, trainer.global_step + 1)
         stepped = [one for one in stepped_gradients(trainer.strategy, optimizer) if one.name not in self._excluded]
         if is_divided(trainer.strategy, stepped):
             self._clip_divided(trainer.strategy, optimizer, stepped, logs)
@@ -183,8 +184,7 @@ class AdaptiveGradientClipping(Callback):
         """Logs the fraction of units that were clipped."""
         clipped, self._clipped = self._clipped, None
         if clipped is not None:
-            for logger in trainer.loggers:
-                logger.log_metrics({"optim/agc_clipped": float(clipped)}, step=trainer.global_step)
+            log_scalars(trainer, {"optim/agc_clipped": float(clipped)})
 
 
 class GradientNoise(Callback):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
@@ -21,17 +21,15 @@ from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import (
     BlockSchedule,
     ModelBlocks,
     call_with_forward,
     check_hidden,
-    handle_calls,
     pass_gradient,
 )
 from dlo_plugins.mesh.parallelize import ParallelState
-from dlo_plugins.remat.block_calls import split_hidden
+from dlo_plugins.remat.block_calls import Handler, split_hidden
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 
@@ -65,6 +63,7 @@ class LayerDrop(BlockSchedule):
 
     #: Place of the handler among those of other callbacks: inside Freeze, outside TokenDrop.
     order = 20
+    replaces_outputs = True
 
     def __init__(
         self,
@@ -78,49 +77,36 @@ class LayerDrop(BlockSchedule):
         check_number("LayerDrop: theta", theta, "above 0 and at most 1", "the paper has 0.5")
         check_number("LayerDrop: rate", rate, "above 0", "the paper has 100")
         self.theta, self.rate, self.skip, self.scale, self.seed = theta, rate, list(skip or []), scale, seed
-        self._names: list[str] = []
         self._probabilities: list[float] = []
         self._kept: list[bool] = []
         self._stream: ShardedSequence | None = None
 
     # --- before training -----------------------------------------------------------------------------------
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
-        """Checks the strategy, the other callbacks and the model, before processes start.
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Checks the strategy and the other callbacks.
 
         Raises:
             DloError: If they do not go with blocks that are left out.
         """
-        self.check_trainer(trainer)
+        super().check_trainer(trainer)
         if isinstance(trainer.strategy, DeepSpeedStrategy) and contract_of(trainer.strategy).zero_stage == 3:
             raise DloError(
                 "LayerDrop: strategy must know which parameters a step uses, got DeepSpeed's stage 3, which records the"
                 " order of modules in the first step; use zero3, fsdp, or DeepSpeed's stage 2"
             )
-        if getattr(module, "looks_inside", False):
-            raise DloError(
-                f"LayerDrop: the loss must not use outputs of all blocks, got {type(module).__name__} with router"
-                " logits; set output_router_logits: false"
-            )
-        if isinstance(module, Task) or next(module.parameters(), None) is not None:
-            blocks = ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "LayerDrop")
-            blocks.without(self.skip, "LayerDrop")
+
+    def choose_blocks(self, blocks: ModelBlocks) -> list[str]:
+        """Returns the names of the blocks that may be left out."""
+        return blocks.without(self.skip)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
         self.check_run(trainer, pl_module)
-        self._remove()
-        blocks = ModelBlocks(pl_module, "LayerDrop")
-        self._names = blocks.without(self.skip, "LayerDrop")
-        self._draw()
+        self.handle_blocks(pl_module)
+        self.begin_step()
         cut = ParallelState.of(pl_module)
         self._stream = None if cut is None or cut.tensor is None else cut.tensor.stream
-        self._handles = [
-            handle_calls(blocks.block(name), self._handler(number, name, blocks.block(name)), self.order)
-            for number, name in enumerate(self._names)
-        ]
 
     # --- steps ---------------------------------------------------------------------------------------------
 
@@ -129,22 +115,15 @@ class LayerDrop(BlockSchedule):
         """Value of theta in the current step."""
         return progressive_theta(self._clock.fraction, self.theta, self.rate)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Draws the blocks of a new step, and logs."""
-        if not self._clock.update(trainer):
-            return
-        self._draw()
-        step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            kept = sum(self._kept) / len(self._kept)
-            for logger in trainer.loggers:
-                logger.log_metrics({"layer_drop/theta": self.current_theta, "layer_drop/kept": kept}, step=step)
-
-    def _draw(self) -> None:
+    def begin_step(self) -> dict[str, float]:
+        """Draws the blocks of a new step, and returns theta and the fraction that runs."""
         self._probabilities = keep_probabilities(self.current_theta, len(self._names))
         self._kept = draw_kept(self._probabilities, max(0, self._clock.step), self.seed)
+        return {"layer_drop/theta": self.current_theta, "layer_drop/kept": sum(self._kept) / len(self._kept)}
 
-    def _handler(self, number: int, name: str, block: nn.Module) -> Callable[..., Any]:
+    def handler(self, number: int, name: str, block: nn.Module) -> Handler:
+        """Returns a handler that leaves the block out, or scales its change."""
+
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not (has_backward() and block.training):
                 return inner(*args, **kwargs)

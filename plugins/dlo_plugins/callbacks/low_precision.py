@@ -12,7 +12,6 @@ sharded, and blocks are compiled at their first call. So one mechanism serves th
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.task import Task
+from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_plugins.mesh.parallelize import ParallelState
+from dlo_plugins.quantisation.layer_choice import leave_out, linear_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,10 +73,7 @@ def find_scheme(name: str) -> ProductScheme:
     Raises:
         DloError: There is none; the message has the nearest.
     """
-    if name not in SCHEMES:
-        raise DloError(
-            f"LowPrecision: scheme must be one of {', '.join(SCHEMES)}, got '{name}'{did_you_mean(name, SCHEMES)}"
-        )
+    check_choice("LowPrecision: scheme", name, SCHEMES)
     return SCHEMES[name]
 
 
@@ -184,15 +181,8 @@ class LowPrecision(Callback):
             DloError: A pattern of `skip` matches no layer, or none is left.
         """
         linear = self._linear_layers(module, plan)
-        for pattern in self.skip:
-            if not any(_covered(name, (pattern,)) for name in linear):
-                parents = {name.rsplit(".", cut)[0] for name in linear for cut in range(name.count(".") + 1)}
-                raise DloError(
-                    f"LowPrecision: skip must match linear layers in blocks, got '{pattern}', which matches none"
-                    f"{did_you_mean(pattern, sorted(parents)) or '; remove it'}"
-                )
-        found = {name: module.get_submodule(name) for name in linear if not _covered(name, self.skip)}
-        chosen = [name for name, layer in found.items() if self._takes(layer)]
+        left = leave_out(list(linear), self.skip, "LowPrecision: skip must match linear layers in blocks")
+        chosen = [name for name in left if self._takes(linear[name])]
         if not chosen:
             multiple = self.scheme.multiple
             sizes = f"of at least {self.min_features} features" + (
@@ -204,23 +194,11 @@ class LowPrecision(Callback):
             )
         return chosen
 
-    def _linear_layers(self, module: nn.Module, plan: ParallelPlan) -> list[str]:
-        from torch import nn
-        from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
-        uses = Counter(id(p) for part in module.modules() for p in part._parameters.values() if p is not None)
+    def _linear_layers(self, module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Linear]:
         blocks = tuple(f"{block}." for block in plan.block_names(module))
-        return [
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, nn.Linear)
-            and not isinstance(part, NonDynamicallyQuantizableLinear)
-            and name.startswith(blocks)
-            and uses[id(part.weight)] == 1
-            and ".lora_" not in name
-        ]
+        return {name: layer for name, layer in linear_layers(module).items() if name.startswith(blocks)}
 
-    def _takes(self, layer: Any) -> bool:
+    def _takes(self, layer: nn.Linear) -> bool:
         """Returns whether a layer has sizes for the scheme; those of its weight are no longer there in DeepSpeed."""
         sizes = layer.in_features, layer.out_features
         return min(sizes) >= self.min_features and not any(size % self.scheme.multiple for size in sizes)
@@ -228,21 +206,21 @@ class LowPrecision(Callback):
     def _install(self, module: nn.Module, plan: ParallelPlan, state: ParallelState | None, prefix: str) -> None:
         from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
-        names = self.choose_layers(module, plan)
+        names, linear = self.choose_layers(module, plan), self._linear_layers(module, plan)
         self._installed = LowPrecisionForward(self.scheme.name, self.weight_gradient, self.emulate)
         tp = None if state is None else state.sharded.tensor_parallel
         if state is None or tp is None or tp.size == 1:
             for name in names:
-                self._installed.install(module.get_submodule(name))
+                self._installed.install(linear[name])
         else:
-            names = _agree(names, self._linear_layers(module, plan), tp, state.sharded.device)
+            names = _agree(names, list(linear), tp, state.sharded.device)
             assert tp.group is not None
             for name in names:
                 cut = state.sharded.layout.slices.get(f"{prefix}{name}.weight")
                 sliced: Any = None if cut is None else cut.dim  # 0 or 1: a weight has two dims.
-                self._installed.install(module.get_submodule(name), sliced, tp.group.group_name)
-        count = len(self._linear_layers(module, plan))
-        rank_zero_info(f"LowPrecision: {len(names)} of the blocks' {count} linear layers compute in {self.scheme.text}")
+                self._installed.install(linear[name], sliced, tp.group.group_name)
+        count = f"{len(names)} of the blocks' {len(linear)}"
+        rank_zero_info(f"LowPrecision: {count} linear layers compute in {self.scheme.text}")
 
     # --- hooks ---------------------------------------------------------------------------------------------
 
@@ -254,11 +232,8 @@ class LowPrecision(Callback):
         """
         check_device(self.scheme, trainer.strategy.root_device, self.emulate)
         self._check_callbacks(trainer)
-        if isinstance(module, Task):
-            twin = module.on_meta()
-            self.choose_layers(twin.model, twin.parallel_plan())
-        elif next(module.parameters(), None) is not None:  # Else it builds its model later.
-            self.choose_layers(module, ParallelPlan.infer(module))
+        if (checkable := checkable_module(module)) is not None:
+            self.choose_layers(*model_and_plan(checkable))
 
     def _check_callbacks(self, trainer: Trainer) -> None:
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -276,22 +251,17 @@ class LowPrecision(Callback):
         if stage != "fit":
             check_device(self.scheme, trainer.strategy.root_device, self.emulate)
         else:
-            try:
+            with agreed_errors():
                 if isinstance(pl_module, Task):
                     pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes from the data.
                 self.check_run(trainer, pl_module)
-            except DloError as error:
-                raise mark_agreed(error) from None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the products, after the strategy has cut and sharded the model; so in an evaluation of its own."""
         if self._installed is not None:
             return
-        state = ParallelState.of(pl_module)
-        if isinstance(pl_module, Task):
-            self._install(pl_module.model, pl_module.parallel_plan(), state, "model.")
-        else:
-            self._install(pl_module, ParallelPlan.infer(pl_module), state, "")
+        prefix = "model." if isinstance(pl_module, Task) else ""
+        self._install(*model_and_plan(pl_module), ParallelState.of(pl_module), prefix)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -313,7 +283,3 @@ def _agree(names: list[str], all_names: list[str], ranks: Communicator, device: 
     """Returns the layers that all ranks of tensor parallelism choose: their slices may differ in size."""
     refused = torch.tensor([float(name not in names) for name in all_names], device=device)
     return [name for name, flag in zip(all_names, ranks.maximum(refused).tolist(), strict=True) if not flag]
-
-
-def _covered(name: str, patterns: tuple[str, ...]) -> bool:
-    return bool(patterns) and bool(ParallelPlan(head=patterns).owners(name))

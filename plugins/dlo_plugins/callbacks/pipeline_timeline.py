@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.errors import DloError
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.media import draw_figure, log_figure
+from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import Schedule
 from dlo_plugins.pipeline.recorder import MeasuredCosts
@@ -74,15 +73,15 @@ class PipelineTimeline(Callback):
         schedule = make_schedule(pipeline.schedule, pipeline.placement.ranks, parts, pipeline.stages_per_rank)
         theory = simulate_ideal(timeline, schedule)
         scalars = {"pipeline/bubble": timeline.bubble, "pipeline/bubble_of_theory": theory.bubble}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
-        figure = draw_figure("PipelineTimeline", lambda: draw_comparison(timeline, schedule))
-        path = Path(trainer.default_root_dir) / "pipeline.png"
-        if figure is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=120)
-            log_figure(trainer, "pipeline/timeline", figure)
-        plotted = f"; plotted in {path}" if figure is not None else ""
+        log_scalars(trainer, scalars)
+        path = save_figure(
+            trainer,
+            "PipelineTimeline",
+            "pipeline/timeline",
+            "pipeline.png",
+            lambda: draw_comparison(timeline, schedule),
+        )
+        plotted = f"; plotted in {path}" if path is not None else ""
         rank_zero_info(
             f"pipeline: {schedule.name}, {parts} micro-batches: ranks waited {timeline.bubble:.1%} of step {self.step},"
             f" by theory {theory.bubble:.1%}{plotted}"

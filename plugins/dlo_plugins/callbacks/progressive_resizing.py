@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.run_position import (
     DataHook,
     RunPosition,
@@ -81,12 +82,7 @@ class ProgressiveResizing(BatchTransform):
         multiple: int | None = None,
         image_key: str = "image",
     ) -> None:
-        if (sizes is None) == (start_size is None):
-            got = "neither" if sizes is None else "both"
-            raise DloError(
-                f"ProgressiveResizing: exactly one of sizes and start_size must be set, got {got};"
-                f" {'set' if sizes is None else 'leave out'} one"
-            )
+        check_one_of("ProgressiveResizing", sizes=sizes, start_size=start_size)
         if sizes is not None and (end_size, stages) != (None, None):
             raise DloError(
                 f"ProgressiveResizing: end_size and stages must not be set with sizes, got {end_size} and {stages};"
@@ -228,12 +224,11 @@ class ProgressiveResizing(BatchTransform):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Logs the size as ``data/image_size``, every ``trainer.log_every_n_steps``."""
         step = trainer.global_step
-        if (step + 1) % trainer.log_every_n_steps or step == self._logged_step:  # type: ignore[attr-defined]
+        if not is_logged(trainer, step + 1) or step == self._logged_step:
             return
         self._logged_step = step
         size = self.size_at(self._position(trainer, batch_idx))
-        for logger in trainer.loggers:
-            logger.log_metrics({"data/image_size": float(size)}, step=step + 1)
+        log_scalars(trainer, {"data/image_size": float(size)}, step + 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the schedule from the datamodule. The model still accepts all sizes."""
@@ -276,10 +271,6 @@ class StepSizes:
     def final_size(self, size: int, max_epochs: float) -> int:
         """Returns the last size, in a run with epochs of ``size`` samples."""
         return self.sizes[max(self.sizes, key=lambda point: point.epochs(size, max_epochs))]
-
-    def points(self) -> list[RunPosition]:
-        """Returns the points that the schedule names."""
-        return list(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -326,10 +317,6 @@ class GrowingSize:
     def final_size(self, size: int, max_epochs: float) -> int:
         """Returns the last size."""
         return self.end
-
-    def points(self) -> list[RunPosition]:
-        """Returns the points that the schedule names."""
-        return [self.begin, self.finish]
 
 
 def round_down(size: float, multiple: int) -> int:

@@ -30,12 +30,12 @@ from dlo_framework.checkpoint import check
 from dlo_framework.checkpoint.loading import LazyStateDict
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.shards import Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
-from dlo_framework.watch.media import draw_figure, log_figure
+from dlo_framework.watch.media import draw_figure, log_figure, log_scalars
 from dlo_plugins.callbacks.gradients import last_linear
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
@@ -123,8 +123,7 @@ class Prune(Callback):
             ("schedule", self.schedule, ("gradual", "one_shot")),
             ("kernels", self.kernels, ("dense", "semi_structured")),
         ):
-            if value not in known:
-                raise DloError(f"Prune: {key} must be {' or '.join(known)}, got {value}; set one of them")
+            check_choice(f"Prune: {key}", value, known)
         if self.amount is not None:
             check_fraction(self.amount, "Prune: amount", "0.8 prunes four of five")
         if self.pattern is None and self.amount is None and self.masks is None:
@@ -334,8 +333,7 @@ class Prune(Callback):
             shards.freeze()
         if not (shards.keeps_dense and self.trains_pruned):
             shards.mask_optimizer_state()
-        for logger in trainer.loggers:
-            logger.log_metrics({"prune/sparsity": shards.target}, step=step)
+        log_scalars(trainer, {"prune/sparsity": shards.target}, step)
 
     def _due(self, trainer: Trainer, step: int) -> float | None:
         """Returns the sparsity of a choice that is due after a step; None if none is."""

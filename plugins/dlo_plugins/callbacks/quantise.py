@@ -20,9 +20,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, check_number, did_you_mean, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, mark_agreed
 from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
-from dlo_framework.task import Task
+from dlo_framework.task import Task, checkable_module, inner_model
+from dlo_framework.watch.media import log_scalars
 from dlo_plugins.callbacks.run_position import parse_position
 from dlo_plugins.quantisation.bit_schedule import MOST, BitSchedule, LayerCurvature, fitting_period
 from dlo_plugins.quantisation.export import check_name, check_target
@@ -31,7 +32,6 @@ from dlo_plugins.quantisation.post_training import (
     EvaluationData,
     PostTraining,
     fresh_copy,
-    inner_model,
     named_layers,
 )
 from dlo_plugins.quantisation.report import QuantisationReport
@@ -106,10 +106,7 @@ class Quantise(Callback):
         mixed_bits: bool = False,
     ) -> None:
         check_torchao()
-        if when not in WHEN:
-            raise DloError(
-                f"Quantise: unknown when '{when}'{did_you_mean(when, WHEN) or ';'} available: {', '.join(WHEN)}"
-            )
+        check_choice("Quantise: when", when, WHEN)
         found = find_scheme(scheme)
         self.when, self.export, self.reports = when, tuple(export or ()), report
         self.start = parse_position(start, "Quantise: start")
@@ -185,10 +182,8 @@ class Quantise(Callback):
             )
         for target in self.export:
             check_target(target, module, self.options.scheme)
-        if isinstance(module, Task):
-            named_layers(module.on_meta(), self.options, self._slices(trainer))
-        elif next(module.parameters(), None) is not None:  # Else it builds its model later.
-            named_layers(module, self.options)
+        if (checkable := checkable_module(module)) is not None:
+            named_layers(checkable, self.options, self._slices(trainer))
 
     def _slices(self, trainer: Trainer) -> int:
         """Returns the number of slices that tensor parallelism cuts a row into, in training with rounding."""
@@ -202,7 +197,7 @@ class Quantise(Callback):
         self._seen, self._last_bits = -1, []
         if stage != "fit":
             return
-        try:
+        with agreed_errors():
             if isinstance(pl_module, Task):
                 pl_module.check(getattr(trainer, "datamodule", None))  # It may read sizes of the model from the data.
             self.check_run(trainer, pl_module)
@@ -211,8 +206,6 @@ class Quantise(Callback):
                 full = pl_module.on_meta()
                 self._names = named_layers(full, self.options, self._slices(trainer))
                 self._curvature = self._make_curvature(full) if self.mixed_bits else None
-        except DloError as error:
-            raise mark_agreed(error) from None
         if self.reports and trainer.is_global_zero:
             self._twin = fresh_copy(pl_module)
 
@@ -236,8 +229,7 @@ class Quantise(Callback):
         self._set_bits(bits)
         shown = " to ".join(dict.fromkeys((str(min(bits)), str(max(bits)))))
         rank_zero_info(f"Quantise: weights have {shown} bits from step {trainer.global_step} on")
-        for logger in trainer.loggers:
-            logger.log_metrics({"quantised/bits": sum(bits) / len(bits)}, step=trainer.global_step)
+        log_scalars(trainer, {"quantised/bits": sum(bits) / len(bits)})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes on rounding in a resumed run, which may begin with a validation."""
@@ -404,8 +396,7 @@ class Quantise(Callback):
             shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
         self.last_report = found
         write_report(found, saved.parent)
-        for logger in trainer.loggers:
-            logger.log_metrics(found.scalars(), step=trainer.global_step)
+        log_scalars(trainer, found.scalars())
         files = ", ".join(str(saved.parent / name) for name in found.exported)
         exported = f"\nexported: {files}" if files else ""
         print(f"\n{found.table()}{exported}", flush=True)

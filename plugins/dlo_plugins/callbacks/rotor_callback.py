@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +24,11 @@ from torch import Tensor, nn
 from dlo_framework.agreement import gather_then_scatter
 from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute, undo_recompute
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.task import Task
+from dlo_framework.task import inner_model, model_and_plan
 from dlo_framework.units import format_bytes
-from dlo_framework.watch.media import draw_figure, log_figure
+from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
@@ -120,7 +118,7 @@ class Rotor(Callback):
     def _begin_survey(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
         self._batches = self.measured = 0
-        model = pl_module.model if isinstance(pl_module, Task) else pl_module
+        model = inner_model(pl_module)
 
         def parameters() -> list[Tensor]:
             return list(pl_module.parameters())
@@ -282,17 +280,10 @@ class Rotor(Callback):
             scalars["rotor/measured_bytes"] = float(self.measured)
             amounts = format_bytes(self.measured), format_bytes(predicted)
             rank_zero_info(f"Rotor: activations of a step take {amounts[0]}, predicted {amounts[1]}")
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
+        log_scalars(trainer, scalars)
         args = plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link
         measured = self.measured if len(self.plans) == plan.measured.in_flight == 1 else 0
-        figure = draw_figure("Rotor", lambda: draw_schedule(*args, measured=measured))
-        if figure is None:
-            return
-        path = Path(trainer.default_root_dir) / "rotor.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        log_figure(trainer, "rotor/schedule", figure)
+        save_figure(trainer, "Rotor", "rotor/schedule", "rotor.png", lambda: draw_schedule(*args, measured=measured))
 
 
 def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list[str], bool]]:
@@ -307,10 +298,8 @@ def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list
         for stage in pipelined.pipeline.own_stages:
             yield stages.blocks_of(stage), stage + 1 == stages.count
         return
-    if isinstance(pl_module, Task):
-        names = pl_module.parallel_plan().block_names(pl_module.model)
-    else:
-        names = ParallelPlan.infer(pl_module).block_names(pl_module)
+    model, plan = model_and_plan(pl_module)
+    names = plan.block_names(model)
     if not names:
         raise DloError(
             f"Rotor: the parallel plan must name blocks, got none of {type(pl_module).__name__}; name them in"

@@ -23,8 +23,9 @@ from torch import Tensor
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.order import uniform
-from dlo_framework.errors import DloError, check_number, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_framework.progress import check_end, fraction_seen
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.run_position import DataHook, RunPosition, parse_position, run_fraction
 from dlo_plugins.strategies.mesh import MeshStrategy
 
@@ -78,14 +79,8 @@ class SequenceLength(BatchTransform):
         multiple: int = 8,
         seed: int = 0,
     ) -> None:
-        if (start is None) == (lengths is None):
-            got = "neither" if start is None else "both"
-            raise DloError(
-                f"SequenceLength: exactly one of start and lengths must be set, got {got};"
-                f" {'set start: 64' if start is None else 'leave one out'}"
-            )
-        if method not in METHODS:
-            raise DloError(f"SequenceLength: method must be split or truncate, got {method!r}; leave it out for split")
+        check_one_of("SequenceLength", start=start, lengths=lengths)
+        check_choice("SequenceLength: method", method, METHODS, "leave it out for split")
         check_number("SequenceLength: multiple", multiple, "at least 1", "leave it out")
         self.start, self.method, self.multiple, self.seed = start, method, multiple, seed
         self.until = parse_position(until, "SequenceLength: until")
@@ -182,11 +177,9 @@ class SequenceLength(BatchTransform):
         if stage != "fit":
             return
         self._step, self._logged_step = -1, -1
-        try:
+        with agreed_errors():
             check_end(trainer)
             self._set_points(trainer)
-        except DloError as error:
-            raise mark_agreed(error) from None
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, ResumableDataModule) and datamodule.shapes_batches:
             self._hook.set(datamodule, lambda batch: self._shape(trainer, batch))
@@ -211,11 +204,10 @@ class SequenceLength(BatchTransform):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Logs the length."""
         step = trainer.global_step
-        if (step + 1) % trainer.log_every_n_steps or step == self._logged_step:  # type: ignore[attr-defined]
+        if not is_logged(trainer, step + 1) or step == self._logged_step:
             return
         self._logged_step = step
-        for logger in trainer.loggers:
-            logger.log_metrics({"data/sequence_length": float(self._length)}, step=step + 1)
+        log_scalars(trainer, {"data/sequence_length": float(self._length)}, step + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress at the last step."""

@@ -15,8 +15,9 @@ from torchvision.ops import StochasticDepth as TorchvisionDepth
 
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end
-from dlo_framework.task import Task
+from dlo_framework.task import checkable_module
 from dlo_framework.watch.flops import is_compiled
+from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.block_schedule import StepFraction
 
 #: Modules that drop a residual branch of a sample, and their attributes with the rate.
@@ -86,8 +87,8 @@ class StochasticDepthSchedule(Callback):
             DloError: If it has none, or one would exceed 1.
         """
         check_end(trainer)
-        if isinstance(module, Task) or next(module.parameters(), None) is not None:
-            self._find_rates(module.on_meta() if isinstance(module, Task) else module)
+        if (checkable := checkable_module(module)) is not None:
+            self._find_rates(checkable)
 
     def _find_rates(self, module: nn.Module) -> list[tuple[nn.Module, str, float]]:
         found = [
@@ -135,9 +136,8 @@ class StochasticDepthSchedule(Callback):
         for part, attribute, rate in self._rates:
             setattr(part, attribute, rate * factor)
         step = trainer.global_step + 1
-        if is_new and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                logger.log_metrics({"stochastic_depth/factor": factor}, step=step)
+        if is_new and is_logged(trainer, step):
+            log_scalars(trainer, {"stochastic_depth/factor": factor}, step)
 
     def _restore(self, *_: Any, **__: Any) -> None:
         """Restores the model's own rates."""

@@ -19,9 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import batch_size
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice, did_you_mean
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
+from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import data_parallel_size
 from dlo_plugins.callbacks.compile import Compile
 
@@ -100,8 +101,7 @@ class TimeToTarget(Callback):
     """
 
     def __init__(self, metric: str, target: float, mode: Direction = "max") -> None:
-        if mode not in ("max", "min"):
-            raise DloError(f"TimeToTarget: mode must be max or min, got {mode!r}; max is the default")
+        check_choice("TimeToTarget: mode", mode, ("max", "min"), "max is the default")
         better = metric_direction(metric)
         if better not in (None, mode):
             raise DloError(f"TimeToTarget: mode must be {better} for {metric}, got {mode}; set mode: {better}")
@@ -287,8 +287,7 @@ class TimeToTarget(Callback):
             return
         pl_module.print(f"target reached: {goal} ({reached['value']:.6g}) after {_cost(reached)}")
         scalars = {f"time_to_target/{name}": value for name, value in reached.items() if name != "value"}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=trainer.global_step)
+        log_scalars(trainer, scalars)
 
     def _close(self, trainer: Trainer) -> None:
         """Ends the log and writes the result, once."""

@@ -13,22 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.batches import chosen_tokens
 from dlo_framework.data.order import hash64
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.recompute import has_backward
-from dlo_framework.task import Task
 from dlo_plugins.callbacks.block_schedule import (
     BlockSchedule,
     ModelBlocks,
     check_hidden,
-    handle_calls,
 )
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
-from dlo_plugins.remat.block_calls import split_hidden, with_hidden
+from dlo_plugins.remat.block_calls import Handler, split_hidden, with_hidden
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 
@@ -60,6 +58,7 @@ class TokenDrop(BlockSchedule):
 
     #: Place of the handler among those of other callbacks: inside all others.
     order = 30
+    replaces_outputs = True
 
     def __init__(
         self,
@@ -79,26 +78,10 @@ class TokenDrop(BlockSchedule):
         self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
         self._always = 0
+        self._places: dict[str, int] = {}  # Of all blocks, by name.
         self._index: dict[tuple[int, int], Tensor] = {}  # Of the current step, by block and length.
 
     # --- before training -----------------------------------------------------------------------------------
-
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
-        """Checks the strategy, the other callbacks and the model, before processes start.
-
-        Raises:
-            DloError: If they do not go with blocks that see some tokens only.
-        """
-        self.check_trainer(trainer)
-        if isinstance(module, Task) or next(module.parameters(), None) is not None:
-            self._choose_blocks(ModelBlocks(module.on_meta() if isinstance(module, Task) else module, "TokenDrop"))
-        if getattr(module, "looks_inside", False):
-            raise DloError(
-                f"TokenDrop: the loss must not use outputs of all blocks, got {type(module).__name__} with router"
-                " logits; set output_router_logits: false"
-            )
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Checks the strategy and the other callbacks.
@@ -119,7 +102,8 @@ class TokenDrop(BlockSchedule):
                 )
         self._until = run_fraction(trainer, self.until, "TokenDrop", "until")
 
-    def _choose_blocks(self, blocks: ModelBlocks) -> list[str]:
+    def choose_blocks(self, blocks: ModelBlocks) -> list[str]:
+        """Returns the names of the middle blocks."""
         if len(blocks.names) < 3:
             raise DloError(
                 f"TokenDrop: the model must have at least 3 blocks, as the first and the last see all tokens, got"
@@ -131,20 +115,14 @@ class TokenDrop(BlockSchedule):
                 f"TokenDrop: attention must not find documents by gaps of the positions, got {kernel}; set attention:"
                 " sdpa or dlo_varlen"
             )
-        return blocks.without([*self.skip, blocks.names[0], blocks.names[-1]], "TokenDrop")
+        self._places = {name: place for place, name in enumerate(blocks.names)}
+        return blocks.without([*self.skip, blocks.names[0], blocks.names[-1]])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to handle the blocks' calls."""
-        self._remove()
         self.check_run(trainer, pl_module)
-        blocks = ModelBlocks(pl_module, "TokenDrop")
+        blocks = self.handle_blocks(pl_module)
         self._always = int(getattr(blocks.model, "num_prefix_tokens", 0))
-        self._handles = [
-            handle_calls(
-                blocks.block(name), self._handler(blocks.names.index(name), name, blocks.block(name)), self.order
-            )
-            for name in self._choose_blocks(blocks)
-        ]
 
     def _remove(self) -> None:
         super()._remove()
@@ -157,18 +135,14 @@ class TokenDrop(BlockSchedule):
         count = kept_tokens(self._clock.fraction, self.start, self._until, length, self.multiple)
         return min(length, max(count, self._always + 1))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begins a new step's selection, and logs."""
-        if not self._clock.update(trainer):
-            return
+    def begin_step(self) -> dict[str, float]:
+        """Begins a new step's selection, and returns the fraction of the tokens that is seen."""
         self._index = {}
-        step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            share = self.start + (1 - self.start) * min(1.0, self._clock.fraction / self._until)
-            for logger in trainer.loggers:
-                logger.log_metrics({"token_drop/kept": share}, step=step)
+        return {"token_drop/kept": self.start + (1 - self.start) * min(1.0, self._clock.fraction / self._until)}
 
-    def _handler(self, number: int, name: str, block: nn.Module) -> Callable[..., Any]:
+    def handler(self, number: int, name: str, block: nn.Module) -> Handler:
+        """Returns a handler that calls the block with a selection of the tokens."""
+
         def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not (has_backward() and block.training) or self._clock.fraction >= self._until:
                 return inner(*args, **kwargs)
@@ -187,7 +161,7 @@ class TokenDrop(BlockSchedule):
                     f"TokenDrop: a block must get all tensors but the hidden state by name, got positional ones for"
                     f" '{name}'; leave it out by skip: ['{name}']"
                 )
-            index = self._draw(number, length, hidden.device)
+            index = self._draw(self._places[name], length, hidden.device)
             chosen = hidden.index_select(1, index)
             more = select_arguments(others, index, length, rows, name)
             new_args, new_kwargs = with_hidden(args, more if args else {next(iter(kwargs)): chosen, **more}, chosen)

@@ -37,26 +37,8 @@ def choose_layers(
     Raises:
         DloError: If a pattern matches no layer, none is left, or a layer has a shape that the scheme cannot have.
     """
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not isinstance(module, NonDynamicallyQuantizableLinear)
-        and uses[id(module.weight)] == 1
-        and not _covered(name, head)
-        and ".lora_" not in f".{name}"
-    ]
-    for pattern in skip:
-        if not any(_covered(name, [pattern]) for name in found):
-            parts = [name.split(".") for name in found]
-            known = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
-            near = did_you_mean(pattern, sorted(known))
-            raise DloError(
-                f"Quantise: skip must match linear layers that would be quantised, got '{pattern}', which matches"
-                f" none{near or '; remove it'}"
-            )
-    chosen = [name for name in found if not _covered(name, skip)]
+    found = [name for name in linear_layers(model) if not _covered(name, head)]
+    chosen = leave_out(found, skip, "Quantise: skip must match linear layers that would be quantised")
     if not chosen:
         raise DloError(
             f"Quantise: {type(model).__name__} must have linear layers outside its head and skip, got none; shorten"
@@ -65,6 +47,38 @@ def choose_layers(
     if scheme.is_grouped:
         _check_shapes(model, chosen, group_size, slices)
     return chosen
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Returns the linear layers that are called and have their weight alone, without LoRA's adapters, by name."""
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+        and uses[id(module.weight)] == 1
+        and ".lora_" not in f".{name}"
+    }
+
+
+def leave_out(names: Sequence[str], skip: Sequence[str], rule: str) -> list[str]:
+    """Returns the names of the layers that no pattern matches.
+
+    Args:
+        names: Names of layers.
+        skip: Patterns of modules to leave out.
+        rule: Rule of the patterns, for the message.
+
+    Raises:
+        DloError: If a pattern matches no layer.
+    """
+    for pattern in skip:
+        if not any(_covered(name, [pattern]) for name in names):
+            known = {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
+            near = did_you_mean(pattern, sorted(known))
+            raise DloError(f"{rule}, got '{pattern}', which matches none{near or '; remove it'}")
+    return [name for name in names if not _covered(name, skip)]
 
 
 def _covered(name: str, patterns: Sequence[str]) -> bool:
@@ -81,7 +95,7 @@ def _patterns(some: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: int) -> None:
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = linear_layers(model)
     shapes = {name: found[name].weight.shape for name in names}
     uneven = [name for name, (_, inputs) in shapes.items() if inputs % group_size]
     if uneven:

@@ -18,7 +18,7 @@ from dlo_framework.batches import batch_size, slice_batch
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.plan import NoBlocksError
-from dlo_framework.task import Task
+from dlo_framework.task import Task, inner_model
 from dlo_plugins.quantisation.conversion import (
     computes_in_bf16,
     convert,
@@ -50,11 +50,6 @@ class EvaluationData:
     val: Any = None
 
 
-def inner_model(module: LightningModule) -> nn.Module:
-    """Returns the model of a task, or another module itself."""
-    return module.model if isinstance(module, Task) else module
-
-
 def head_patterns(module: LightningModule) -> tuple[str, ...]:
     """Returns the patterns of the modules after the last block; empty for a module without a plan."""
     if not isinstance(module, Task):
@@ -66,7 +61,7 @@ def head_patterns(module: LightningModule) -> tuple[str, ...]:
 
 
 def named_layers(module: LightningModule, options: QuantisationOptions, slices: int = 1) -> list[str]:
-    """Returns the names of the layers to quantise, relative to :func:`inner_model`; see :func:`.choose_layers`."""
+    """Returns the names of the layers to quantise, relative to the inner model; see :func:`.choose_layers`."""
     skip, head = options.skip, head_patterns(module)
     return choose_layers(inner_model(module), options.scheme, options.group_size, skip, head, slices)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 from dlo_plugins.quantisation.grids import affine_grid, levels
 
 #: Sizes of groups that torchao's int4 kernels take, on a CPU and on CUDA.
@@ -69,10 +69,7 @@ def find_scheme(name: str) -> Scheme:
     Raises:
         DloError: If there is none; the message has the nearest.
     """
-    if name not in SCHEMES:
-        raise DloError(
-            f"Quantise: unknown scheme '{name}'{did_you_mean(name, SCHEMES) or ';'} available: {', '.join(SCHEMES)}"
-        )
+    check_choice("Quantise: scheme", name, SCHEMES)
     return SCHEMES[name]
 
 

@@ -91,7 +91,7 @@ def test_ulysses_needs_heads_that_the_ranks_divide() -> None:
 
 
 def test_a_method_that_does_not_exist() -> None:
-    with pytest.raises(DloError, match="method must be ring or ulysses, got 'star'"):
+    with pytest.raises(DloError, match="method must be one of ring, ulysses, got star"):
         ContextParallel("star")  # type: ignore[arg-type]
 
 

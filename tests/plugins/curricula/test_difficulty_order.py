@@ -132,11 +132,11 @@ def test_scores_of_a_file_order_images_and_a_resume_is_exact(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DifficultyOrder(), "exactly one of scores and metric must be set, got neither"),
-        (lambda: DifficultyOrder("x", "rarity"), "exactly one of scores and metric must be set, got both"),
+        (lambda: DifficultyOrder(), "exactly one of scores and metric must be set"),
+        (lambda: DifficultyOrder("x", "rarity"), "exactly one of scores and metric must be set, got "),
         (lambda: DifficultyOrder(metric="length"), "metric must be one of rarity, targets, got length"),
         (lambda: DifficultyOrder(metric="rarity", start=0), "start must be above 0 and at most 1, got 0"),
-        (lambda: DifficultyOrder(metric="rarity", growth="log"), "growth must be root or linear, got 'log'"),
+        (lambda: DifficultyOrder(metric="rarity", growth="log"), "growth must be one of root, linear, got log"),
         (lambda: DifficultyOrder(metric="rarity", until=0), "until must be above 0, got 0"),
     ],
 )

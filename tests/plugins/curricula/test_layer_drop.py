@@ -78,7 +78,7 @@ def test_the_output_is_that_of_the_formula(tmp_path):
     drop = LayerDrop(theta=0.5)
     block = Block()
     drop._probabilities, drop._kept = [1.0, 0.75], [True, True]
-    handle = handle_calls(block, drop._handler(1, "1", block), 20)
+    handle = handle_calls(block, drop.handler(1, "1", block), 20)
     x = torch.randn(2, 3, requires_grad=True)
     torch.testing.assert_close(block(x), x + block.layer(x) / 0.75)
     drop._kept = [True, False]

@@ -339,7 +339,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) 
 def test_layer_options_out_of_range_are_refused() -> None:
     with pytest.raises(DloError, match=r"hidden.weight must be above 0, got 0"):
         HiddenStates(weight=0.0)
-    with pytest.raises(DloError, match=r"hidden.loss must be mse or cosine, got l1"):
+    with pytest.raises(DloError, match=r"hidden.loss must be one of mse, cosine, got l1"):
         HiddenStates(loss="l1")  # type: ignore[arg-type]
 
 

@@ -343,7 +343,7 @@ def test_the_report_is_in_the_run_folder(tmp_path):
         ({"amount": 0.5, "begin": "80%", "end": "40%"}, "begin must be before end, got 80% and 40%"),
         ({"amount": 0.5, "begin": "500 samples"}, "begin must be in epochs or percent, got '500 samples'"),
         ({"amount": 0.5, "every": 0}, "every must be at least 1 step, got 0"),
-        ({"amount": 0.5, "method": "random"}, "method must be magnitude or movement, got random"),
+        ({"amount": 0.5, "method": "random"}, "method must be one of magnitude, movement, got random"),
         ({"amount": 0.5, "kernels": "semi_structured"}, "semi_structured must have pattern: '2:4', got 'none'"),
         ({"pattern": "2:4", "decay": -1.0}, "decay must be at least 0, got -1"),
     ],

@@ -256,8 +256,8 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "int9"}, "unknown scheme 'int9'; did you mean 'int8'"),
-        ({"when": "awear"}, "unknown when 'awear'; did you mean 'aware'"),
+        ({"scheme": "int9"}, "got int9; did you mean 'int8'"),
+        ({"when": "awear"}, "got awear; did you mean 'aware'"),
         ({"start": "150%"}, "a point must be within the run"),
         ({"start": "100 samples"}, "start must be a share of training or a number of epochs"),
         ({"scheme": "int8", "group_size": 64}, "group_size must be unset for scheme int8"),
