@@ -25,12 +25,11 @@ from dlo_plugins.callbacks.gradients import (
     IndexedNoise,
     add_noise_,
     agc_scales,
-    excluded_names,
-    last_linear,
     noise_deviation,
     norm_scales,
     overlaps,
 )
+from dlo_plugins.pruning.layers import last_linear, match_or_last
 from dlo_plugins.sharding.stepped_gradients import SteppedGradient
 from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -220,11 +219,16 @@ def test_how_much_was_clipped_is_logged(tmp_path):
 
 def test_the_last_linear_layer_is_left_out_unless_patterns_say_otherwise():
     module = Net()
-    assert excluded_names(module, None) == ["head.weight", "head.bias"]
-    assert excluded_names(module, []) == []
-    assert excluded_names(module, ["body.*.bias", "head"]) == ["body.0.bias", "body.2.bias", "head.weight", "head.bias"]
+    names = [name for name, _ in module.named_parameters()]
+
+    def excluded(patterns):
+        return match_or_last(patterns, names, module, "each pattern must match a parameter")
+
+    assert excluded(None) == {"head.weight", "head.bias"}
+    assert excluded([]) == set()
+    assert excluded(["body.*.bias", "head"]) == {"body.0.bias", "body.2.bias", "head.weight", "head.bias"}
     with pytest.raises(DloError, match="must match a parameter, got 'hed'; did you mean 'head'"):
-        excluded_names(module, ["hed"])
+        excluded(["hed"])
 
 
 class Own(Task):

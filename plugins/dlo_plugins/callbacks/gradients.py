@@ -24,16 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlo_framework.data.order import hash64
 from dlo_framework.distributed.step_primitives import torch_optimizer
-from dlo_framework.errors import DloError, check_number
-from dlo_framework.plan import ParallelPlan, match_names
+from dlo_framework.errors import check_number
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_framework.strategy_contract import contract_of, plain_name
-from dlo_framework.task import Task
 from dlo_framework.watch.media import is_logged, log_scalars
+from dlo_plugins.pruning.layers import match_or_last
 from dlo_plugins.sharding.stepped_gradients import (
     SteppedGradient,
     check_reachable,
@@ -142,7 +141,9 @@ class AdaptiveGradientClipping(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the excluded parameters."""
         check_reachable("AdaptiveGradientClipping", trainer)
-        self._excluded = {plain_name(name) for name in excluded_names(pl_module, self.exclude)}
+        names = [name for name, _ in pl_module.named_parameters()]
+        rule = "AdaptiveGradientClipping: each pattern of exclude must match a parameter"
+        self._excluded = {plain_name(name) for name in match_or_last(self.exclude, names, pl_module, rule)}
         self._norms = {}
         self._clipped = None  # It may be left from a fit that raised in a step.
 
@@ -247,39 +248,6 @@ class GradientNoise(Callback):
         stepped = stepped_gradients(trainer.strategy, optimizer)
         gradients = {one.name: one.gradient for one in stepped if one.gradient is not None}
         add_noise_(gradients, deviation, self._seed, step)
-
-
-def excluded_names(pl_module: LightningModule, patterns: list[str] | None) -> list[str]:
-    """Returns the names of the parameters that are not clipped.
-
-    Args:
-        pl_module: Module with its model built.
-        patterns: Patterns as in :class:`AdaptiveGradientClipping`.
-
-    Raises:
-        DloError: If a pattern matches no parameter.
-    """
-    names = [name for name, _ in pl_module.named_parameters()]
-    if patterns is None:
-        last = last_linear(pl_module)
-        return [name for name in names if last is not None and name.startswith(f"{last}.")]
-    known = [*names, *(name for name, _ in pl_module.named_modules() if name)]
-    return match_names(
-        patterns, names, known, "AdaptiveGradientClipping: each pattern of exclude must match a parameter"
-    )
-
-
-def last_linear(pl_module: LightningModule) -> str | None:
-    """Returns the name of the output layer: the last linear one, in the plan's head if it has any."""
-    linear = [name for name, module in pl_module.named_modules() if isinstance(module, nn.Linear)]
-    head: list[str] = []
-    if isinstance(pl_module, Task):
-        try:
-            plan = pl_module.parallel_plan()
-        except DloError:  # The plan has no blocks, and so no head.
-            plan = ParallelPlan()
-        head = [name for name in linear if "head" in plan.owners(name.removeprefix("model."))]
-    return next(reversed(head or linear), None)
 
 
 #: Most elements of a chunk: 4 MB in single precision. The noise depends on it.

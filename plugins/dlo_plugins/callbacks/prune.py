@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.atomic_file import write_atomic
@@ -36,7 +34,6 @@ from dlo_framework.rehearsal import run_folder
 from dlo_framework.shards import Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.media import draw_figure, log_figure, log_scalars
-from dlo_plugins.callbacks.gradients import last_linear
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.mesh.mesh_description import prepare_model
@@ -174,7 +171,10 @@ class Prune(Callback):
         if self.kernels == "semi_structured":
             check_kernels(trainer.strategy.root_device, str(trainer.precision))
         built, _ = prepare_model(module)
-        self._select(built)
+        layers = select_layers(built, self.skip)
+        if self.pattern is not None:
+            shapes = {name.replace("_orig_mod.", ""): tuple(p.shape) for name, p in built.named_parameters()}
+            check_pattern(layers, shapes, self.pattern)
 
     def _check_strategy(self, trainer: Trainer) -> None:
         strategy = trainer.strategy
@@ -185,12 +185,14 @@ class Prune(Callback):
                 " use ddp, zero1 to zero3, fsdp, MeshStrategy or DeepSpeedBridge"
             )
 
+    def _bounds(self, trainer: Trainer) -> tuple[float, float]:
+        """Returns the fractions of the run at which pruning begins and ends."""
+        begin = run_fraction(trainer, self.begin, "Prune", "begin")
+        return begin, run_fraction(trainer, self.end, "Prune", "end")
+
     def _check_schedule(self, trainer: Trainer) -> None:
         check_end(trainer)
-        begin, end = (
-            run_fraction(trainer, self.begin, "Prune", "begin"),
-            run_fraction(trainer, self.end, "Prune", "end"),
-        )
+        begin, end = self._bounds(trainer)
         if begin >= 1:
             raise DloError(
                 f"Prune: begin must be before the end of training, got {_show(self.begin)} of"
@@ -201,14 +203,6 @@ class Prune(Callback):
                 f"Prune: end must be after begin and within the run, got {_show(self.end)} with begin"
                 f" {_show(self.begin)} in {epochs_of_run(trainer):g} epochs; set '75%'"
             )
-
-    def _select(self, module: nn.Module, shapes: dict[str, Sequence[int]] | None = None) -> list[PrunableLayer]:
-        last = last_linear(module) if isinstance(module, LightningModule) else None
-        layers = select_layers(module, self.skip, last)
-        if self.pattern is not None:
-            names = {name.replace("_orig_mod.", ""): tuple(p.shape) for name, p in module.named_parameters()}
-            check_pattern(layers, {**names, **(shapes or {})}, self.pattern)
-        return layers
 
     # --- the run's begin and end ---------------------------------------------------------------------------
 
@@ -228,8 +222,7 @@ class Prune(Callback):
                 f"Prune: configure_optimizers must return one optimizer, got {len(trainer.optimizers)}; use one with"
                 " several parameter groups"
             )
-        last = last_linear(pl_module)
-        self.layers = select_layers(pl_module, self.skip, last)
+        self.layers = select_layers(pl_module, self.skip)
         if self.masks is not None and self._pending is None:
             self._start_with(trainer, read_masks(self.masks))
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -340,10 +333,7 @@ class Prune(Callback):
         if self._done:
             return None
         now = fraction_at(trainer, epochs_seen(trainer, with_this_batch=True), step)
-        begin, end = (
-            run_fraction(trainer, self.begin, "Prune", "begin"),
-            run_fraction(trainer, self.end, "Prune", "end"),
-        )
+        begin, end = self._bounds(trainer)
         if now < begin:
             return None
         final = self.pattern.sparsity if self.pattern is not None else self.amount
@@ -452,7 +442,7 @@ class Prune(Callback):
         """Uses sparse kernels in an evaluation outside a fit, where they are configured."""
         if self.kernels == "semi_structured" and trainer.state.fn != TrainerFn.FITTING:
             check_kernels(trainer.strategy.root_device, str(trainer.precision))
-            names = [layer.name for layer in select_layers(pl_module, self.skip, last_linear(pl_module))]
+            names = [layer.name for layer in select_layers(pl_module, self.skip)]
             count = use_sparse_kernels(pl_module, names)
             rank_zero_info(f"Prune: {count} of {len(names)} layers run torch's semi-structured kernels")
 
@@ -511,12 +501,12 @@ class TicketStart(Callback):
                 f" {trainer.max_steps // 10}"
             )
         built, _ = prepare_model(module)
-        select_layers(built, self.skip, last_linear(built) if isinstance(built, LightningModule) else None)
+        select_layers(built, self.skip)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the names of the layers, and saves the initial state if it is the one to rewind to."""
         if trainer.is_global_zero:
-            layers = select_layers(pl_module, self.skip, last_linear(pl_module))
+            layers = select_layers(pl_module, self.skip)
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self.folder / LAYERS, json.dumps([layer.name for layer in layers], indent=1) + "\n")
         self._save_at(trainer)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from dlo_framework.errors import DloError, shown_names
-from dlo_framework.plan import match_names
+from dlo_framework.plan import ParallelPlan, match_names
+from dlo_framework.task import Task
 from dlo_plugins.pruning.nm_pattern import NMPattern
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -46,39 +45,63 @@ def prunable_layers(module: nn.Module) -> list[PrunableLayer]:
 
 
 def _input_dim(part: nn.Module) -> int | None:
-    if isinstance(part, nn.Linear | _CONVOLUTIONS[0] | _CONVOLUTIONS[1] | _CONVOLUTIONS[2]):
+    """Returns the dim of a layer's weight with its input features; None for a layer of another kind."""
+    if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 1
-    # transformers' Conv1D (GPT-2): a linear layer whose weight is [in, out], with the attributes nx and nf.
-    return 0 if hasattr(part, "nf") and hasattr(part, "nx") else None
+    return 0 if is_transposed(part) else None
 
 
-def select_layers(
-    module: nn.Module, skip: Sequence[str] | None, last: str | None, trained: Iterable[str] | None = None
-) -> list[PrunableLayer]:
+def is_transposed(part: nn.Module) -> bool:
+    """Returns whether a module is transformers' Conv1D (GPT-2): a linear layer whose weight is [in, out]."""
+    return hasattr(part, "nf") and hasattr(part, "nx")
+
+
+def last_linear(module: nn.Module) -> str | None:
+    """Returns the name of the output layer: the last linear one, in the plan's head if it has any."""
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    head: list[str] = []
+    if isinstance(module, Task):
+        try:
+            plan = module.parallel_plan()
+        except DloError:  # The plan has no blocks, and so no head.
+            plan = ParallelPlan()
+        head = [name for name in linear if "head" in plan.owners(name.removeprefix("model."))]
+    return next(reversed(head or linear), None)
+
+
+def match_or_last(patterns: Sequence[str] | None, names: Sequence[str], module: nn.Module, rule: str) -> set[str]:
+    """Returns the names of parameters that patterns of them or of modules match.
+
+    Args:
+        patterns: Patterns; None for the output layer.
+        names: Names of the parameters.
+        module: Module that they are in.
+        rule: Rule of the patterns, for the message.
+
+    Raises:
+        DloError: A pattern matches none.
+    """
+    if patterns is None:
+        last = last_linear(module)
+        return {name for name in names if last is not None and name.startswith(f"{last}.")}
+    return set(match_names(patterns, names, [*names, *(name for name, _ in module.named_modules() if name)], rule))
+
+
+def select_layers(module: nn.Module, skip: Sequence[str] | None) -> list[PrunableLayer]:
     """Returns the layers to prune.
 
     Args:
         module: Module with its model built; it may be on the meta device.
         skip: Patterns of layers or weights that stay dense; None for the output layer.
-        last: Name of the output layer; None if there is none.
-        trained: Names of the parameters that an optimizer steps; None for those that require gradients.
 
     Raises:
         DloError: If a pattern matches no layer that could be pruned, or no layer is left.
     """
     layers = prunable_layers(module)
     names = [layer.name for layer in layers]
-    if skip is None:
-        skipped = {name for name in names if last is not None and name.startswith(f"{last}.")}
-    else:
-        known = [*names, *(name for name, _ in module.named_modules() if name)]
-        skipped = set(match_names(skip, names, known, "Prune: each pattern of skip must match a layer's weight"))
-    if trained is None:
-        frozen = {name.replace("_orig_mod.", "") for name, p in module.named_parameters() if not p.requires_grad}
-        left = [layer for layer in layers if layer.name not in skipped | frozen]
-    else:
-        own = set(trained)
-        left = [layer for layer in layers if layer.name not in skipped and layer.name in own]
+    skipped = match_or_last(skip, names, module, "Prune: each pattern of skip must match a layer's weight")
+    frozen = {name.replace("_orig_mod.", "") for name, p in module.named_parameters() if not p.requires_grad}
+    left = [layer for layer in layers if layer.name not in skipped | frozen]
     if not left:
         raise DloError(
             f"Prune: the model must have linear layers or convolutions that train and are not skipped, got"

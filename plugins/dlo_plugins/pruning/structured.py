@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import ChannelGroup
+from dlo_plugins.pruning.layers import is_transposed
 from dlo_plugins.tensor.heads import head_width, kv_heads
 
 _FUSED = (Rule.QKV, Rule.QKV_BY_HEAD, Rule.QKV_GROUPED, Rule.QKV_BY_GROUP)
@@ -51,10 +52,10 @@ class UnitGroup:
     width: int = 1
     ratio: int = 1
 
-    def outputs(self, rule: Rule, units: Tensor) -> Tensor:
-        """Returns the output features of a column module that belong to units, in the module's order."""
+    def segments(self, rule: Rule, units: Tensor) -> list[Tensor]:
+        """Returns the output features of a column module that belong to units, in each fused part of the module."""
         width, count = self.width, self.count
-        segments = {
+        starts = {
             Rule.COLUMN: [(0, 1)],
             Rule.GATE_UP: [(0, 1), (count, 1)],
             Rule.HEADS: [(0, self.ratio * width)],
@@ -68,7 +69,7 @@ class UnitGroup:
                 ((self.ratio + 1) * count * width, width),
             ],
         }[rule]
-        return torch.cat([offset + _spread(units, size) for offset, size in segments])
+        return [offset + _spread(units, size) for offset, size in starts]
 
     def inputs(self, units: Tensor) -> Tensor:
         """Returns the input features of a row module that belong to units."""
@@ -115,17 +116,12 @@ def _has_weight(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 2
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether a weight is [in, out], as in transformers' Conv1D."""
-    return hasattr(module, "nf") and hasattr(module, "nx")
-
-
 def _features(module: nn.Module) -> tuple[int, int]:
     """Returns the numbers of output and input features."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     rows, columns = weight.shape
-    return (columns, rows) if _is_transposed(module) else (rows, columns)
+    return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
 def _hidden(
@@ -179,33 +175,18 @@ def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor
     written, read = torch.zeros(group.count), torch.zeros(group.count)
     for name, rule in group.columns:
         weight = _as_rows(model, name, weights, prefix).float().square().sum(1)
-        parts = weight[group.outputs(rule, every)]
-        for segment in parts.split([len(parts)] if rule in (Rule.COLUMN,) else _lengths(group, rule)):
-            written += segment.view(group.count, -1).sum(1)
+        for segment in group.segments(rule, every):
+            written += weight[segment].view(group.count, -1).sum(1)
     for name in group.rows:
         weight = _as_rows(model, name, weights, prefix).float().square().sum(0)
         read += weight[group.inputs(every)].view(group.count, -1).sum(1)
     return written.sqrt() * read.sqrt()
 
 
-def _lengths(group: UnitGroup, rule: Rule) -> list[int]:
-    """Returns the lengths of the segments of a fused projection's features."""
-    n, w = group.count, group.width
-    return {
-        Rule.GATE_UP: [n, n],
-        Rule.HEADS: [n * group.ratio * w],
-        Rule.KV_HEADS: [n * w],
-        Rule.QKV: [n * w] * 3,
-        Rule.QKV_BY_HEAD: [3 * n * w],
-        Rule.QKV_BY_GROUP: [n * (group.ratio + 2) * w],
-        Rule.QKV_GROUPED: [n * group.ratio * w, n * w, n * w],
-    }[rule]
-
-
 def _as_rows(model: nn.Module, name: str, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
     """Returns a weight as [out, in]."""
     weight = weights[f"{prefix}{name}.weight"]
-    return weight.T if _is_transposed(model.get_submodule(name)) else weight
+    return weight.T if is_transposed(model.get_submodule(name)) else weight
 
 
 def kept_units(scores: Tensor, keep: int) -> Tensor:
@@ -227,13 +208,13 @@ def remove_units(
         prefix: Prefix of the model's names in ``weights``.
     """
     for name, rule in group.columns:
-        features = group.outputs(rule, keep)
-        dim = 1 if _is_transposed(model.get_submodule(name)) else 0
+        features = torch.cat(group.segments(rule, keep))
+        dim = 1 if is_transposed(model.get_submodule(name)) else 0
         weights[f"{prefix}{name}.weight"] = weights[f"{prefix}{name}.weight"].index_select(dim, features)
         if f"{prefix}{name}.bias" in weights:
             weights[f"{prefix}{name}.bias"] = weights[f"{prefix}{name}.bias"][features]
     for name in group.rows:
-        dim = 0 if _is_transposed(model.get_submodule(name)) else 1
+        dim = 0 if is_transposed(model.get_submodule(name)) else 1
         weight = weights[f"{prefix}{name}.weight"]
         weights[f"{prefix}{name}.weight"] = weight.index_select(dim, group.inputs(keep))
 
