@@ -24,8 +24,9 @@ _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 class BatchTransform(Callback, ABC):
     """Callback that changes each training batch after its transfer to the device; evaluation is unaffected.
 
-    A subclass implements :meth:`transform`. If it overrides ``setup``, ``teardown`` or ``on_exception``, it calls
-    ``super``'s too. The transforms of all callbacks run in ascending :attr:`order`.
+    A subclass implements :meth:`transform`. If it overrides ``setup``, ``teardown``, ``on_exception`` or
+    :meth:`release`, which both of these call, it calls ``super``'s too. The transforms of all callbacks run in
+    ascending :attr:`order`.
 
     Example:
         ```python
@@ -61,10 +62,14 @@ class BatchTransform(Callback, ABC):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Removes the transform."""
-        leave_transfer(trainer)
+        self.release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Removes the transform: Lightning does not call ``teardown`` then."""
+        self.release(trainer)
+
+    def release(self, trainer: Trainer) -> None:
+        """Takes back what ``setup`` has changed, at the end of a run and after an error."""
         leave_transfer(trainer)
 
 

@@ -118,3 +118,19 @@ def map_rows(function: Callable[[Any], Any], batch: Any, size: int) -> Any:
 def slice_batch(batch: Any, first: int, size: int) -> Any:
     """Returns ``size`` samples of a batch, from the one with index ``first``; tensors are views."""
     return map_rows(lambda rows: rows[first : first + size], batch, batch_size(batch))
+
+
+def replace_entries(batch: Any, entries: dict[int | str, Any]) -> Any:
+    """Returns a copy of a dict, a list or a tuple, named or not, with other entries.
+
+    Args:
+        batch: Batch.
+        entries: New entries by key or position.
+    """
+    if isinstance(batch, dict):
+        return type(batch)({**batch, **entries})
+    values = list(batch)
+    for key, value in entries.items():
+        assert isinstance(key, int)
+        values[key] = value
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

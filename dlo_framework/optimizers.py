@@ -30,10 +30,7 @@ class PerParameterOptimizer(Optimizer):
         Args:
             closure: Function that computes gradients and returns the loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel():
@@ -43,6 +40,14 @@ class PerParameterOptimizer(Optimizer):
     def step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Takes a step of one parameter."""
         raise NotImplementedError
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Returns the loss of the function that an optimizer's step may be given, which computes gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def trust_ratio(weight: Tensor, update: Tensor, bounds: tuple[float, float] | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from dlo_framework.errors import DloError
 from dlo_plugins.compression.one_bit import frozen_denominators, limit_rms_
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb, trust_ratio
+from dlo_plugins.compression.one_bit_lamb import OneBitLamb
 
 SHAPES = [(6, 5), (5,), (5, 3), ()]
 
@@ -173,7 +173,6 @@ def test_the_second_stage_of_lamb_scales_frozen_ratios_by_how_the_second_moment_
     assert factor != 1.0
     assert float(optimizer.state[made[0]]["factor"]) == pytest.approx(factor, rel=1e-3)
     torch.testing.assert_close(made[0].double(), expected, rtol=1e-3, atol=1e-4)
-    assert float(trust_ratio(torch.zeros(3), torch.ones(3))) == 1.0
 
 
 def test_an_element_that_had_no_gradient_takes_no_giant_step():

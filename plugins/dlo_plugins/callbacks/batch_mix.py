@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from dlo_framework.batch_transform import BatchTransform, batches_are_new
+from dlo_framework.batches import replace_entries
 from dlo_framework.data import data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.progress import epochs_of_run, steps_per_epoch
@@ -206,7 +207,7 @@ class BatchMix(BatchTransform):
             on_device = to_device(plan, images.device)
             in_place = batches_are_new(trainer) if self.in_place is None else self.in_place
             images, soft = mix_images(images, plan, on_device, in_place=in_place), mix_targets(soft, on_device)
-        return _replace_entries(batch, {self.image_key: images, self.target_key: soft})
+        return replace_entries(batch, {self.image_key: images, self.target_key: soft})
 
     def is_on(self, trainer: Trainer) -> bool:
         """Returns whether the current epoch is before the last ``off_epochs``."""
@@ -321,14 +322,3 @@ def _get_entry(batch: Any, key: int | str) -> Any:
         f"BatchMix: image_key and target_key must be entries of a batch, got {got} without {key!r}"
         f"{near or '; set both keys'}"
     )
-
-
-def _replace_entries(batch: Any, entries: dict[int | str, Any]) -> Any:
-    """Returns a copy of the batch with other entries."""
-    if isinstance(batch, dict):
-        return type(batch)({**batch, **entries})
-    values = list(batch)
-    for key, value in entries.items():
-        assert isinstance(key, int)
-        values[key] = value
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

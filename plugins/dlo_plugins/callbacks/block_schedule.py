@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, agreed_errors
 from dlo_framework.plan import match_names
-from dlo_framework.progress import check_end, fraction_seen
+from dlo_framework.progress import check_end
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.rotor_callback import Rotor
+from dlo_plugins.callbacks.run_position import StepFraction
 from dlo_plugins.remat.block_calls import Handler, intercept_calls, restore_calls
 
 
@@ -150,37 +151,6 @@ class BlockSchedule(Callback, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the progress at the last step."""
         self._clock.load_state_dict(state_dict)
-
-
-class StepFraction:
-    """Fraction of training before an optimizer step, read once a step.
-
-    Attributes:
-        step: Number of optimizer steps before it; -1 before the first.
-        fraction: Fraction of training, 0 to 1.
-    """
-
-    def __init__(self) -> None:
-        self.step, self.fraction = -1, 0.0
-
-    def update(self, trainer: Trainer) -> bool:
-        """Reads the progress at a step's first micro-batch; returns whether this batch is one.
-
-        Args:
-            trainer: Trainer, in ``on_train_batch_start``.
-        """
-        if trainer.global_step == self.step:
-            return False
-        self.step, self.fraction = trainer.global_step, fraction_seen(trainer)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the last step and its fraction."""
-        return {"step": self.step, "fraction": self.fraction}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the last step and its fraction."""
-        self.step, self.fraction = state["step"], state["fraction"]
 
 
 class ModelBlocks:

@@ -406,17 +406,9 @@ class Distill(BatchTransform):
 
         task.__dict__.update(loss=loss, inputs=inputs, micro_batch_weights=micro_batch_weights)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def release(self, trainer: Trainer) -> None:
         """Frees the teacher, and restores the student's loss."""
-        super().teardown(trainer, pl_module, stage)
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Frees the teacher, and restores the student's loss."""
-        super().on_exception(trainer, pl_module, exception)
-        self._stop()
-
-    def _stop(self) -> None:
+        super().release(trainer)
         for outputs in (self._ours, self._theirs):
             if outputs is not None:
                 outputs.remove()

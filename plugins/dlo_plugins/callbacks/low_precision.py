@@ -77,33 +77,6 @@ def find_scheme(name: str) -> ProductScheme:
     return SCHEMES[name]
 
 
-def check_emulation(scheme: ProductScheme) -> None:
-    """Checks that a scheme can be emulated.
-
-    Raises:
-        DloError: It has kernels on every device.
-    """
-    if not scheme.emulated:
-        raise DloError(
-            f"LowPrecision: emulate must be false for scheme {scheme.name}, which runs on CPUs, got true; remove it"
-        )
-
-
-def check_torchao(scheme: ProductScheme) -> None:
-    """Checks that torchao has what a scheme needs, without importing it.
-
-    Raises:
-        DloError: It is not installed, or too old.
-    """
-    if scheme.name == "int8":
-        return
-    if importlib.util.find_spec("torchao") is None:
-        raise DloError(
-            f"LowPrecision: torchao must be installed for scheme {scheme.name}, got none; run `pip install"
-            " dlo_framework[quantisation]`"
-        )
-
-
 def check_device(scheme: ProductScheme, device: torch.device, emulate: bool) -> None:
     """Checks that a device computes a scheme.
 
@@ -165,9 +138,13 @@ class LowPrecision(Callback):
         emulate: bool = False,
     ) -> None:
         self.scheme, self.emulate = find_scheme(scheme), emulate
-        if emulate:
-            check_emulation(self.scheme)
-        check_torchao(self.scheme)
+        if emulate and not self.scheme.emulated:
+            raise DloError(f"LowPrecision: emulate must be false for {scheme}, which runs on CPUs, got true; remove it")
+        if scheme != "int8" and importlib.util.find_spec("torchao") is None:
+            raise DloError(
+                f"LowPrecision: torchao must be installed for scheme {scheme}, got none; run `pip install"
+                " dlo_framework[quantisation]`"
+            )
         check_number("LowPrecision: min_features", min_features, "at least 1", "64 is usual")
         self.weight_gradient, self.skip, self.min_features = weight_gradient, tuple(skip or ()), min_features
         self._installed: LowPrecisionForward | None = None

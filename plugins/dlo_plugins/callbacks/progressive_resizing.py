@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlo_framework.batch_transform import BatchTransform
-from dlo_framework.batches import batch_size
+from dlo_framework.batches import batch_size, replace_entries
 from dlo_framework.data import Position, ResumableDataModule, data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number, check_one_of
 from dlo_framework.model_sizes import accept_any_size, check_sizes, size_multiple
@@ -230,17 +230,9 @@ class ProgressiveResizing(BatchTransform):
         size = self.size_at(self._position(trainer, batch_idx))
         log_scalars(trainer, {"data/image_size": float(size)}, step + 1)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def release(self, trainer: Trainer) -> None:
         """Removes the schedule from the datamodule. The model still accepts all sizes."""
-        super().teardown(trainer, pl_module, stage)
-        self._release()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the schedule from the datamodule."""
-        super().on_exception(trainer, pl_module, exception)
-        self._release()
-
-    def _release(self) -> None:
+        super().release(trainer)
         self._hook.remove()
         self._global_batch, self._logged_step = 0, -1
 
@@ -362,15 +354,9 @@ def images_of(batch: Any, image_key: str) -> Tensor:
 
 def replace_images(batch: Any, images: Tensor, image_key: str) -> Any:
     """Returns a copy of the batch with other images."""
-    if isinstance(batch, dict):
-        changed = dict(batch)
-        changed[image_key] = images
-        return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(images, *batch[1:])
-    if isinstance(batch, tuple | list):
-        return type(batch)([images, *batch[1:]])
-    return images
+    if isinstance(batch, Tensor):
+        return images
+    return replace_entries(batch, {image_key if isinstance(batch, dict) else 0: images})
 
 
 def resized_sides(height: int, width: int, size: int, multiple: int) -> tuple[int, int]:

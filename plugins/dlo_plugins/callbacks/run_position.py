@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dlo_framework.data import Position, ResumableDataModule
 from dlo_framework.errors import DloError
-from dlo_framework.progress import epochs_of_run
+from dlo_framework.progress import epochs_of_run, fraction_seen
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -120,6 +120,38 @@ def run_fraction(trainer: Trainer, point: RunPosition, what: str, key: str) -> f
             f"{what}: trainer.max_epochs must be set for {key} in epochs, got none; set it, or use a percentage"
         )
     return point.value / epochs_of_run(trainer)
+
+
+class StepFraction:
+    """Fraction of training before an optimizer step, read once a step.
+
+    Attributes:
+        step: Number of optimizer steps before it; -1 before the first.
+        fraction: Fraction of training, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.fraction = -1, 0.0
+
+    def update(self, trainer: Trainer, *, with_this_batch: bool = False) -> bool:
+        """Reads the progress at a step's first micro-batch; returns whether this batch is one.
+
+        Args:
+            trainer: Trainer.
+            with_this_batch: Whether the trainer has not counted the batch yet; it has in ``on_train_batch_start``.
+        """
+        if trainer.global_step == self.step:
+            return False
+        self.step, self.fraction = trainer.global_step, fraction_seen(trainer, with_this_batch=with_this_batch)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the last step and its fraction."""
+        return {"step": self.step, "fraction": self.fraction}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the last step and its fraction."""
+        self.step, self.fraction = state["step"], state["fraction"]
 
 
 class DataHook:

@@ -24,9 +24,9 @@ from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
-from dlo_framework.progress import check_end, fraction_seen
+from dlo_framework.progress import check_end
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.callbacks.run_position import DataHook, RunPosition, parse_position, run_fraction
+from dlo_plugins.callbacks.run_position import DataHook, RunPosition, StepFraction, parse_position, run_fraction
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 _STREAM = 0x534C  # of the draws, among other hashes of the same seed
@@ -104,7 +104,7 @@ class SequenceLength(BatchTransform):
         self.needs_max_epochs = any(point.unit == "epochs" for point in used)
         self._points: list[tuple[float, list[int]]] = []
         self._until = 1.0
-        self._step, self._fraction = -1, 0.0
+        self._clock = StepFraction()
         self._hook = DataHook("shape_batch", "SequenceLength", "shape the batches")
         self._logged_step, self._length = -1, 0
 
@@ -176,7 +176,7 @@ class SequenceLength(BatchTransform):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._step, self._logged_step = -1, -1
+        self._clock, self._logged_step = StepFraction(), -1
         with agreed_errors():
             check_end(trainer)
             self._set_points(trainer)
@@ -189,10 +189,8 @@ class SequenceLength(BatchTransform):
     def _shape(self, trainer: Trainer, batch: Any) -> Any:
         """Returns the batch with rows of the current length."""
         full = check_tokens(batch, "SequenceLength")
-        if trainer.global_step != self._step:
-            # Before the batch is counted: the batches so far are those before it.
-            self._step, self._fraction = trainer.global_step, fraction_seen(trainer, with_this_batch=True)
-        self._length = self.length_at(self._fraction, full, self._step)
+        self._clock.update(trainer, with_this_batch=True)  # The batches so far are those before it.
+        self._length = self.length_at(self._clock.fraction, full, self._clock.step)
         if self._length == full:
             return batch
         return (split_rows if self.method == "split" else truncate_rows)(batch, self._length)
@@ -211,20 +209,15 @@ class SequenceLength(BatchTransform):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress at the last step."""
-        return {"step": self._step, "fraction": self._fraction}
+        return self._clock.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the progress at the last step."""
-        self._step, self._fraction = state_dict["step"], state_dict["fraction"]
+        self._clock.load_state_dict(state_dict)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def release(self, trainer: Trainer) -> None:
         """Removes the function from the datamodule."""
-        super().teardown(trainer, pl_module, stage)
-        self._hook.remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the function from the datamodule."""
-        super().on_exception(trainer, pl_module, exception)
+        super().release(trainer)
         self._hook.remove()
 
 

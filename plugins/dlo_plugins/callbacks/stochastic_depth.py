@@ -18,7 +18,7 @@ from dlo_framework.progress import check_end
 from dlo_framework.task import checkable_module
 from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.callbacks.block_schedule import StepFraction
+from dlo_plugins.callbacks.run_position import StepFraction
 
 #: Modules that drop a residual branch of a sample, and their attributes with the rate.
 _RATES: dict[type[nn.Module], str] = {DropPath: "drop_prob", TorchvisionDepth: "p"}

@@ -229,7 +229,7 @@ class CompressedAllReduce:
         Args:
             tensors: Floating-point tensors, with the same shapes in the same order each time.
         """
-        layout = self._prepare(tensors)
+        layout = self.prepare(tensors)
         rank, blocks = self.communicator.rank, layout.blocks
         torch._foreach_add_(self._worker_views, tensors)
         sent = self._compress(self.worker_error, self._counts, self._padding)
@@ -260,11 +260,8 @@ class CompressedAllReduce:
         """Drops the errors and the layout."""
         self.layout, self.worker_error, self.server_error = None, torch.empty(0), torch.empty(0)
 
-    def prepare(self, tensors: list[Tensor]) -> None:
-        """Allocates the errors, filled with zeros, if there are none yet."""
-        self._prepare(tensors)
-
-    def _prepare(self, tensors: list[Tensor]) -> BlockLayout:
+    def prepare(self, tensors: list[Tensor]) -> BlockLayout:
+        """Returns the layout; allocates the errors, filled with zeros, if there are none yet."""
         sizes = tuple(tensor.numel() for tensor in tensors)
         if self.layout is not None:
             assert self.layout.sizes == sizes, "the tensors must be those of the first mean"

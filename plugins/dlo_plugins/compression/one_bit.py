@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.errors import DloError, check_number
+from dlo_framework.optimizers import run_closure
 
 
 class MomentumAverage(Protocol):
@@ -109,10 +110,7 @@ class OneBitOptimizer(Optimizer):
         Raises:
             DloError: A gradient is sparse, or in the second stage a parameter gets its first gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         with torch.no_grad():
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             if any(gradient.is_sparse for gradient in gradients):

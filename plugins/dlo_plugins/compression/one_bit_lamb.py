@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import trust_ratio
 from dlo_plugins.compression.one_bit import OneBitOptimizer, frozen_denominators, gradients_of
 
 
@@ -103,7 +104,7 @@ class OneBitLamb(OneBitOptimizer):
                 update = (state["exp_avg"] / corrections[0]).div_(root)
                 if group["weight_decay"]:
                     update.add_(p, alpha=group["weight_decay"])
-                    ratio = trust_ratio(p, update)
+                    ratio = trust_ratio(p, update, None)
                     update.mul_(ratio)
                     known = state.get("trust_ratio")
                     state["trust_ratio"] = ratio if known is None else known.lerp(ratio, 1 - self.coefficient_beta)
@@ -191,10 +192,3 @@ class OneBitLamb(OneBitOptimizer):
 
     def _steps_in_state(self) -> int:
         return int(max((float(group.get("step") or 0) for group in self.param_groups), default=0))
-
-
-def trust_ratio(weights: Tensor, update: Tensor) -> Tensor:
-    """Returns LAMB's ratio of norms (arXiv 1904.00962); 1 where either is zero."""
-    weight_norm, update_norm = weights.norm(), update.norm()
-    usable = (weight_norm > 0) & (update_norm > 0)
-    return torch.where(usable, weight_norm / update_norm, 1.0)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dlo_framework.optimizers import run_closure
 
 _NUMBERED = re.compile(r"^(.+)\.(\d+)$")
 
@@ -71,10 +72,7 @@ class FullMatrices(FlatState):
 
     def step(self, closure: Any = None) -> Any:
         """Takes a step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         with _without_empty(p for group in self.param_groups for p in group["params"]):
             super().step()
         return loss

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dlo_framework.errors import DloError
+from dlo_framework.optimizers import run_closure
 from dlo_plugins.optimizers.flat_state import FlatState
 
 try:
@@ -148,10 +149,7 @@ class _TorchAO(QuantisedState):
 
     def step(self, closure: Any = None) -> Any:
         """Takes a step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
         rates = [group["lr"] for group in self.param_groups]
         try:

@@ -242,7 +242,7 @@ def export_model(
         torch.export.save(torch.export.export(quantised.to(place), args, dynamic_shapes=dynamic), path)
         return
     model = copy.deepcopy(float_model)
-    make_portable(model, names, options.scheme, options.group_size, _to_cpu(scales))
+    make_portable(model, names, options.scheme, options.group_size, to_cpu(scales))
     program = torch.onnx.export(model, args, dynamo=True, dynamic_shapes=dynamic, verbose=False)
     assert program is not None
     for node in program.model.graph:
@@ -262,7 +262,8 @@ def program_input(value: Tensor, scheme: Scheme, device: torch.device) -> Tensor
     return value.to(program_device(scheme, device), torch.bfloat16 if in_bf16 else value.dtype)
 
 
-def _to_cpu(scales: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+def to_cpu(scales: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Returns scales, where there are any, on the CPU."""
     return None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
 
 

@@ -26,7 +26,7 @@ from dlo_plugins.quantisation.conversion import (
     observed_inputs,
     tensor_bytes,
 )
-from dlo_plugins.quantisation.export import both_files, check_target, export_model, onnx_forward
+from dlo_plugins.quantisation.export import both_files, check_target, export_model, onnx_forward, to_cpu
 from dlo_plugins.quantisation.layer_choice import choose_layers
 from dlo_plugins.quantisation.report import Latency, QuantisationReport, forward_of, layer_weights, measure_latency
 from dlo_plugins.quantisation.schemes import QuantisationOptions, lacks
@@ -146,8 +146,7 @@ class PostTraining:
             on_cpu = model
             if self.device.type != "cpu":
                 on_cpu = copy.deepcopy(float_model)
-                moved = None if scales is None else {name: scale.cpu() for name, scale in scales.items()}
-                convert(on_cpu, names, scheme, options.group_size, cpu, moved)
+                convert(on_cpu, names, scheme, options.group_size, cpu, to_cpu(scales))
             onnx = next((folder / target for target in report.exported if target.endswith(".onnx")), None)
             report.latency = self._measure(module, float_model, on_cpu, onnx)
         if chooses and report.exported:

@@ -131,38 +131,23 @@ class AllocationLog(TorchDispatchMode):
             number for number, size in section if size < 0
         }
 
-    def usage(self, start: int, end: int | None = None, without: Collection[int] = ()) -> Usage:
+    def usage(
+        self, start: int, end: int | None = None, without: Collection[int] = (), *, releases: bool = False
+    ) -> Usage:
         """Returns the memory of the storages that were allocated in a section.
 
         Args:
             start: Position of the section's start.
             end: Position of its end; by default the current one.
             without: Numbers of storages that are not counted.
+            releases: Whether releases of storages from before the section count too, relative to its start.
         """
         level = peak = 0
         born: set[int] = set()
         for number, size in self._events[start:end]:
-            if number in without:
-                continue
             if size >= 0:
                 born.add(number)
-            elif number not in born:
-                continue
-            level += size
-            peak = max(peak, level)
-        return Usage(peak, level)
-
-    def change(self, start: int, end: int, without: Collection[int] = ()) -> Usage:
-        """Returns the peak and the end of all memory in a section, relative to its start; releases count too.
-
-        Args:
-            start: Position of the section's start.
-            end: Position of its end.
-            without: Numbers of storages that are not counted.
-        """
-        level = peak = 0
-        for number, size in self._events[start:end]:
-            if number not in without:
+            if number not in without and (releases or number in born):
                 level += size
                 peak = max(peak, level)
         return Usage(peak, level)

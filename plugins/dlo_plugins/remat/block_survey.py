@@ -183,9 +183,7 @@ class BlockRun:
         return middle - begin, self._now() - ready
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() if self._clock is None else self._clock()
+        return _seconds(self.device, self._clock)
 
     @contextlib.contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -202,6 +200,13 @@ class BlockRun:
                 for owner, buffers in owners:
                     owner._buffers.clear()
                     owner._buffers.update(buffers)
+
+
+def _seconds(device: torch.device, clock: Callable[[], float] | None) -> float:
+    """Returns a device's time once it has run what was queued, or a clock's of the caller."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() if clock is None else clock()
 
 
 class _PackedBytes:
@@ -397,14 +402,12 @@ class BlockSurvey:
             # Buffers for gradients of parameters do not count either, such as the buckets of a strategy.
             buffers = self.log.left_by_backward(*self._head) | self.log.numbers(gradients)
             self._head_left = self.log.usage(*self._head, without=buffers).final
-            found = self.log.change(*self._head, without=buffers - self._head_gradient)
+            found = self.log.usage(*self._head, without=buffers - self._head_gradient, releases=True)
             self._head_bytes = max(0, found.peak - self._head_left)
         self.log = None
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() if self._clock is None else self._clock()
+        return _seconds(self._device, self._clock)
 
     @property
     def stem(self) -> int:

@@ -46,10 +46,6 @@ class LeastMemory:
         """Least budget of the chain, with its input."""
         return int(self._bytes[0, -1] + self.chain.input)
 
-    def bytes_of(self, first: int, last: int) -> int:
-        """Returns the least bytes of the stages `first` to `last`, without the first stage's input."""
-        return int(self._bytes[first, last])
-
     def nodes(self, first: int = 0, last: int | None = None) -> tuple[Node, ...]:
         """Returns the nodes of a schedule of the stages `first` to `last` in the least memory."""
         last = len(self.chain) - 1 if last is None else last
