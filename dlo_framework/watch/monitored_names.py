@@ -43,6 +43,33 @@ def check_monitored(trainer: Trainer) -> None:
             )
 
 
+def check_validates(who: str, metric: str, trainer: Trainer) -> None:
+    """Checks that a run validates, for a callback that reads a metric of the validation.
+
+    Raises:
+        DloError: It does not.
+    """
+    if not trainer.enable_validation:
+        raise DloError(
+            f"{who}: the run must validate to log {metric}, got no validation; set validation data, a validation_step,"
+            " and trainer.limit_val_batches above 0"
+        )
+
+
+def check_logged(who: str, metric: str, trainer: Trainer) -> None:
+    """Checks that a validation has logged a metric that a callback reads.
+
+    Raises:
+        DloError: It has not; the message has the nearest.
+    """
+    logged = trainer.callback_metrics
+    if metric not in logged:
+        raise DloError(
+            f"{who}: unknown metric '{metric}'{did_you_mean(metric, logged) or ';'} validation logs:"
+            f" {', '.join(sorted(logged)) or 'none'}"
+        )
+
+
 def is_doubtful(name: str, logged: Iterable[str]) -> bool:
     """Returns whether a name is not logged, and begins with the word with which all logged names begin."""
     known = set(logged)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.compression.ddp_hooks import PowerSGDHook
-from dlo_plugins.compression.powersgd import PowerSGD
+from dlo_plugins.compression.ddp_hooks import PowerSGD, PowerSGDHook
 
 STEPS = 15
 

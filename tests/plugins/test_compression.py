@@ -19,7 +19,7 @@ from dlo_plugins.compression.compressed_all_reduce import (
     subtract_compressed_,
     unpack_signs,
 )
-from dlo_plugins.compression.powersgd import PowerSGD
+from dlo_plugins.compression.ddp_hooks import PowerSGD
 from support.compression_by_definition import average_in_one_process, compress
 
 values = st.integers(1, 12).flatmap(

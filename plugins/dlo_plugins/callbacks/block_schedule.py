@@ -23,7 +23,7 @@ from dlo_framework.progress import check_end
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.compile import check_block_scope
 from dlo_plugins.callbacks.rotor_callback import Rotor
 from dlo_plugins.callbacks.run_position import StepFraction
 from dlo_plugins.remat.block_calls import Handler, intercept_calls, restore_calls
@@ -112,16 +112,12 @@ class BlockSchedule(Callback, ABC):
         """
         name = type(self).__name__
         check_end(trainer)
+        check_block_scope(name, trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Rotor):
                 raise DloError(
                     f"{name}: Rotor must be left out, as it plans for blocks that always do the same, got both; use"
                     " ActivationCheckpoint, or recompute: true of the task"
-                )
-            if isinstance(callback, Compile) and callback.scope == "model":
-                raise DloError(
-                    f"{name}: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set"
-                    " scope: blocks"
                 )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -390,6 +390,18 @@ class Compile(Callback):
         self._switch(bool(self._parts))
 
 
+def check_block_scope(who: str, trainer: Trainer) -> None:
+    """Checks that no callback compiles the full model, where another needs calls of its blocks.
+
+    Raises:
+        DloError: One does.
+    """
+    if any(isinstance(other, Compile) and other.scope == "model" for other in trainer.callbacks):  # type: ignore[attr-defined]
+        raise DloError(
+            f"{who}: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope: blocks"
+        )
+
+
 def is_partial(trainer: Trainer, batch: Any) -> bool:
     """Returns whether the batch is the epoch's last and smaller than the loader's batches.
 

@@ -32,13 +32,16 @@ from dlo_framework.task import Task
 from dlo_framework.watch.media import log_scalars
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.distill_options import AttentionTransfer, HiddenStates, OnPolicy, layer_pairs
 from dlo_plugins.distillation.layer_outputs import (
+    AttentionTransfer,
+    HiddenStates,
     LayerOutputs,
+    OnPolicy,
     as_sequence,
     attention_distances,
     check_layers,
     hidden_distances,
+    layer_pairs,
     layer_shapes,
     match_tensors,
     parse_every,

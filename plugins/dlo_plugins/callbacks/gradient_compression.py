@@ -29,6 +29,7 @@ from dlo_plugins.compression.ddp_hooks import (
     HalfHook,
     OneBitHook,
     PostLocalHook,
+    PowerSGD,
     PowerSGDHook,
     average_tensors,
 )
@@ -36,7 +37,6 @@ from dlo_plugins.compression.error_memory import KEY, one_bit_state, powersgd_st
 from dlo_plugins.compression.one_bit import OneBitOptimizer
 from dlo_plugins.compression.one_bit_adam import OneBitAdam
 from dlo_plugins.compression.one_bit_lamb import OneBitLamb
-from dlo_plugins.compression.powersgd import PowerSGD
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
 METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -418,4 +419,4 @@ def evaluation_data(trainer: Trainer) -> EvaluationData:
 def write_report(report: QuantisationReport, folder: Path) -> None:
     """Writes a report as ``report.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "report.json", json.dumps(report.as_json(), indent=2) + "\n")
+    write_atomic(folder / "report.json", json.dumps(asdict(report), indent=2) + "\n")

@@ -30,7 +30,7 @@ from dlo_framework.task import inner_model, model_and_plan
 from dlo_framework.units import format_bytes
 from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_plugins.callbacks.compile import Compile
+from dlo_plugins.callbacks.compile import check_block_scope
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.progressive_resizing import ProgressiveResizing
 from dlo_plugins.callbacks.sequence_length import SequenceLength
@@ -101,12 +101,7 @@ class Rotor(Callback):
                 "Rotor: strategy must leave a block's parameters in place while the block is measured, got DeepSpeed's"
                 " stage 3, which gathers them layer by layer; use zero3 or fsdp, or ActivationCheckpoint"
             )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, Compile) and callback.scope == "model" for callback in callbacks):
-            raise DloError(
-                "Rotor: Compile must have scope: blocks, got scope: model, whose graph holds all blocks; set scope:"
-                " blocks"
-            )
+        check_block_scope("Rotor", trainer)
         device = trainer.strategy.root_device
         if self.offload and self.link is None and device.type == "cpu":
             raise DloError(

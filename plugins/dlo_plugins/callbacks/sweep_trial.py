@@ -9,8 +9,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
+from dlo_framework.errors import OrderlyEnd
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
+from dlo_framework.watch.monitored_names import check_logged, check_validates
 from dlo_plugins.sweep.trial_process import ask_worker, open_connection
 
 
@@ -65,11 +66,7 @@ class SweepTrial(Callback):
         """Connects rank 0 with the worker, and adds the values to TensorBoard's hyperparameters."""
         if stage != "fit":
             return
-        if not trainer.enable_validation:
-            raise DloError(
-                f"SweepTrial: the run must validate to log {self.metric}, got no validation; set validation data, a"
-                " validation_step, and trainer.limit_val_batches above 0"
-            )
+        check_validates("SweepTrial", self.metric, trainer)
         if not trainer.is_global_zero:
             return
         self._worker = open_connection()
@@ -101,12 +98,7 @@ class SweepTrial(Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self._validations += 1
-        logged = trainer.callback_metrics
-        if self.metric not in logged:
-            raise DloError(
-                f"SweepTrial: unknown metric '{self.metric}'{did_you_mean(self.metric, logged) or ';'} validation logs:"
-                f" {', '.join(sorted(logged)) or 'none'}"
-            )
+        check_logged("SweepTrial", self.metric, trainer)
         if self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint)
         answer = {"stop": False}

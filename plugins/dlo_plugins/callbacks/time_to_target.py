@@ -19,11 +19,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import batch_size
-from dlo_framework.errors import DloError, check_choice, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import data_parallel_size
+from dlo_framework.watch.monitored_names import check_logged, check_validates
 from dlo_plugins.callbacks.compile import Compile
 
 Direction = Literal["max", "min"]
@@ -148,11 +149,7 @@ class TimeToTarget(Callback):
         """Checks that the run validates, and that ``mode`` is the model's."""
         if stage != "fit":
             return
-        if not trainer.enable_validation:
-            raise DloError(
-                f"TimeToTarget: the run must validate to log {self.metric}, got no validation; set validation data, a"
-                " validation_step, and trainer.limit_val_batches above 0"
-            )
+        check_validates("TimeToTarget", self.metric, trainer)
         best, better = getattr(pl_module, "best_metric", None) or (None, None)
         if best == self.metric and better != self.mode:
             raise DloError(
@@ -241,14 +238,10 @@ class TimeToTarget(Callback):
     def _value(self, trainer: Trainer) -> float | None:
         """Returns rank 0's metric on all ranks; None if a later validation has not logged it."""
         metrics = trainer.callback_metrics
-        if self.metric in metrics:
-            return float(trainer.strategy.broadcast(float(metrics[self.metric])))
-        if self.evaluations:
+        if self.metric not in metrics and self.evaluations:
             return None
-        raise DloError(
-            f"TimeToTarget: unknown metric '{self.metric}'{did_you_mean(self.metric, metrics) or ';'} validation logs:"
-            f" {', '.join(sorted(metrics)) or 'none'}"
-        )
+        check_logged("TimeToTarget", self.metric, trainer)
+        return float(trainer.strategy.broadcast(float(metrics[self.metric])))
 
     def _spent(self, trainer: Trainer) -> Evaluation:
         """Returns the cost of the run so far."""

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dlo_framework import runs
@@ -95,4 +95,4 @@ def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
     files = ", ".join(str(folder / name) for name in report.exported)
     exported = f"\nexported: {files}" if files else ""
     text = f"\n{report.table()}\n\nreport: {folder / 'report.json'}{exported}"
-    print(json.dumps(report.as_json()) if options.json else text)
+    print(json.dumps(asdict(report)) if options.json else text)

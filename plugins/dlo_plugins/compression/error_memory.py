@@ -15,8 +15,8 @@ from torch import Tensor
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.shards import FlatShard
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
+from dlo_plugins.compression.ddp_hooks import PowerSGD
 from dlo_plugins.compression.one_bit import OneBitOptimizer
-from dlo_plugins.compression.powersgd import PowerSGD
 
 #: Key of the memory in a checkpoint.
 KEY = "gradient_compression"

@@ -142,7 +142,7 @@ class PostTraining:
             path.parent.mkdir(parents=True, exist_ok=True)
             export_model(path, module, model, float_model, names, options, self.device, scales, inputs)
             report.exported.append(target)
-        if options.measures_latency and runs_on_cpu:
+        if runs_on_cpu:
             on_cpu = model
             if self.device.type != "cpu":
                 on_cpu = copy.deepcopy(float_model)

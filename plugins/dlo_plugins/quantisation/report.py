@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,10 +70,6 @@ class QuantisationReport:
     bytes_after: tuple[int, int] = (0, 0)
     latency: list[Latency] = field(default_factory=list)
     exported: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the report as plain data."""
-        return asdict(self)
 
     def is_faster_in_onnx(self) -> bool:
         """Returns whether ONNX Runtime takes less time than torchao's kernels, over the measured batches together."""

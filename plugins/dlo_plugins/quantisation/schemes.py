@@ -234,7 +234,6 @@ class QuantisationOptions:
         calibration_batches: Number of training batches for static activations.
         limit_val_batches: Number or fraction of validation batches; None for all.
         targets: Files and folders to export to, relative to the run's folder ``quantised``.
-        measures_latency: Whether to measure the latency on the CPU.
         exports_faster: Whether to export, without targets, to the one of ONNX and torch.export that is faster on the
             CPU, where the model can be exported to both.
     """
@@ -245,7 +244,6 @@ class QuantisationOptions:
     calibration_batches: int = 8
     limit_val_batches: int | float | None = None
     targets: tuple[str, ...] = ()
-    measures_latency: bool = True
     exports_faster: bool = False
 
     def with_limit(self, limit_val_batches: int | float | None) -> QuantisationOptions:

@@ -44,26 +44,6 @@ class TimedOperation:
 
 
 @dataclass(frozen=True)
-class Lifetime:
-    """Span of time in which a tensor, or the interior of a stage, is in the device's memory.
-
-    Attributes:
-        kind: `input` of a stage, `saved` for a stage's backward besides input and output, or `gradient` of the input of
-            a stage, where the number of stages stands for the chain's output; or `gathered` parameters of a stage.
-        stage: Index of the stage.
-        bytes: Size.
-        start: Second of its allocation.
-        end: Second of its release.
-    """
-
-    kind: str
-    stage: int
-    bytes: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Simulation:
     """Result of a simulation.
 
@@ -71,14 +51,12 @@ class Simulation:
         time: Seconds of the step.
         peak: Peak of memory in bytes.
         operations: Operations with their time and memory, in the order of issue.
-        lifetimes: Lifetimes of all tensors of more than 0 bytes, in the order of their release.
         waited: Seconds in which the device waits for copies.
     """
 
     time: float
     peak: int
     operations: tuple[TimedOperation, ...]
-    lifetimes: tuple[Lifetime, ...]
     waited: float
 
     @property
@@ -150,10 +128,9 @@ class _Device:
     clock: float = 0.0
     memory: int = 0
     waited: float = 0.0
-    alive: dict[_Tensor, tuple[int, float]] = field(default_factory=dict)
+    alive: dict[_Tensor, int] = field(default_factory=dict)
     needed: set[int] = field(default_factory=set)
     rows: list[TimedOperation] = field(default_factory=list)
-    spans: list[Lifetime] = field(default_factory=list)
     link_free: dict[OperationKind, float] = field(default_factory=dict)
     copied: dict[tuple[OperationKind, int], float] = field(default_factory=dict)
 
@@ -176,9 +153,9 @@ class _Device:
         stage, saves = self.chain.stages[operation.stage], operation.kind is OperationKind.SAVE
         mode = stage.modes[operation.mode if saves else 0]
         start, self.clock = self.clock, self.clock + (mode.forward if saves else stage.forward)
-        self.allocate(("input", operation.stage + 1), stage.output, start)
+        self.allocate(("input", operation.stage + 1), stage.output)
         if saves:
-            self.allocate(("saved", operation.stage), mode.saved - stage.output, start)
+            self.allocate(("saved", operation.stage), mode.saved - stage.output)
             self.needed.add(operation.stage)
         peak = self.memory + (mode.forward_peak if saves else stage.forward_peak)
         if operation.drops_input:
@@ -193,7 +170,7 @@ class _Device:
         start, self.clock = self.clock, self.clock + mode.backward
         if ("gathered", index) in self.alive:  # Backward gathers them in any schedule.
             self.free(("gathered", index))
-        self.allocate(("gradient", index), self.chain.input_of(index), start)
+        self.allocate(("gradient", index), self.chain.input_of(index))
         peak = self.memory + mode.backward_peak
         self.needed.remove(index)
         self.free(("saved", index))
@@ -236,21 +213,15 @@ class _Device:
             tensors["saved", node.stage] = self.chain.interior(node.stage, node.mode)
         return tensors
 
-    def allocate(self, tensor: _Tensor, size: int, start: float | None = None) -> None:
-        self.alive[tensor] = size, self.clock if start is None else start
+    def allocate(self, tensor: _Tensor, size: int) -> None:
+        self.alive[tensor] = size
         self.memory += size
 
     def free(self, tensor: _Tensor) -> None:
-        size, start = self.alive.pop(tensor)
-        self.memory -= size
-        if size:
-            self.spans.append(Lifetime(*tensor, size, start, self.clock))
+        self.memory -= self.alive.pop(tensor)
 
     def record(self, operation: Operation, start: float, peak: int) -> None:
         self.rows.append(TimedOperation(operation, start, self.clock, peak, self.memory))
 
     def result(self) -> Simulation:
-        for tensor in list(self.alive):
-            self.free(tensor)
-        peak = max(row.peak for row in self.rows)
-        return Simulation(self.clock, peak, tuple(self.rows), tuple(self.spans), self.waited)
+        return Simulation(self.clock, max(row.peak for row in self.rows), tuple(self.rows), self.waited)

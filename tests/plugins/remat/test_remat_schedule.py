@@ -52,8 +52,6 @@ def test_memory_over_time_of_a_schedule_by_hand():
     ]
     assert found.peak == 19
     assert found.recomputed == 1.0
-    saved = [span for span in found.lifetimes if span.kind == "saved"]
-    assert [(s.stage, s.bytes, s.start, s.end) for s in saved] == [(1, 8, 1.0, 7.0), (0, 8, 7.0, 10.0)]
 
 
 def test_time_and_peak_are_those_of_the_papers_definitions():
