@@ -87,25 +87,24 @@ def draw_figure(owner: str, draw: Callable[[], Figure | None]) -> Figure | None:
     return draw()
 
 
-def save_figure(trainer: Trainer, owner: str, tag: str, file: str, draw: Callable[[], Figure]) -> Path | None:
-    """Draws a figure on rank 0, saves it in the run's folder, and logs it as an image.
+def save_figure(trainer: Trainer, owner: str, tag: str, path: Path, draw: Callable[[], Figure]) -> Path | None:
+    """Draws a figure on rank 0, saves it as a PNG, and logs it as an image.
 
     Args:
         trainer: Trainer of the run.
         owner: Name of the callback, for the message where matplotlib is not installed.
         tag: Name of the image.
-        file: Name of the file.
+        path: File; its folder is made.
         draw: Function that imports matplotlib and returns the figure.
 
     Returns:
-        Path of the file; None on other ranks, and without matplotlib.
+        The path; None on other ranks, and without matplotlib.
     """
     figure = draw_figure(owner, draw) if trainer.is_global_zero else None
     if figure is None:
         return None
-    path = Path(trainer.default_root_dir) / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with open_atomic(path) as file:
+        figure.savefig(file, dpi=120, format="png")
     log_figure(trainer, tag, figure)
     return path
 

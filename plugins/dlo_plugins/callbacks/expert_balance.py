@@ -119,9 +119,8 @@ class ExpertBalance(Callback):
     def _plot(self, trainer: Trainer) -> Path | None:
         if not self.history:
             return None
-        return save_figure(
-            trainer, "ExpertBalance", "experts/load", "expert_balance.png", lambda: draw_load(self.history)
-        )
+        path = Path(trainer.default_root_dir) / "expert_balance.png"
+        return save_figure(trainer, "ExpertBalance", "experts/load", path, lambda: draw_load(self.history))
 
     def _remove(self, *_: Any, **__: Any) -> None:
         """Ends the watch."""

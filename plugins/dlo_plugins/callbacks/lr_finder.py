@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import sys
@@ -29,7 +28,7 @@ from dlo_framework.errors import DloError, check_number
 from dlo_framework.registry.named_functions import NamedFunctions
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.runs import shown
-from dlo_framework.watch.media import draw_figure, log_figure
+from dlo_framework.watch.media import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,13 +148,14 @@ class LRFinder(BeforeTraining):
         if not trainer.is_global_zero:
             return
         write_atomic(folder / f"{NAME}.json", self.to_json(sweep))
-        figure = draw_figure("LRFinder", lambda: draw_sweep(sweep, self.suggestions, self.suggestion))
-        if figure is not None:
-            picture = io.BytesIO()
-            figure.savefig(picture, format="png")
-            write_atomic(folder / f"{NAME}.png", picture.getvalue())
-            log_figure(trainer, NAME, figure)
-        self._print(trainer, sweep, str(shown(folder / f"{NAME}.{'json' if figure is None else 'png'}")))
+        picture = save_figure(
+            trainer,
+            "LRFinder",
+            NAME,
+            folder / f"{NAME}.png",
+            lambda: draw_sweep(sweep, self.suggestions, self.suggestion),
+        )
+        self._print(trainer, sweep, str(shown(picture or folder / f"{NAME}.json")))
 
     def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
         lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -74,14 +76,9 @@ class PipelineTimeline(Callback):
         theory = simulate_ideal(timeline, schedule)
         scalars = {"pipeline/bubble": timeline.bubble, "pipeline/bubble_of_theory": theory.bubble}
         log_scalars(trainer, scalars)
-        path = save_figure(
-            trainer,
-            "PipelineTimeline",
-            "pipeline/timeline",
-            "pipeline.png",
-            lambda: draw_comparison(timeline, schedule),
-        )
-        plotted = f"; plotted in {path}" if path is not None else ""
+        path, draw = Path(trainer.default_root_dir) / "pipeline.png", partial(draw_comparison, timeline, schedule)
+        saved = save_figure(trainer, "PipelineTimeline", "pipeline/timeline", path, draw)
+        plotted = f"; plotted in {saved}" if saved is not None else ""
         rank_zero_info(
             f"pipeline: {schedule.name}, {parts} micro-batches: ranks waited {timeline.bubble:.1%} of step {self.step},"
             f" by theory {theory.bubble:.1%}{plotted}"

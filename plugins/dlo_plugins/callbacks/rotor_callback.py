@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -278,7 +279,8 @@ class Rotor(Callback):
         log_scalars(trainer, scalars)
         args = plan.measured.chain, plan.schedule, plan.measured.stem, plan.budget, plan.link
         measured = self.measured if len(self.plans) == plan.measured.in_flight == 1 else 0
-        save_figure(trainer, "Rotor", "rotor/schedule", "rotor.png", lambda: draw_schedule(*args, measured=measured))
+        path = Path(trainer.default_root_dir) / "rotor.png"
+        save_figure(trainer, "Rotor", "rotor/schedule", path, lambda: draw_schedule(*args, measured=measured))
 
 
 def _chains(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[list[str], bool]]:
