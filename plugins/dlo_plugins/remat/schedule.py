@@ -8,6 +8,7 @@ and backward, on the stages that it covers.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,7 +106,9 @@ class Schedule:
     @property
     def forwards(self) -> tuple[int, ...]:
         """Number of forwards of each stage in a step."""
-        return count_forwards(self.nodes)
+        runs = (OperationKind.RUN, OperationKind.SAVE)
+        counts = Counter(operation.stage for operation in list_operations(self.nodes) if operation.kind in runs)
+        return tuple(counts[stage] for stage in range(self.nodes[-1].last + 1))
 
 
 class OperationKind(enum.Enum):
@@ -204,15 +207,6 @@ class _Walk:
     def count(self, stage: int) -> int:
         self.runs[stage] = self.runs.get(stage, 0) + 1
         return self.runs[stage] - 1
-
-
-def count_forwards(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Returns the number of forwards of each stage in a step."""
-    counts = [0] * (nodes[-1].last + 1)
-    for operation in list_operations(nodes):
-        if operation.kind in (OperationKind.RUN, OperationKind.SAVE):
-            counts[operation.stage] += 1
-    return tuple(counts)
 
 
 def check_nodes(chain: Chain, nodes: Sequence[Node], transfers: Sequence[Transfer] = ()) -> None:
