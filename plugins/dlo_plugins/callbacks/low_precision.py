@@ -139,7 +139,9 @@ class LowPrecision(Callback):
     ) -> None:
         self.scheme, self.emulate = find_scheme(scheme), emulate
         if emulate and not self.scheme.emulated:
-            raise DloError(f"LowPrecision: emulate must be false for {scheme}, which runs on CPUs, got true; remove it")
+            raise DloError(
+                f"LowPrecision: emulate must be false for scheme {scheme}, which runs on CPUs, got true; remove it"
+            )
         if scheme != "int8" and importlib.util.find_spec("torchao") is None:
             raise DloError(
                 f"LowPrecision: torchao must be installed for scheme {scheme}, got none; run `pip install"

@@ -13,7 +13,6 @@ import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -103,16 +102,11 @@ class MicroBatchFinder(BeforeTraining):
         self.per_rank = state_dict["per_rank"]
 
     def check_run(self, trainer: Any, module: LightningModule, datamodule: Any = None) -> None:
-        """Checks that memory has a limit, before ranks start."""
-        self._check(trainer)
+        """Checks that memory has a limit, before ranks start.
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that memory has a limit."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._check(trainer)
-
-    def _check(self, trainer: Trainer) -> None:
+        Raises:
+            DloError: It has none.
+        """
         kind = trainer.strategy.root_device.type
         communicating = _communicates(trainer)
         if self.memory_limit_bytes is not None or kind == "cuda" or (kind != "cpu" and communicating is None):
@@ -124,6 +118,12 @@ class MicroBatchFinder(BeforeTraining):
             else f"MicroBatchFinder: memory_limit_bytes must be set under {communicating} on {kind}, whose free memory"
             " torch does not report, got none; set it to the bytes that a forward pass may save for the backward pass"
         )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks that memory has a limit."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self.check_run(trainer, pl_module)
 
     def before_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Searches, reports, and sets the size in the callbacks that take it."""
@@ -496,18 +496,16 @@ class ActivationBudget:
         self._parameters = {held.untyped_storage().data_ptr() for held in stored}
         self._seen: set[int] = set()
         self._bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, _same)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
 
     def __enter__(self) -> None:
         self._seen, self._bytes = set(self._parameters), 0
         if self.limit is not None:
             self._hooks.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.limit is not None:
-            self._hooks.__exit__(kind, error, trace)
+            self._hooks.__exit__(*error)
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         for held in stored_tensors(tensor):
@@ -521,10 +519,6 @@ class ActivationBudget:
                 f"out of memory: a step saves more than memory_limit_bytes, {self.limit}, for its backward pass"
             )
         return tensor
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class BatchPool:

@@ -135,7 +135,7 @@ class BlockRun:
 
     def _count_mode(self, log: AllocationLog, mode: str, output: int) -> ModeBytes:
         start, packed = log.mark(), _PackedBytes()
-        with saved_tensors_hooks(packed.pack, _same) if mode == MODES[0] else contextlib.nullcontext():
+        with saved_tensors_hooks(packed.pack, lambda tensor: tensor) if mode == MODES[0] else contextlib.nullcontext():
             inputs, outputs = self.forward(mode)
         kept = log.usage(start)
         saved = max(kept.final, output)
@@ -226,10 +226,6 @@ class _PackedBytes:
         """Returns the bytes of the storages that were allocated from a position in a log on, without the outputs'."""
         storages = [storage for reference in self._tensors if (storage := reference()) is not None]
         return log.allocated_bytes(storages, start, log.numbers(outputs))
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _detached(value: Any) -> Any:
