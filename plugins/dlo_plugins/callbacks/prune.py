@@ -292,7 +292,7 @@ class Prune(Callback):
             accumulates=can_return and self.method == "movement",
         )
         if self.pattern is not None:
-            check_pattern(self.layers, dict(self.shards.shapes), self.pattern)
+            check_pattern(self.layers, self.shards.shapes, self.pattern)
         pending, self._pending = self._pending, None
         if pending is not None:
             self.shards.load(pending)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -110,7 +110,7 @@ def select_layers(module: nn.Module, skip: Sequence[str] | None) -> list[Prunabl
     return left
 
 
-def check_pattern(layers: Iterable[PrunableLayer], shapes: dict[str, Sequence[int]], pattern: NMPattern) -> None:
+def check_pattern(layers: Iterable[PrunableLayer], shapes: Mapping[str, Sequence[int]], pattern: NMPattern) -> None:
     """Checks that M divides the input dim of each layer.
 
     Args:
