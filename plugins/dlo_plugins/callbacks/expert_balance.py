@@ -23,7 +23,7 @@ from dlo_framework.experts.balance import (
 from dlo_framework.experts.router_training import token_group
 from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.task import checkable_module
-from dlo_framework.watch.media import log_scalars, save_figure
+from dlo_framework.watch.media import is_logged, log_scalars, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +87,7 @@ class ExpertBalance(Callback):
         if step == self._last_step:
             return
         self._last_step = step
-        if step % (self.every or trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
+        if step % self.every == 0 if self.every else is_logged(trainer, step):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
