@@ -185,11 +185,18 @@ SOME: dict[str, tuple[str, ...]] = {
     "tp": (
         *("L2", "norms of weights", "hook on weights", "hook that clips by norm", "hook after accumulation"),
         *("same block twice", "clips by itself", "clips by itself by hand", "gradient penalty", "momentum encoder"),
-        "standardised weights",
+        *("standardised weights", "norm between steps", "in optimizer_step"),
+        *("assigned between steps", "held weights", "norm of gradients"),
     ),
-    "GPipe": ("same block twice", "one batch norm object", "L2", "deep supervision", "prototypes"),
-    "zero3": ("average of weights", "callback that clamps weights", "clips by itself"),
-    "fsdp": ("adversarial", "sharpness", "writes to its input"),
+    "GPipe": (
+        *("same block twice", "one batch norm object", "L2", "deep supervision", "prototypes", "held weights"),
+        "norm after the step",
+    ),
+    "zero3": ("average of weights", "callback that clamps weights", "clips by itself", "in optimizer_step"),
+    "fsdp": (
+        *("adversarial", "sharpness", "writes to its input", "state in the step", "assigned between steps"),
+        *("norm of gradients", "swapped for validation"),
+    ),
     "deepspeed3": ("L2", "mapped", "pruned", "clamps weights", "average of weights"),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -452,6 +453,113 @@ class AverageOfWeights(Odd):
         model.average.lerp_(bias.full_tensor() if hasattr(bias, "full_tensor") else bias, 0.5)
 
 
+class NormBetweenSteps(Odd):
+    """Reads all weights and averages of them in hooks, and computes a loss with the norms."""
+
+    strategies = STEPS
+    size = 0.0
+
+    def on_train_start(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch._foreach_lerp_(self.averages, [parameter.detach() for parameter in self.parameters()], 0.1)
+        self.size = float(sum(one.detach().norm() for one in (*self.averages, *self.parameters())))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * (1 + 0.1 * self.size)
+
+
+class NormOfGradients(Odd):
+    """Computes a loss with the gradients' norm, by Lightning's function."""
+
+    size = 0.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.size = float(grad_norm(self, 2)["grad_2.0_norm_total"])
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * (1 + round(self.size, 4))
+
+
+class NormAfterStep(NormOfGradients):
+    """The same with the norm that a hook after the step computes."""
+
+    strategies = ("ddp", "tp", *PIPELINES)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Does nothing."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.size = float(sum(p.grad.norm() for p in self.model.blocks.parameters() if p.grad is not None))
+
+
+class SwappedForValidation(Odd):
+    """Validates other weights, and restores those of training."""
+
+    strategies = STEPS
+
+    def val_dataloader(self) -> Any:
+        x, y = batches()[0]
+        return torch.utils.data.DataLoader([(x.to(self.model.head.weight.dtype), y)], batch_size=None)  # type: ignore[arg-type, union-attr]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(self(batch[0]), batch), sync_dist=True)
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        self.kept = [parameter.detach().clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.mul_(0.5)
+
+    @torch.no_grad()
+    def on_validation_end(self) -> None:
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.copy_(kept)
+
+
+class HeldWeights(Odd):
+    """Keeps weights in a list from before the strategy cuts the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_model()
+        self.penalised = [*self.model.blocks.parameters()]  # type: ignore[union-attr]
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) + 0.1 * sum(one.square().sum() for one in self.penalised)
+
+
+class InOptimizerStep(Odd):
+    """Decays weights around the step that an overridden ``optimizer_step`` takes."""
+
+    strategies = STEPS
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.decay()
+        super().optimizer_step(*args, **kwargs)
+        self.decay()
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        for parameter in self.model.blocks.parameters():
+            parameter.mul_(1 - 0.01 * parameter.norm())
+
+
+class StateInStep(Odd):
+    """Copies a head into another in the step, by ``state_dict``."""
+
+    strategies = STEPS
+    net = net(lambda self, x: Net.forward(self, x) + self.other(self.body(self.stem(x))))
+
+    def change(self, net: Any) -> Any:
+        net.other = copy.deepcopy(net.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model.other.load_state_dict(self.model.head.state_dict())
+        return super().training_step(batch, batch_idx)
+
+
 class BuiltInSetup(Odd):
     def setup(self, stage: str) -> None:
         torch.manual_seed(11)
@@ -468,6 +576,11 @@ class WeightOfTheLoss(Odd):
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return super().loss(outputs, batch) * torch.exp(-self.weight_of_loss) + self.weight_of_loss
+
+
+def assigns(self: Any, *_: Any) -> None:
+    for parameter in self.model.blocks.parameters():
+        parameter.data = parameter.data * 0.9
 
 
 def after_batches(function: Callable[[Tensor], Any]) -> type[Odd]:
@@ -770,6 +883,14 @@ MODULES: dict[str, type[Odd]] = {
     "decays by hand": after_batches(lambda p: p.mul_(0.9)),
     "clamps weights": after_batches(lambda p: p.data.clamp_(-0.2, 0.2)),
     "callback that clamps weights": odd(configure_callbacks=lambda s: [Clamps()]),
+    "norm between steps": NormBetweenSteps,
+    "held weights": HeldWeights,
+    "norm of gradients": NormOfGradients,
+    "norm after the step": NormAfterStep,
+    "swapped for validation": odd(SwappedForValidation, trainer_options={"limit_val_batches": 1, "max_epochs": 2}),
+    "in optimizer_step": InOptimizerStep,
+    "state in the step": StateInStep,
+    "assigned between steps": odd(on_train_batch_end=assigns),
     "decays before the step": odd(on_before_optimizer_step=decays),
     "momentum encoder": MomentumEncoder,
     "prototypes": odd(net=net(normalised)),

@@ -251,6 +251,25 @@ class ShardUse(TorchFunctionMode):
         return copy.data if id(leaf) in self._aliases else copy
 
 
+class ShardsInHooks(TorchFunctionMode):
+    """Makes code outside of steps work on shards where it would not be one of full tensors.
+
+    What is assigned to the ``data`` of a shard is written to its memory, which FSDP2 keeps; it would be lost otherwise.
+    Numbers of shards that ``torch.tensor`` joins, as Lightning's ``grad_norm`` does, are those of full tensors.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function, with full tensors where it needs them."""
+        sets_data = attribute_of(func) == "data" and func.__name__ == "__set__"
+        if sets_data and isinstance(args[0], DTensor):
+            with torch.no_grad():
+                args[0].copy_(args[1])
+            return None
+        if func is torch.tensor and isinstance(args[0], list):
+            args = ([one.full_tensor() if isinstance(one, DTensor) else one for one in args[0]], *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 class WrittenValues:
     """Sums of the values that a rank's full parameters have at the end of their use, by name."""
 

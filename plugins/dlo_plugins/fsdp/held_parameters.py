@@ -1,4 +1,4 @@
-"""Finds parameters that a module's attributes hold, which FSDP2 replaces as it shards."""
+"""Finds parameters that attributes of a module or of callbacks hold, which FSDP2, `tp` and `pp` replace."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOST, _DEEPEST = 10_000, 6
 
 
 def check_held(module: nn.Module, replaced: Mapping[str, weakref.ref[nn.Parameter]]) -> None:
-    """Checks that no attribute of a module holds a parameter that sharding has replaced.
+    """Checks that no attribute of a module, or of a callback of its run, holds a parameter that has been replaced.
 
     Args:
-        module: Module that is sharded.
+        module: Module whose parameters have been sharded or cut.
         replaced: Weak references to the parameters before sharding, by name; most are gone.
 
     Raises:
@@ -32,16 +32,19 @@ def check_held(module: nn.Module, replaced: Mapping[str, weakref.ref[nn.Paramete
     """
     held = {id(parameter): name for name, reference in replaced.items() if (parameter := reference()) is not None}
     known = vars(LightningModule()).keys() if held else ()
-    for part, submodule in module.named_modules() if held else ():
-        for key, value in list(vars(submodule).items()):
+    root = type(module).__name__
+    owners: list[tuple[str, Any]] = [(f"{root}.{part}".rstrip("."), one) for part, one in module.named_modules()]
+    if isinstance(module, LightningModule) and module._trainer is not None:
+        owners += [(type(callback).__name__, callback) for callback in module._trainer.callbacks]  # type: ignore[attr-defined]
+    for owner, one in owners if held else ():
+        for key, value in list(vars(one).items()):
             if key in known or str(key).startswith("__"):
                 continue
             name = _find(value, held, set(), _DEEPEST)
             if name:
-                home = f"{type(module).__name__}.{part + '.' if part else ''}{key}"
                 raise DloError(
-                    "attributes must not hold parameters under a strategy that shards them with FSDP2, which replaces"
-                    f" them, got {name} in {home}; take them from the module where they are used, as"
+                    "attributes must not hold parameters under a strategy that cuts the model, which replaces them,"
+                    f" got {name} in {owner}.{key}; take them from the module where they are used, as"
                     " `self.net.parameters()` in training_step, or use strategy ddp, zero1, zero2 or zero3"
                 )
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.fused_optimizers import prefer_fused
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.norms import total_norm
 from dlo_framework.shards import Shard, attach_slice, place_in_slice
@@ -55,6 +55,26 @@ class OptimizerShards:
         #: Parameters by optimizer, with the gradients from which those of the optimizer were set.
         self._given: dict[int, list[tuple[str, nn.Parameter, Tensor | None]]] = {}
         self._copied: dict[int, str] = {}  # Names by the ids of gradients of which there are full copies.
+        self._memory = {id(p): local_tensor(p).data_ptr() for p in self._stepped_parameters()}
+
+    def _stepped_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters of which optimizers step other tensors: rows of the same memory, or copies."""
+        for share in self._shares.values():
+            yield from _parameters(share) if share is not None else ()
+
+    def _check_memory(self) -> None:
+        """Checks that the user's code has left parameters their memory.
+
+        Raises:
+            DloError: It has assigned to the ``data`` of one, whose optimizer would go on with the memory from before.
+        """
+        found = (p for p in self._stepped_parameters() if local_tensor(p).data_ptr() != self._memory.get(id(p)))
+        names = [self._names[id(parameter)] for parameter in found]
+        if names:
+            raise DloError(
+                f"parameters under a mesh or FSDP must be written in place, got {shown_names(names)} whose data were"
+                " assigned; use `with torch.no_grad(): parameter.copy_(...)`, or strategy ddp"
+            )
 
     def _share(self, optimizer: Optimizer) -> OptimizerShard[RowGroup] | None:
         # In manual optimization a forward may have gathered parameters since the last backward.
@@ -188,6 +208,7 @@ class OptimizerShards:
     def set_grads(self, used: Iterable[str]) -> None:
         """Sets the gradients of the optimizers' tensors from those that backward has left on the parameters."""
         used = set(used)
+        self._check_memory()
         for key, share in self._shares.items():
             if share is None:
                 continue

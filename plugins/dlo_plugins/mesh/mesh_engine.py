@@ -32,6 +32,7 @@ from dlo_framework.local_memory import local_tensor, state_bytes
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.fully_shard import FullyShard
+from dlo_plugins.fsdp.gathered_copies import ShardsInHooks
 from dlo_plugins.fsdp.master_rows import like_gradient
 from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
 from dlo_plugins.fsdp.sharding import local_shard
@@ -86,7 +87,8 @@ class MeshEngine:
         self._watched: set[str] = set()  # Kinds of step that have been watched.
         ranks = self.sharded.tensor_parallel
         self._full_values = None
-        if ranks.size > 1 and not is_shipped(type(module)):
+        self._watches_steps = not is_shipped(type(module))
+        if ranks.size > 1:
             tried = state.tensor is None or state.tensor.is_tried
             self._full_values = FullValues(
                 module, self.sharded.layout, ranks, lambda: self._fit.is_summed, is_tried=tried
@@ -94,7 +96,35 @@ class MeshEngine:
 
     def full_values(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Gives a user's code in a kind of step the full values of what ranks of `tp` have parts of."""
-        return contextlib.nullcontext() if self._full_values is None else self._full_values.watch(kind)
+        values = self._full_values
+        return values.watch(kind) if values is not None and self._watches_steps else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def around_hook(self, hook: str) -> Iterator[None]:
+        """Gives a hook of the user's the full values of what ranks of `tp` have parts of, and shards after evaluations.
+
+        Args:
+            hook: Name of the hook, and of the class that has it.
+        """
+
+        def meet() -> None:
+            strategy: Any = self.module.trainer.strategy
+            missing = strategy.meet(f"{hook}, which uses weights")
+            if missing:
+                raise DloError(
+                    f"weights under tp must be used on all ranks alike, got a use on rank {strategy.global_rank} in"
+                    f" {hook}, while {missing}; take it out of a condition on the rank"
+                )
+
+        if hook.startswith(("on_validation_e", "on_test_e", "on_predict_e")):  # Steps leave the root gathered.
+            self.sharded.reshard()
+        values, runs_step = self._full_values, hook.startswith("optimizer_step ")
+        with contextlib.ExitStack() as contexts:
+            if values is not None:
+                contexts.enter_context(values.watch(hook, meet, always=not runs_step))
+            if self.sharded.is_sharded and not runs_step:
+                contexts.enter_context(ShardsInHooks())
+            yield
 
     @property
     def gives_full_values(self) -> bool:
@@ -223,16 +253,27 @@ class MeshEngine:
 
     @contextlib.contextmanager
     def reset_on_error(self) -> Iterator[None]:
-        """Resets the engine if a step raises; a search for the largest batch catches the error."""
+        """Resets the engine if a step raises; a search for the largest batch catches the error.
+
+        Raises:
+            DloError: The step computes with weights that are sharded.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.sharded.reset()
             self._reduced, self.sharded.compares_all = None, False
             if self._state is not None:
                 self._state.usage.used.clear()
                 self._state.is_open = False
             self._drop_delayed()
+            if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+                raise DloError(
+                    "weights that FSDP shards must be gathered where a step computes with them, got sharded ones:"
+                    " state_dict() in a step shards its module again, and later steps gather for other modules what the"
+                    " first one used there; take state_dict() in a hook such as on_train_batch_end, or use strategy"
+                    " zero1 or zero2"
+                ) from error
             raise
 
     @contextlib.contextmanager

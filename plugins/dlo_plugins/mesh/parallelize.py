@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from dlo_framework.tensor_slice import Layout, get_layout
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.fsdp.held_parameters import check_held
 from dlo_plugins.fsdp.sharding import ShardedModule, ShardOptions
 from dlo_plugins.mesh.pipeline_options import PipelineOptions
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_inside
@@ -290,11 +292,14 @@ def parallelize(run: ParallelRun, loads_weights: bool = False) -> ParallelState:
         datamodule = getattr(module._trainer, "datamodule", None)
         split = options.pipelining.choose_split(module, run.plan, spec.pp, datamodule)
         appliers = sorted([CutIntoStages(options, split), *appliers], key=lambda applier: applier.phase)
+    before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     for applier in appliers:
         applier.apply_to_run(run)
         if run.plan is not None and run.sharded is None:
             _check_plain(module.model, applier)
     assert run.sharded is not None, "FullyShard is among the appliers"
+    now = {id(parameter) for parameter in module.parameters()}
+    check_held(module, {name: one for name, one in before.items() if id(one()) not in now})
     if run.pipelined is not None:
         run.pipelined.pipeline.weight_gradients_ready = run.sharded.accumulate_gradients
     state = ParallelState(run.sharded, pipelined=run.pipelined)

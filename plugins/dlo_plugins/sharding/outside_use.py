@@ -62,8 +62,9 @@ class OutsideUse(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reports the watched parameters among the arguments, and calls the function."""
         kwargs = kwargs or {}
-        if uses_values(func):
-            by_data = attribute_of(func) == "data"
+        by_data = attribute_of(func) == "data"
+        assigns = by_data and func.__name__ == "__set__" and not calling_module().startswith(ASKING)
+        if assigns or uses_values(func):
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self.watched:
                     self.on_use(id(leaf), by_data)
@@ -106,7 +107,9 @@ def attribute_of(function: Any) -> str:
 #: Packages whose code reads weights through the strategy only.
 ASKING = ("lightning.", "dlo_framework.", "dlo_plugins.", "dlo_tasks.")
 #: Names of all hooks of a module or callback that run outside of its steps.
-HOOKS = tuple(name for name in dir(LightningModule) if name.startswith("on_") or name == "lr_scheduler_step")
+HOOKS = tuple(
+    name for name in dir(LightningModule) if name.startswith("on_") or name in ("lr_scheduler_step", "optimizer_step")
+)
 
 
 def users_hooks(owners: Iterable[Any], names: Iterable[str] = HOOKS) -> Iterator[tuple[Any, str]]:

@@ -139,6 +139,7 @@ class WatchedSteps:
 
     has_stepped = False
     _unwatched: contextlib.ExitStack | None = None  # A step by hand before its first backward.
+    _stepping: tuple[contextlib.ExitStack, str] | None = None  # What watches a running optimizer_step, and its name.
 
     def watched_names(self) -> dict[int, str]:
         """Returns the names of the parameters whose gradients are in other tensors, by id; empty to watch none."""
@@ -148,7 +149,7 @@ class WatchedSteps:
         """Watches forwards outside of steps, and the user's hooks."""
         super()._guard_forwards(trainer)  # type: ignore[misc]
         if self.watches_hooks:
-            self._guards += watch_hooks(trainer, self.around_hook)  # type: ignore[attr-defined]
+            self._guards += watch_hooks(trainer, self._watch_hook)  # type: ignore[attr-defined]
 
     @property
     def watches_hooks(self) -> bool:
@@ -158,6 +159,26 @@ class WatchedSteps:
     def around_hook(self, hook: str) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of a hook of the user's, if these are watched."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _watch_hook(self, hook: str) -> Iterator[None]:
+        """Watches a hook of the user's; the step that ``optimizer_step`` takes inside itself is left out."""
+        with contextlib.ExitStack() as watched:
+            watched.enter_context(self.around_hook(hook))
+            if hook.startswith("optimizer_step "):
+                self._stepping = watched, hook
+                watched.callback(setattr, self, "_stepping", None)
+            yield
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer, with forward and backward."""
+        if self._stepping is None:
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        watched, hook = self._stepping
+        watched.close()
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        watched.enter_context(self._watch_hook(hook))
+        return result
 
     def check_written(self, names: list[str]) -> None:
         """Raises a DloError where parameters cannot be written through their ``data``; by default they can."""

@@ -41,6 +41,7 @@ from dlo_plugins.pipeline.pipeline_schedules import flushes
 from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
 from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
 from dlo_plugins.sharding.gradient_guards import JointGradients
+from dlo_plugins.sharding.outside_use import watch_hooks
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
@@ -366,6 +367,25 @@ class MeshStrategy(ShardedStrategy):
             for line in self.appliers.tensor.describe_inferred(task.model):
                 rank_zero_info(line)
 
+    def _guard_forwards(self, trainer: Trainer) -> None:
+        """Watches forwards outside of steps, and the user's hooks."""
+        super()._guard_forwards(trainer)
+        self._guards += watch_hooks(trainer, self._around_hook)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _around_hook(self, hook: str) -> Iterator[None]:
+        """Watches a hook of the user's, other than ``optimizer_step``, which runs a step."""
+        with self._running.around_hook(hook):
+            divided = "" if hook.startswith("optimizer_step ") else self._divided_gradients()
+            with JointGradients(divided) if divided else contextlib.nullcontext():
+                yield
+
+    def _divided_gradients(self) -> str:
+        """Returns the axes of which a rank has other gradients than the others, in words."""
+        spec, found = self.mesh_spec(), self._running
+        sizes = {"pp": spec.pp, "tp": 1 if found.gives_full_values else spec.tp, "ep": spec.ep}
+        return " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
     # --- steps ---------------------------------------------------------------------------------------------
 
     @property
@@ -529,10 +549,8 @@ class MeshStrategy(ShardedStrategy):
     @contextlib.contextmanager
     def guard_hooks(self, optimizer: Optimizer | None = None) -> Iterator[None]:
         """Checks that hooks compute no norm of a rank's gradients, and change them so that the optimizer sees it."""
-        spec, found = self.mesh_spec(), self._running
-        sizes = {"pp": spec.pp, "tp": 1 if found.gives_full_values else spec.tp, "ep": spec.ep}
-        divided = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
-        with JointGradients(divided) if divided else contextlib.nullcontext(), found.shares.guard_gradients(optimizer):
+        divided, shares = self._divided_gradients(), self._running.shares
+        with JointGradients(divided) if divided else contextlib.nullcontext(), shares.guard_gradients(optimizer):
             yield
 
     def optimizer_tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Full values of weights and gradients for a user's code outside of a model's layers, under tensor parallelism.
 
 Each rank has slices of weights, and of their gradients. Layers compute with slices; a penalty on weights in a loss, a
-hook on a gradient, or a gradient norm of a user's own must get the full tensors.
+norm of weights that a callback logs, a hook on a gradient, or a gradient norm of one's own must get the full tensors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout, TensorSlice
 from dlo_framework.watch.flops import is_compiled
-from dlo_plugins.sharding.outside_use import uses_values
+from dlo_plugins.sharding.outside_use import attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import move_hooks
 
+#: Lightning's modules with functions for a user's hooks, such as `grad_norm`.
+_USERS_FUNCTIONS = ("lightning.pytorch.utilities.grads",)
 #: Names of functions and attributes whose results are parts as their argument is: memory or gradient of the same shape.
 _ALIASES = ("data", "grad", "detach")
 
@@ -100,11 +102,11 @@ def _call_after(
 
 
 class FullValues:
-    """Gives steps the full values of weights and gradients where code outside of the model's layers uses them.
+    """Gives steps and hooks the full values of weights and gradients where code outside of the layers uses them.
 
     A function mode intercepts every torch function, which costs microseconds each. So only the first step of a kind is
-    watched; if it uses full values, later ones are watched too. Code of dlo's own is left alone, since it knows slices;
-    so are optimizers, and compiled models.
+    watched; if it uses full values, later ones are watched too. Hooks of the user's are watched each time. Code of
+    dlo's own is left alone, since it knows slices; so are optimizers, and compiled models.
 
     Args:
         module: Module whose model has been cut.
@@ -132,20 +134,24 @@ class FullValues:
         self.is_watching = False
 
     @contextlib.contextmanager
-    def watch(self, kind: str) -> Iterator[None]:
+    def watch(self, kind: str, meet: Callable[[], None] = lambda: None, *, always: bool = False) -> Iterator[None]:
         """Gives full values inside the block.
 
         Args:
-            kind: Kind of step.
+            kind: Kind of step, or name of a hook.
+            meet: Function that is called before the kind's first use of full values, which needs all ranks.
+            always: Whether to watch also where earlier blocks of the kind have used none.
         """
         if kind not in self._used and is_compiled(self._module):
             self._used[kind] = False
-        if self.is_watching or not self._used.get(kind, True):
+        if self.is_watching or not (always or self._used.get(kind, True)):
             yield
             return
         named = ((plain_name(name), p) for name, p in self._module.named_parameters(remove_duplicate=False))
         places = {id(p): (name, self._places[name]) for name, p in named if name in self._places}
         mode = _FullMode(places, self._ranks, self._is_summed, is_tried=self._is_tried)
+        if not self._used.get(kind, False):
+            mode.meet = meet
         handles: list[Any] = []
         for name, layer in self._layers():
             own = any(one.rpartition(".")[0] == name for one in self._places)
@@ -184,6 +190,7 @@ class _FullMode(TorchFunctionMode):
 
     Attributes:
         used: Name of the first parameter of which a full tensor was used; empty for none.
+        meet: Function that is called before that use.
     """
 
     def __init__(
@@ -198,6 +205,7 @@ class _FullMode(TorchFunctionMode):
         self._is_tried, self._blocks = is_tried, 0
         self._places, self._ranks, self._is_summed = dict(places), ranks, is_summed
         self._gradients: set[int] = set()
+        self.meet: Callable[[], None] = lambda: None
         self._alive: list[Tensor] = []  # So that no id is used twice.
         self._depth, self.used = 0, ""
 
@@ -221,11 +229,14 @@ class _FullMode(TorchFunctionMode):
         """Calls a torch function, with full tensors where a user's code uses parts of them."""
         kwargs, name = kwargs or {}, _name(func)
         in_layer = self._depth or (self._blocks and self._is_tried)
-        if in_layer or not (name in _ALIASES or uses_values(func)):
+        sets_data = name == "__set__" and attribute_of(func) == "data"
+        if in_layer or not (name in _ALIASES or sets_data or uses_values(func)):
             return func(*args, **kwargs)
         known = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._places]
         if not known or _is_own_code():
             return func(*args, **kwargs)
+        if sets_data:
+            return func(args[0], self._fitting(args[1], args[0]))
         if self._blocks:
             self._check_block(known)
             return func(*args, **kwargs)
@@ -245,6 +256,12 @@ class _FullMode(TorchFunctionMode):
         back = {id(full[id(leaf)]): leaf for leaf in written}
         return tree_map(lambda leaf: back.get(id(leaf), leaf), found) if back else found
 
+    def _fitting(self, value: Tensor, part: Tensor) -> Tensor:
+        """Returns the part of a value that is assigned to a part's data."""
+        place = self._places[id(part)][1] if id(part) in self._places else None
+        is_full = place is not None and value.shape == place.full_shape(part.shape) != part.shape
+        return place.slice_tensor(value) if is_full and place is not None else value
+
     def _check_block(self, known: list[Tensor]) -> None:
         sliced = next((name for name, place in (self._places[id(leaf)] for leaf in known) if place is not None), None)
         if sliced is not None:
@@ -256,7 +273,9 @@ class _FullMode(TorchFunctionMode):
 
     def _check(self, known: list[Tensor]) -> None:
         name = self._places[id(known[0])][0]
-        self.used = self.used or name
+        if not self.used:
+            self.used = name
+            self.meet()
         if any(isinstance(leaf, DTensor) for leaf in known):
             raise DloError(
                 f"code outside of the model's layers does not support dp_shard with tp: '{name}' is sharded along both"
@@ -289,8 +308,8 @@ class _FullMode(TorchFunctionMode):
 
 def _name(function: Any) -> str:
     """Returns a function's name; that of the attribute that it reads."""
-    name = getattr(function, "__name__", "")
-    return str(getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name)
+    name = str(getattr(function, "__name__", ""))
+    return attribute_of(function) if name == "__get__" else name
 
 
 def _writes(name: str) -> bool:
@@ -303,8 +322,11 @@ def _is_own_code() -> bool:
     """Returns whether dlo, Lightning or an optimizer calls a function, and not a user's code that they call."""
     frame, own, of_user = sys._getframe(2), own_packages(), False
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package in own or package == "lightning":
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if name in _USERS_FUNCTIONS:
+            of_user = True
+        elif package in own or package == "lightning":
             return not of_user
         if isinstance(frame.f_locals.get("self"), Optimizer):
             return True
