@@ -190,7 +190,7 @@ SOME: dict[str, tuple[str, ...]] = {
     ),
     "GPipe": (
         *("same block twice", "one batch norm object", "L2", "deep supervision", "prototypes", "held weights"),
-        "norm after the step",
+        *("norm after the step", "loss of what hooks collect", "number that blocks share"),
     ),
     "zero3": ("average of weights", "callback that clamps weights", "clips by itself", "in optimizer_step"),
     "fsdp": (

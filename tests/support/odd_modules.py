@@ -769,6 +769,25 @@ MODULES: dict[str, type[Odd]] = {
         block=block(lambda s, x: [put(s, penalty=x.square().mean()), Block.forward(s, x)][1]),
         loss=lambda s, out, batch: Odd.loss(s, out, batch) + 0.1 * sum(one.penalty for one in s.model.blocks),
     ),
+    "loss of what hooks collect": odd(
+        change=lambda s, net: [
+            put(s, found=[]),
+            *(one.register_forward_hook(lambda one, x, y: s.found.append(y.square().mean())) for one in net.blocks),
+        ],
+        loss=lambda s, out, batch: Odd.loss(s, out, batch) + 0.1 * sum(s.found.pop() for _ in range(len(s.found))),
+    ),
+    "number that blocks share": odd(
+        change=lambda s, net: [
+            put(one, shared=net.blocks[0].__dict__.setdefault("shared", {"calls": 0})) for one in net.blocks
+        ],
+        block=block(
+            lambda s, x: [
+                s.shared.update(calls=s.shared["calls"] + 1),
+                Block.forward(s, x * (1 + 0.01 * s.shared["calls"])),
+            ][1]
+        ),
+        per_forward=True,
+    ),
     "lambda": odd(block=block(more=lambda s: put(s, act=lambda hidden: hidden * torch.sigmoid(hidden)))),
     "nested containers": odd(
         change=lambda s, net: [

@@ -35,6 +35,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.random_streams import random_stream
 from dlo_plugins.pipeline.model_stages import Stages
 
+#: Attributes of every module.
+_OF_TORCH = frozenset(vars(nn.Module()))
 #: Operations that use only a tensor's shape, dtype and device.
 _SHAPE_ONLY = ("_like", "new_empty", "new_full", "new_ones", "new_zeros", "new_empty_strided")
 
@@ -144,6 +146,15 @@ class Placeholder(Tensor):
             return tensor  # It has been written to, and now holds NaN.
 
         return tree_map_only(Tensor, wrapped, found)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that torch has not set."""
+    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+
+
+def _held(place: list[Any] | dict[Any, Any]) -> list[Any]:
+    return list(place.values() if isinstance(place, dict) else place)
 
 
 def _shape_needs_values(name: str, args: tuple[Any, ...]) -> bool:
@@ -362,13 +373,56 @@ class StageForward:
                 self.check.is_received = True
             if self.check.is_received:
                 self.check.check_values((args, kwargs), f"'{name}' with an argument")
-            with self._stream(name):
+            with self._stream(name), self._leaves_nothing(name, module):
                 returned = module(*args, **kwargs)
             if self.record and not self.has_ended:
                 self._record_shape(name, returned)
             return returned
 
         return _Gate(module, block)
+
+    @contextlib.contextmanager
+    def _leaves_nothing(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Checks that a block leaves nothing in the memory of others that a later stage would miss.
+
+        It looks where hooks on the block and blocks that share an object can reach, in the first forward of a shape.
+
+        Raises:
+            DloError: There is a new tensor with a graph, or a number in what blocks share.
+        """
+        if not self.record or self.has_ended or not self._builds_graph or self.stage + 1 == self.stages.count:
+            yield
+            return
+        before = [(place, is_of_blocks, _held(place)) for place, is_of_blocks in self._places(module)]
+        yield
+        for place, is_of_blocks, old in before:
+            now = _held(place)
+            for value in (new for number, new in enumerate(now) if number >= len(old) or new is not old[number]):
+                has_graph = any(tensor.grad_fn is not None for tensor in tensors_in(value))
+                if has_graph or (is_of_blocks and isinstance(value, int | float)):
+                    what = "a tensor" if has_graph else "a number"
+                    raise self.check.error(
+                        f"{what} that '{name}' leaves outside of itself, as for a loss or a later block"
+                    )
+
+    def _places(self, module: nn.Module) -> Iterator[tuple[Any, bool]]:
+        """Yields what holds values that a block may write and other stages read, and whether blocks share it."""
+        of_blocks: dict[int, tuple[Any, set[str]]] = {}
+        for block in self.stages.blocks:
+            for value in (v for part in self.model.get_submodule(block).modules() for v in _own(part).values()):
+                if isinstance(value, list | dict):
+                    of_blocks.setdefault(id(value), (value, set()))[1].add(block)
+        yield from ((value, True) for value, users in of_blocks.values() if len(users) > 1)
+        for part in module.modules():
+            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+                cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or ())
+                for reached in (getattr(hook, "__self__", None), *cells):
+                    if isinstance(reached, list | dict):
+                        yield reached, False
+                    elif isinstance(reached, nn.Module) and reached is not part:
+                        own = _own(reached)
+                        yield own, False
+                        yield from ((value, False) for value in own.values() if isinstance(value, list | dict))
 
     def _head(self, name: str, module: nn.Module) -> nn.Module:
         def head(*args: Any, **kwargs: Any) -> Any:
