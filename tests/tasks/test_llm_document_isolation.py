@@ -127,10 +127,12 @@ def test_blocks_that_see_some_tokens_keep_documents_apart(kind: str) -> None:
     drop = TokenDrop()
     drop._draw = lambda number, length, device: index  # type: ignore[method-assign]
     layers = ModelBlocks(task, "TokenDrop")
+    drop._places = {name: 0 for name in layers.names}  # Each block gets the same selection.
     seen: list[int] = []
     for name in layers.names:
-        layers.block(name).register_forward_hook(lambda *_: seen.append(1))
-        handle_calls(layers.block(name), drop._handler(0, name, layers.block(name)), 0)
+        block = layers.model.get_submodule(name)
+        block.register_forward_hook(lambda *_: seen.append(1))
+        handle_calls(block, drop.handler(0, name, block), 0)
     batch = packed_batch()
 
     def hidden(batch: dict[str, Tensor]) -> Tensor:

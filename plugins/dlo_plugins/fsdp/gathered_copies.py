@@ -24,7 +24,7 @@ from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
 from dlo_plugins.fsdp.step_state import own_groups, state_of
-from dlo_plugins.sharding.outside_use import attribute_of, uses_values
+from dlo_plugins.sharding.outside_use import LowestMode, attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import share_hooks
 
 #: In-place functions that draw numbers or look at other elements: shards would get other values than the full tensor.
@@ -251,7 +251,7 @@ class ShardUse(TorchFunctionMode):
         return copy.data if id(leaf) in self._aliases else copy
 
 
-class ShardsInHooks(TorchFunctionMode):
+class ShardsInHooks(LowestMode):
     """Makes code outside of steps work on shards where it would not be one of full tensors.
 
     What is assigned to the ``data`` of a shard is written to its memory, which FSDP2 keeps; it would be lost otherwise.

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.stacks import is_dlos, own_line
 from dlo_framework.errors import DloError
-from dlo_plugins.sharding.outside_use import attribute_of
+from dlo_plugins.sharding.outside_use import LowestMode, attribute_of
 
 #: Message about a gradient that was changed where the optimizer does not see it.
 CHANGED = (
@@ -23,7 +22,7 @@ CHANGED = (
 )
 
 
-class GradientWrites(TorchFunctionMode):
+class GradientWrites(LowestMode):
     """Raises where code writes to gradients.
 
     Args:
@@ -57,7 +56,7 @@ class GradientWrites(TorchFunctionMode):
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
 
 
-class JointGradients(TorchFunctionMode):
+class JointGradients(LowestMode):
     """Raises where a user's hook computes a number from several gradients, of which each rank has other ones.
 
     Clipping by such a norm would scale each rank's gradients by another factor. Values of one gradient, and changes of
@@ -100,9 +99,13 @@ class JointGradients(TorchFunctionMode):
 
     @staticmethod
     def _caller() -> Any:
-        """Returns the innermost frame outside of torch and this module."""
+        """Returns the innermost frame outside of torch, this module and other modes."""
         frame: Any = sys._getframe(2)
-        while str(frame.f_globals.get("__name__")).partition(".")[0] == "torch" or frame.f_globals is globals():
+        while (
+            str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+            or frame.f_globals is globals()
+            or frame.f_code.co_name == "__torch_function__"
+        ):
             frame = frame.f_back
         return frame
 

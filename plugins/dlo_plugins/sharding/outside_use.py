@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch._C import _len_torch_function_stack
@@ -32,7 +32,23 @@ _NOT_VALUES |= {"storage_offset", "stride", "untyped_storage"}
 _TENSORS = {"data", "T", "H", "mT", "mH", "real", "imag"}
 
 
-class OutsideUse(TorchFunctionMode):
+class LowestMode(TorchFunctionMode):
+    """Mode around user code, below all others: a hook may enter modes that outlast it, and leave older ones."""
+
+    def __enter__(self) -> Self:
+        """Enters the mode below all others."""
+        for mode in [self, *_left_modes()]:
+            _push_mode(mode)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leaves the mode, wherever it is now."""
+        for mode in _left_modes():
+            if mode is not self:
+                _push_mode(mode)
+
+
+class OutsideUse(LowestMode):
     """Calls ``on_use`` with the id of each parameter just before its values are used, and whether by its ``data``.
 
     The mode intercepts every torch function that is called on a tensor, which costs a few microseconds each. So only
@@ -46,18 +62,6 @@ class OutsideUse(TorchFunctionMode):
     def __init__(self, watched: set[int], on_use: Callable[[int, bool], None]) -> None:
         super().__init__()
         self.watched, self.on_use = watched, on_use
-
-    def __enter__(self) -> OutsideUse:
-        """Enters the mode below all others: a hook may enter modes that outlast it, and leave older ones."""
-        for mode in [self, *_left_modes()]:
-            _push_mode(mode)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """Leaves the mode, wherever it is now."""
-        for mode in _left_modes():
-            if mode is not self:
-                _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reports the watched parameters among the arguments, and calls the function."""

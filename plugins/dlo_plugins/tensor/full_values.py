@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.distributed.collectives import Communicator
@@ -26,7 +25,7 @@ from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout, TensorSlice
 from dlo_framework.watch.flops import is_compiled
-from dlo_plugins.sharding.outside_use import attribute_of, uses_values
+from dlo_plugins.sharding.outside_use import LowestMode, attribute_of, uses_values
 from dlo_plugins.sharding.parameter_hooks import move_hooks
 
 #: Lightning's modules with functions for a user's hooks, such as `grad_norm`.
@@ -179,7 +178,7 @@ class FullValues:
         return ((name, self._module.get_submodule(name)) for name in names)
 
 
-class _FullMode(TorchFunctionMode):
+class _FullMode(LowestMode):
     """Replaces parts of parameters and gradients by full tensors, in a user's code outside of layers.
 
     Args:
