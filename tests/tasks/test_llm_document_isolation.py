@@ -127,7 +127,7 @@ def test_blocks_that_see_some_tokens_keep_documents_apart(kind: str) -> None:
     drop = TokenDrop()
     drop._draw = lambda number, length, device: index  # type: ignore[method-assign]
     layers = ModelBlocks(task, "TokenDrop")
-    drop._places = {name: 0 for name in layers.names}  # Each block gets the same selection.
+    drop._places = dict.fromkeys(layers.names, 0)  # Each block gets the same selection.
     seen: list[int] = []
     for name in layers.names:
         block = layers.model.get_submodule(name)
