@@ -195,7 +195,7 @@ SOME: dict[str, tuple[str, ...]] = {
     "zero3": ("average of weights", "callback that clamps weights", "clips by itself", "in optimizer_step"),
     "fsdp": (
         *("adversarial", "sharpness", "writes to its input", "state in the step", "assigned between steps"),
-        *("norm of gradients", "swapped for validation"),
+        *("norm of gradients", "swapped for validation", "weights in a global"),
     ),
     "deepspeed3": ("L2", "mapped", "pruned", "clamps weights", "average of weights"),
 }

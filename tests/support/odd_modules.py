@@ -530,6 +530,21 @@ class HeldWeights(Odd):
         return super().loss(outputs, batch) + 0.1 * sum(one.square().sum() for one in self.penalised)
 
 
+#: Weights that :class:`GlobalWeights` keeps.
+PENALISED: list[Tensor] = []
+
+
+class GlobalWeights(HeldWeights):
+    """Keeps weights in a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        PENALISED[:] = self.__dict__.pop("penalised")
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return Odd.loss(self, outputs, batch) + 0.1 * sum(one.square().sum() for one in PENALISED)
+
+
 class InOptimizerStep(Odd):
     """Decays weights around the step that an overridden ``optimizer_step`` takes."""
 
@@ -904,6 +919,7 @@ MODULES: dict[str, type[Odd]] = {
     "callback that clamps weights": odd(configure_callbacks=lambda s: [Clamps()]),
     "norm between steps": NormBetweenSteps,
     "held weights": HeldWeights,
+    "weights in a global": GlobalWeights,
     "norm of gradients": NormOfGradients,
     "norm after the step": NormAfterStep,
     "swapped for validation": odd(SwappedForValidation, trainer_options={"limit_val_batches": 1, "max_epochs": 2}),
