@@ -89,6 +89,7 @@ class DeepSpeedEngine:
         self._sync = self._complete = False
         self.sync = True
         self.halves, self._versions = _halves(config), self._find_versions()
+        self._places: dict[str, int] = {}  # Memory of the parameters at the last step, by name.
         if isinstance(self.master_weights, Stage0Weights):
             self.master_weights.undo_first_step()
         if self.master_weights is not None and before:
@@ -155,10 +156,24 @@ class DeepSpeedEngine:
         before, self._versions = self._versions, self._find_versions()
         written = [name for name, version in self._versions.items() if before.get(name, version) != version]
         self.check_written(written)
+        if isinstance(self.master_weights, Stage12Weights):
+            self._check_places()
         if self.trains and self.stage > 0:
             check_groups(self.optimizer, self.names)
         if isinstance(self.master_weights, Stage12Weights) and not self.halves:
             self.master_weights.store_writes(always=bool(written))
+
+    def _check_places(self) -> None:
+        """Checks that parameters are in the flat memory from which DeepSpeed's stages 1 and 2 step them."""
+        known = self._places
+        self._places = {self.names[id(p)]: p.data_ptr() for p in self.module.parameters() if p.requires_grad}
+        moved = [name for name, place in self._places.items() if known.get(name, place) != place]
+        if moved:
+            raise DloError(
+                "parameters under DeepSpeed must keep their memory, which its optimizer steps, got"
+                f" {shown_names(moved)} assigned by `data`; write in place, as `p.data.copy_(value)`, or use strategy"
+                " zero1 to zero3"
+            )
 
     def before_backward(self) -> None:
         """Prepares the gradient buffers; called before each backward.
