@@ -393,7 +393,7 @@ class ForeignStrategy(StrategyContract):
         return found
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the 2-norm of the full gradients; torch's FSDP 1 tells it when it clips to infinity."""
+        """Returns the 2-norm of the full gradients; under torch's FSDP 1 from a clipping without a limit."""
         model = self.strategy.model
         return model.clip_grad_norm_(math.inf) if isinstance(model, FSDP1) else super().gradient_norm(optimizer)
 

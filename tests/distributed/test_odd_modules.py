@@ -197,7 +197,7 @@ SOME: dict[str, tuple[str, ...]] = {
         *("adversarial", "sharpness", "writes to its input", "state in the step", "assigned between steps"),
         *("norm of gradients", "swapped for validation", "weights in a global"),
     ),
-    "deepspeed2": ("assigned between steps", "L2", "average of weights"),
+    "deepspeed2": ("assigned between steps", "assigned before the first step", "L2", "average of weights"),
     "deepspeed3": ("L2", "mapped", "pruned", "clamps weights", "average of weights"),
 }
 

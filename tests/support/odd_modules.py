@@ -926,6 +926,7 @@ MODULES: dict[str, type[Odd]] = {
     "in optimizer_step": InOptimizerStep,
     "state in the step": StateInStep,
     "assigned between steps": odd(on_train_batch_end=assigns),
+    "assigned before the first step": odd(on_train_start=assigns),
     "decays before the step": odd(on_before_optimizer_step=decays),
     "momentum encoder": MomentumEncoder,
     "prototypes": odd(net=net(normalised)),

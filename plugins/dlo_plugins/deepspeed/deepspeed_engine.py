@@ -89,7 +89,7 @@ class DeepSpeedEngine:
         self._sync = self._complete = False
         self.sync = True
         self.halves, self._versions = _halves(config), self._find_versions()
-        self._places: dict[str, int] = {}  # Memory of the parameters at the last step, by name.
+        self._places = self._find_places()
         if isinstance(self.master_weights, Stage0Weights):
             self.master_weights.undo_first_step()
         if self.master_weights is not None and before:
@@ -163,11 +163,13 @@ class DeepSpeedEngine:
         if isinstance(self.master_weights, Stage12Weights) and not self.halves:
             self.master_weights.store_writes(always=bool(written))
 
+    def _find_places(self) -> dict[str, int]:
+        """Returns the addresses of the trained parameters, by name."""
+        return {self.names[id(p)]: p.data_ptr() for p in self.module.parameters() if p.requires_grad}
+
     def _check_places(self) -> None:
         """Checks that parameters are in the flat memory from which DeepSpeed's stages 1 and 2 step them."""
-        known = self._places
-        self._places = {self.names[id(p)]: p.data_ptr() for p in self.module.parameters() if p.requires_grad}
-        moved = [name for name, place in self._places.items() if known.get(name, place) != place]
+        moved = [name for name, place in self._find_places().items() if self._places.get(name, place) != place]
         if moved:
             raise DloError(
                 "parameters under DeepSpeed must keep their memory, which its optimizer steps, got"
