@@ -33,8 +33,7 @@ from dlo_plugins.callbacks.pipeline_timeline import simulate_ideal
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.pipeline.recorder import MeasuredCosts
-from dlo_plugins.pipeline.simulation import theoretical_bubble
+from dlo_plugins.pipeline.simulation import MeasuredCosts, theoretical_bubble
 
 SCHEDULES = {"GPipe": "GPipe", "1F1B": "1F1B", "1F1B again": "1F1B"} | {
     name: name for name in ("Interleaved1F1B", "ZBH1", "ZBV")

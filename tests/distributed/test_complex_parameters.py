@@ -17,8 +17,8 @@ from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
-from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter
 from dlo_plugins.fsdp.precision_policy import unit_policy
+from dlo_plugins.fsdp.torch_fsdp import ComplexReduceScatter
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy

@@ -22,7 +22,7 @@ from dlo_framework.testing import run_distributed
 from dlo_framework.testing.full_state import gather_full_weights
 from dlo_framework.watch.monitor import batch_loss
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.mesh.pipeline_options import PipelineOptions
+from dlo_plugins.mesh.pipelined_task import PipelineOptions
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.strategies.mesh import MeshStrategy
 

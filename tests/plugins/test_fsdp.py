@@ -28,8 +28,8 @@ from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.precision_policy import mixed_precision
 from dlo_plugins.fsdp.row_shards import row_range
+from dlo_plugins.fsdp.sharded_optimizers import UsedParams
 from dlo_plugins.fsdp.sharding import match_units, separable_units
-from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy

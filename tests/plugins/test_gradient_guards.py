@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sharding.gradient_guards import JointGradients
+from dlo_plugins.sharding.user_code import JointGradients
 
 
 def _summed_in_python(model: nn.Module) -> float:

@@ -30,8 +30,7 @@ from dlo_plugins.callbacks.gradients import (
     overlaps,
 )
 from dlo_plugins.pruning.layers import last_linear, match_or_last
-from dlo_plugins.sharding.stepped_gradients import SteppedGradient
-from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
+from dlo_plugins.sharding.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 
 SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]

@@ -8,9 +8,8 @@ import torch
 
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
-from dlo_plugins.mesh.pipeline_options import PipelineOptions, forward_costs
-from dlo_plugins.pipeline.costs import parameter_costs
-from dlo_plugins.pipeline.stage_assignment import balance_stages
+from dlo_plugins.mesh.pipelined_task import PipelineOptions, forward_costs
+from dlo_plugins.pipeline.model_stages import balance_stages, parameter_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM

@@ -23,7 +23,7 @@ from dlo_framework.testing.training import leave_group
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.mesh import mesh_rehearsal
-from dlo_plugins.mesh.pipeline_options import forward_costs
+from dlo_plugins.mesh.pipelined_task import forward_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.coverage import Coverage, measure_coverage
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -15,8 +15,13 @@ from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.mesh import mesh_simulation as simulation
-from dlo_plugins.mesh.mesh_description import MeshDescription, collapse_ranges, describe_mesh, groups_along
-from dlo_plugins.mesh.state_bytes_per_rank import RankStateBytes
+from dlo_plugins.mesh.mesh_description import (
+    MeshDescription,
+    RankStateBytes,
+    collapse_ranges,
+    describe_mesh,
+    groups_along,
+)
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.simulated_ranks import SimulatedRank, simulate_ranks

@@ -19,7 +19,7 @@ from torch import Tensor
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.collectives import Communicator
 from dlo_plugins.context import ring
-from dlo_plugins.pipeline.transport import Link
+from dlo_plugins.pipeline.exchange import Link
 from dlo_plugins.zero import flat_group
 
 

@@ -35,12 +35,13 @@ from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.pruning.layers import match_or_last
 from dlo_plugins.sharding.stepped_gradients import (
     SteppedGradient,
+    UnitNorms,
     check_reachable,
     is_divided,
     scale_of,
     stepped_gradients,
+    unit_norms,
 )
-from dlo_plugins.sharding.unit_norms import UnitNorms, unit_norms
 
 _NOISE = 3  # number of the hash's random stream
 

@@ -14,8 +14,7 @@ from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.media import log_scalars, save_figure
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.pipeline_schedules import Schedule
-from dlo_plugins.pipeline.recorder import MeasuredCosts
-from dlo_plugins.pipeline.simulation import Timeline, simulate
+from dlo_plugins.pipeline.simulation import MeasuredCosts, Timeline, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

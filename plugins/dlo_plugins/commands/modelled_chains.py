@@ -17,8 +17,7 @@ from dlo_framework.costs import known_peak, operator_flops
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.task import Task
-from dlo_plugins.mesh.mesh_rehearsal import repeat_rows
-from dlo_plugins.mesh.mesh_simulation import RankView, fix_split, simulated_rank
+from dlo_plugins.mesh.mesh_simulation import RankView, fix_split, repeat_rows, simulated_rank
 from dlo_plugins.remat.allocation_log import AllocationLog
 from dlo_plugins.remat.block_survey import BlockSurvey
 from dlo_plugins.remat.planning import MeasuredChain, MeasuredRank

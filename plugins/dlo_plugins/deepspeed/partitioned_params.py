@@ -20,7 +20,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout
-from dlo_plugins.sharding.outside_use import OutsideUse, calling_module
+from dlo_plugins.sharding.user_code import OutsideUse, calling_module
 
 #: Packages that use partitioned parameters as DeepSpeed wants it.
 _LIBRARIES = ("deepspeed.", "dlo_framework.", "dlo_plugins.", "lightning.")

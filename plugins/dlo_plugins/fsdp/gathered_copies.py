@@ -23,9 +23,8 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
-from dlo_plugins.fsdp.step_state import own_groups, state_of
-from dlo_plugins.sharding.outside_use import LowestMode, attribute_of, uses_values
-from dlo_plugins.sharding.parameter_hooks import share_hooks
+from dlo_plugins.fsdp.torch_fsdp import own_groups, state_of
+from dlo_plugins.sharding.user_code import LowestMode, attribute_of, share_hooks, uses_values
 
 #: In-place functions that draw numbers or look at other elements: shards would get other values than the full tensor.
 _NOT_ELEMENTWISE = {"normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
@@ -185,7 +184,7 @@ class ShardUse(TorchFunctionMode):
 
     Functions that write in place, element by element, to shards alone stay on shards: they need no gathering, as in the
     update of a momentum encoder. Only first steps are watched, as with
-    :class:`~dlo_plugins.sharding.outside_use.OutsideUse`.
+    :class:`~dlo_plugins.sharding.user_code.OutsideUse`.
 
     Args:
         copies: Gathered copies of all sharded parameters.

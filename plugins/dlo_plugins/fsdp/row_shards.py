@@ -12,19 +12,23 @@ tensors, which are assigned to the ranks that share a copy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.local_memory import local_tensor
-from dlo_framework.shards import FlatShard, SlicedShard
-from dlo_framework.tensor_slice import make_equal_slice
-from dlo_plugins.sharding.flat_slices import FlatSlice
-from dlo_plugins.sharding.optimizer_shards import ElementwiseShard, concat, flat_piece
+from dlo_framework.shards import FlatShard, Shard, SlicedShard
+from dlo_framework.strategy_contract import plain_name
+from dlo_framework.tensor_slice import TensorSlice, make_equal_slice
+from dlo_plugins.sharding.flat_slices import FlatSlice, assign_balanced
+from dlo_plugins.sharding.optimizer_shards import ElementwiseShard, FullTensorShard, OptimizerShard, concat, flat_piece
 
 #: Largest shard along the first dim of a stack, in fair shares, before another dim is sharded.
 MOST_UNEVEN = 1.02
@@ -94,7 +98,7 @@ def _first(shape: torch.Size, dim: int) -> torch.Size:
 def _dim_of(parameter: Tensor) -> int:
     """Returns the dim along which FSDP2 has sharded a parameter; 0 for a full tensor."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)
+    return next((placement.dim for placement in placements if isinstance(placement, ShardPlacement)), 0)
 
 
 class RowGroup:
@@ -281,3 +285,255 @@ def make_groups(
                 continue
             by_dtype.setdefault(parameter.dtype, {})[names[id(parameter)]] = parameter
     return [RowGroup(named, communicator, device) for named in by_dtype.values()]
+
+
+class MasterRowGroup(RowGroup):
+    """Parameters whose rows of this rank are copies, of one dtype and in one memory.
+
+    Args:
+        named: Full parameters by name.
+        communicator: Communicator of the ranks that share the rows.
+        device: Device that computes.
+        masters: Rows of this rank by name.
+    """
+
+    has_master_weights = True
+
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        communicator: Communicator,
+        device: torch.device,
+        masters: Mapping[str, FlatShard],
+    ) -> None:
+        self._masters = [masters[name] for name in named]
+        super().__init__(named, communicator, device)
+        self.dtype, self.step_device = self._masters[0].dtype, self._masters[0].device
+
+    def _piece(self, piece: FlatSlice) -> FlatShard:
+        return self._masters[piece.parameter]
+
+    def piece_gradients(self) -> list[Tensor]:
+        """Returns the gradient of each piece, where the optimizer steps; empty where there is none."""
+        return [gradient.to(self.step_device, self.dtype) for gradient in super().piece_gradients()]
+
+    def _sent_rows(self) -> Tensor:
+        rows = concat(self._values(), self.dtype, self.step_device)
+        return rows.to(self.device, self.parameters[0].dtype)
+
+    @torch.no_grad()
+    def all_gather_params(self) -> None:
+        """Writes a flat copy back to the rows, and all ranks' rows to the parameters."""
+        if self._buffer is not None:
+            for piece, values in zip(self._held, self._values(), strict=True):
+                values.copy_(self._buffer[piece.offset : piece.offset + piece.length])
+            self._buffer = None
+        self._all_gather_rows()
+
+
+class MasterRows:
+    """Master weights of a module's parameters.
+
+    Args:
+        step_device: Device of the rows, where optimizers step.
+        param_dtype: Dtype with which the model computes; None for the parameters' own.
+
+    Attributes:
+        shards: Rows of this rank by parameter name; empty ones where it has none.
+    """
+
+    def __init__(self, step_device: torch.device, param_dtype: torch.dtype | None) -> None:
+        self._step_device, self._param_dtype = step_device, param_dtype
+        self.shards: dict[str, FlatShard] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._sharers: dict[str, Communicator] = {}
+
+    def add(self, named: Mapping[str, nn.Parameter], sharers: Communicator) -> None:
+        """Copies this rank's rows of parameters, and casts the parameters; those that have rows are left alone.
+
+        Args:
+            named: Full parameters by name.
+            sharers: Communicator of the ranks that share their rows.
+        """
+        for name, parameter in named.items():
+            if name in self.shards or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            start, length = row_range(parameter.shape, sharers.size, sharers.rank)
+            rows = parameter.detach().reshape(-1)[start : start + length]
+            self.shards[name] = FlatShard(rows.to(self._step_device, copy=True), parameter.shape, start)
+            self._parameters[name], self._sharers[name] = parameter, sharers
+            own = parameter.dtype
+            if self._param_dtype not in (None, own) and parameter.is_floating_point():
+                parameter.data = parameter.data.to(self._param_dtype)
+                if parameter.requires_grad:
+                    parameter.grad_dtype = own
+
+    def groups(self, named: Mapping[str, nn.Parameter], device: torch.device) -> list[MasterRowGroup]:
+        """Returns parameters as one group per dtype and ranks that share rows.
+
+        Args:
+            named: Parameters by name; those without rows are left out.
+            device: Device that computes.
+        """
+        alike: dict[tuple[torch.dtype, int], dict[str, nn.Parameter]] = {}
+        for name, parameter in named.items():
+            if name in self.shards:
+                alike.setdefault((self.shards[name].dtype, id(self._sharers[name])), {})[name] = parameter
+        return [MasterRowGroup(same, self._sharers[next(iter(same))], device, self.shards) for same in alike.values()]
+
+    def all_gather(self, device: torch.device) -> None:
+        """Writes all ranks' rows to the parameters, after the rows were written from outside; a collective call."""
+        for group in self.groups(self._parameters, device):
+            group.all_gather_params()
+
+    def of_state(self, module: nn.Module) -> Iterator[tuple[str, FlatShard]]:
+        """Yields the names in a module's ``state_dict`` that have rows, tied ones too, and the rows."""
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if id(value) in first:
+                yield plain_name(name), self.shards[first[id(value)]]
+
+
+def like_gradient(parameter: Tensor) -> Tensor:
+    """Returns zeros in the shape and dtype of a parameter's gradient."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype, requires_grad=False)
+
+
+class JoinedTensorShard(FullTensorShard[RowGroup]):
+    """Optimizer shard of full tensors that are joined from tp slices.
+
+    Args:
+        groups: Groups of the optimizer's parameters.
+        communicator: Communicator of the ranks that share this rank's part of the model.
+        tensor_parallel: Communicator of the tp axis; of `ep`, or of `ep` and `tp`, for experts.
+        slices: This rank's slices, by parameter name.
+    """
+
+    def __init__(
+        self,
+        groups: list[RowGroup],
+        communicator: Communicator,
+        tensor_parallel: Communicator,
+        slices: dict[str, TensorSlice],
+    ) -> None:
+        self.tensor_parallel, self.slices = tensor_parallel, slices
+        self._slices_of: list[dict[str, TensorSlice]] = [{} for _ in range(tensor_parallel.size)]
+        dist.all_gather_object(self._slices_of, slices, group=tensor_parallel.group)
+        super().__init__(groups, communicator)
+        # Names of the sliced tensors that all tp ranks with this part of the model own together, by dtype.
+        self._sliced: dict[torch.dtype, list[str]] = defaultdict(list)
+        for group, number in self._places:
+            name = group.names[number]
+            if name in self.local_params and name in slices:
+                self._sliced[group.dtype].append(name)
+        names = [name for same in self._sliced.values() for name in same]
+        owners = assign_balanced([self.full_shape(name).numel() for name in names], tensor_parallel.size)
+        self._tp_owner = dict(zip(names, owners, strict=True))
+        for name, owner in self._tp_owner.items():
+            if owner != tensor_parallel.rank:
+                del self.local_params[name]
+
+    def full_shape(self, name: str) -> torch.Size:
+        """Returns the shape of a parameter over all ranks; all tp ranks assign the same owners by its size."""
+        shape = self.shapes[name]
+        return self.slices[name].full_shape(shape) if name in self.slices else shape
+
+    def _slice_shape(self, name: str, rank: int) -> torch.Size:
+        return self._slices_of[rank][name].slice_shape(self.full_shape(name))
+
+    def _owned_by(self, names: list[str], rank: int) -> list[str]:
+        return [name for name in names if self._tp_owner[name] == rank]
+
+    def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
+        """Returns the full tensors that this rank owns, joined over the tp axis."""
+        tensors = super()._gather_owned(shards)
+        device, home = self.groups[0].device, self.groups[0].step_device
+        ranks = range(self.tensor_parallel.size)
+        loaded = {name for group in self.groups if id(group) in shards for name in group.names}
+        for dtype, names in self._sliced_of(loaded).items():
+            # A slice without elements is in no shard.
+            values = {name: tensors.pop(name, torch.empty(0, dtype=dtype)).to(device).flatten() for name in names}
+            sent = [concat([values[name] for name in self._owned_by(names, rank)], dtype, device) for rank in ranks]
+            own = self._owned_by(names, self.tensor_parallel.rank)
+            lengths = [sum(self._slice_shape(name, rank).numel() for name in own) for rank in ranks]
+            received = self.tensor_parallel.exchange(sent, lengths)
+            at = [0] * len(ranks)
+            for name in own:
+                full = torch.empty(self.full_shape(name), dtype=dtype, device=device)
+                for rank in ranks:
+                    shape = self._slice_shape(name, rank)
+                    piece = received[rank][at[rank] : at[rank] + shape.numel()].view(shape)
+                    at[rank] += shape.numel()
+                    self._slices_of[rank][name].write_slice(full, piece)
+                tensors[name] = full.to(home)
+        return tensors
+
+    def _sliced_of(self, names: Set[str]) -> dict[torch.dtype, list[str]]:
+        """Returns those of the named tensors that are sliced and that this rank's part of the model owns, by dtype."""
+        found = {dtype: [name for name in same if name in names] for dtype, same in self._sliced.items()}
+        return {dtype: same for dtype, same in found.items() if same}
+
+    def _stepped_values(self, names: Set[str]) -> dict[str, Tensor]:
+        """Returns this rank's slices of the stepped values, including those of other tp ranks' tensors."""
+        found = {
+            name: tensor.data for name, tensor in self.local_params.items() if name in names and name not in self.slices
+        }
+        device, ranks = self.groups[0].device, range(self.tensor_parallel.size)
+        for dtype, same in self._sliced_of(names).items():
+            own = {name: self.local_params[name].data for name in self._owned_by(same, self.tensor_parallel.rank)}
+            sent = []
+            for rank in ranks:
+                pieces = [self._slices_of[rank][name].slice_tensor(tensor).flatten() for name, tensor in own.items()]
+                sent.append(concat(pieces, dtype, device))
+            mine = self.tensor_parallel.rank
+            theirs = [self._owned_by(same, rank) for rank in ranks]
+            lengths = [sum(self._slice_shape(name, mine).numel() for name in owned) for owned in theirs]
+            received = self.tensor_parallel.exchange(sent, lengths)
+            for owned, values in zip(theirs, received, strict=True):
+                sizes = [self._slice_shape(name, mine).numel() for name in owned]
+                found |= dict(zip(owned, values.split(sizes), strict=True))
+        return found
+
+
+class SeparateShards(OptimizerShard[RowGroup]):
+    """Optimizer shard of tensors that several groups of ranks share, each by a shard of its own.
+
+    Args:
+        parts: Shards of full tensors, each of other parameters of the same optimizer.
+    """
+
+    def __init__(self, parts: Sequence[FullTensorShard[RowGroup]]) -> None:
+        super().__init__([group for part in parts for group in part.groups], parts[0].communicator)
+        self.parts = parts
+        for part in parts:
+            self.local_params |= part.local_params
+
+    def _part(self, name: str) -> FullTensorShard[RowGroup]:
+        return next(part for part in self.parts if name in part.shapes)
+
+    def full_shape(self, name: str) -> torch.Size:
+        """Returns the shape of a parameter, all ranks' shards together."""
+        return self._part(name).full_shape(name)
+
+    def load_params(self) -> bool:
+        """Loads the shards' values into the local parameters; returns whether the user's code has written to them."""
+        return sum(part.load_params() for part in self.parts) > 0
+
+    def set_grads(self, used: Iterable[str]) -> None:
+        """Sets the gradients of the local parameters; unused parameters keep None."""
+        used = set(used)
+        for part in self.parts:
+            part.set_grads(used)
+
+    def all_gather_params(self) -> None:
+        """Copies the stepped values into the shards, and starts their all-gather."""
+        for part in self.parts:
+            part.all_gather_params()
+
+    def as_shard(self, name: str, value: Tensor) -> Shard:
+        """Returns a state tensor of a parameter as a shard of the full one, for checkpoints."""
+        return self._part(name).as_shard(name, value)
+
+    def empty_shard(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Shard:
+        """Returns an uninitialised shard for a state tensor of a full shape."""
+        return self._part(name).empty_shard(name, shape, dtype)

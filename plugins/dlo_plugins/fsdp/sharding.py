@@ -28,7 +28,6 @@ from dlo_framework.shards import full_box as whole_box
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
-from dlo_plugins.fsdp.fsdp_collectives import ComplexReduceScatter, PairwiseAllGather, PairwiseReduceScatter
 from dlo_plugins.fsdp.gathered_copies import (
     GatheredCopies,
     ShardUse,
@@ -36,18 +35,19 @@ from dlo_plugins.fsdp.gathered_copies import (
     bound_rows_alike,
     gathered_copies,
 )
-from dlo_plugins.fsdp.held_parameters import check_held
-from dlo_plugins.fsdp.master_rows import MasterRows, like_gradient
 from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
-from dlo_plugins.fsdp.row_shards import shard_dim
-from dlo_plugins.fsdp.step_state import (
+from dlo_plugins.fsdp.row_shards import MasterRows, like_gradient, shard_dim
+from dlo_plugins.fsdp.torch_fsdp import (
+    ComplexReduceScatter,
+    PairwiseAllGather,
+    PairwiseReduceScatter,
     accumulate_gradients,
     begin_root,
     complete_gradients,
     drop_step_state,
     resume_forward,
 )
-from dlo_plugins.sharding.parameter_hooks import move_hooks
+from dlo_plugins.sharding.user_code import check_held, move_hooks
 
 #: Elements of the gradients that are averaged in one message.
 _BUCKET = 2**23
@@ -136,7 +136,7 @@ class ShardedModule:
         copies: Gathered copies of the sharded parameters, the innermost first.
         kept: Those of them that are gathered for each full step, because a step uses them outside their unit's forward.
         written: Record of what this rank has written to gathered copies, which :meth:`check_writes` compares.
-        unwatch: Function that removes the hooks of the last fit's :class:`~dlo_plugins.fsdp.used_params.UsedParams`.
+        unwatch: Function that removes the hooks of the last fit's :class:`~.sharded_optimizers.UsedParams`.
     """
 
     def __init__(

@@ -33,10 +33,9 @@ from dlo_framework.shards import Shard, SlicedShard, attach_slice
 from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.gathered_copies import ShardsInHooks
-from dlo_plugins.fsdp.master_rows import like_gradient
-from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards
+from dlo_plugins.fsdp.row_shards import like_gradient
+from dlo_plugins.fsdp.sharded_optimizers import OptimizerShards, UsedParams
 from dlo_plugins.fsdp.sharding import local_shard
-from dlo_plugins.fsdp.used_params import UsedParams
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps

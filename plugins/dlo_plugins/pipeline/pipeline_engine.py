@@ -25,10 +25,10 @@ from dlo_framework.random_streams import random_stream
 from dlo_framework.recompute import BufferGuard, recomputed_later
 from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
-from dlo_plugins.pipeline.costs import PartCosts
-from dlo_plugins.pipeline.exchange import Exchange, batch_signatures
+from dlo_plugins.pipeline.exchange import Exchange, TiedWeights, Transport, batch_signatures, find_tied_groups
 from dlo_plugins.pipeline.gates import Placeholder, SkipCheck, StageForward, StageShapes
-from dlo_plugins.pipeline.model_stages import release_other_stages
+from dlo_plugins.pipeline.model_stages import PartCosts, Split, release_other_stages
+from dlo_plugins.pipeline.model_stages import make_stages as make_stages
 from dlo_plugins.pipeline.pipeline_schedules import (
     Schedule,
     flushes,
@@ -37,14 +37,8 @@ from dlo_plugins.pipeline.pipeline_schedules import (
     make_schedule,
     splits_backward,
 )
-from dlo_plugins.pipeline.recorder import Recorder, gather_timeline
-from dlo_plugins.pipeline.simulation import Timeline
-from dlo_plugins.pipeline.stage_assignment import Split
-from dlo_plugins.pipeline.stage_assignment import make_stages as make_stages
-from dlo_plugins.pipeline.tied import TiedWeights, find_tied_groups
-from dlo_plugins.pipeline.transport import Transport
-from dlo_plugins.pipeline.weight_grads import WeightGradients
-from dlo_plugins.pipeline.weight_versions import WeightVersion, set_gradients, take_gradients
+from dlo_plugins.pipeline.simulation import Recorder, Timeline, gather_timeline
+from dlo_plugins.pipeline.weight_grads import WeightGradients, WeightVersion, set_gradients, take_gradients
 
 
 @dataclass

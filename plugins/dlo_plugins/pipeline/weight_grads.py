@@ -16,8 +16,9 @@ that torch.compile has compiled are not changed: their full backward is computed
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlo_framework.fake_kernels import TensorPlace, tensor_places, tensors_replaced
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
 
 
@@ -230,3 +232,58 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         yield from _not_compiled(child)
+
+
+class WeightVersion:
+    """Copy of a rank's trainable parameters, with gradients of its own.
+
+    Args:
+        model: Model that has been cut into stages; None for a version that only keeps gradients.
+        holds: Predicate for the names of this rank's parameters.
+    """
+
+    def __init__(self, model: nn.Module | None = None, holds: Callable[[str], bool] = bool) -> None:
+        self._copies: dict[str, nn.Parameter] = {}
+        self._places: list[TensorPlace] = []
+        self._gradients: dict[str, Tensor] = {}
+        if model is None:
+            return
+        copies: dict[int, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and holds(name):
+                copy = copies[id(parameter)] = self._copies[name] = nn.Parameter(parameter.detach().clone())
+                copy.grad_dtype = parameter.grad_dtype
+        self._places = [(at, key, copies[id(old)]) for at, key, old in tensor_places(model) if id(old) in copies]
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the model compute with the copy inside the block."""
+        return tensors_replaced(self._places)
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gives the copy the gradients of earlier micro-batches, to which backward adds those of its own."""
+        for name, gradient in gradients.items():
+            if name in self._copies:
+                self._copies[name].grad = gradient
+            else:
+                self._gradients[name] = gradient
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients by parameter name."""
+        of_copies = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
+        return {**self._gradients, **of_copies}
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the gradients of a model's parameters by name, and removes them from the parameters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Sets the gradients of a model's parameters by name; parameters that are not named have none."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients.get(name)

@@ -1,6 +1,6 @@
 """Verifies plans on simulated ranks: their strategy is built, each kind of rank runs a step, and state is counted.
 
-A step runs the code of a run on fake tensors (:mod:`dlo_plugins.mesh.mesh_rehearsal`), with fewer equal blocks. Its
+A step runs the code of a run on fake tensors (:mod:`dlo_plugins.mesh.mesh_simulation`), with fewer equal blocks. Its
 mesh has the same axes, of their smallest factors but for `tp`: all sizes of the others run the same code. State is
 counted from the shapes of each rank's shards. A layout's even shares leave out rows that ranks do not divide.
 """
@@ -24,8 +24,7 @@ from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
-from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches, simulated_precision
+from dlo_plugins.mesh.mesh_simulation import fewest_micro_batches, rehearse_step, simulated_precision
 from dlo_plugins.planner.layout import SIZES, StateFormat
 from dlo_plugins.planner.plan_config import mesh_strategy
 from dlo_plugins.planner.plan_search import Candidate, Rejection

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlo_plugins.pipeline.actions import Placement
+from dlo_plugins.pipeline.model_stages import balance_stages
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule, splits_backward
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
-from dlo_plugins.pipeline.stage_assignment import balance_stages
 from dlo_plugins.planner.layout import Layout, StateFormat, repeats_messages
 from dlo_plugins.planner.machine import Machine
 from dlo_plugins.planner.model_profile import ModelProfile

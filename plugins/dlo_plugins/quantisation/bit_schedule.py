@@ -22,12 +22,12 @@ from torch import Tensor
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.shards import local_data
 from dlo_plugins.sharding.stepped_gradients import (
+    UnitNorms,
     accumulation_dtype,
     is_divided,
     scale_of,
     stepped_gradients,
 )
-from dlo_plugins.sharding.unit_norms import UnitNorms
 
 #: Largest factor of a layer's period.
 MOST = 5

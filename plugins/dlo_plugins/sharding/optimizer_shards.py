@@ -22,8 +22,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.shards import FlatShard, Shard, SlicedShard, shard_maker
-from dlo_plugins.sharding.flat_partition import assign_balanced
-from dlo_plugins.sharding.flat_slices import FlatSlice
+from dlo_plugins.sharding.flat_slices import FlatSlice, assign_balanced
 
 
 class Partition(Protocol):

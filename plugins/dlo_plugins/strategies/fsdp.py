@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import mesh_sizes
-from dlo_plugins.sharding.bf16_weights import Bf16Weights
+from dlo_plugins.sharding.gathered_dtype import Bf16Weights
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 

@@ -30,19 +30,28 @@ from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.fsdp.data_mesh import check_reshard
-from dlo_plugins.mesh.frozen_mesh import FrozenMesh, frozen_options
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.mesh.mesh_engine import MeshEngine
-from dlo_plugins.mesh.mesh_rehearsal import rehearse_step
-from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, ParallelState, parallelize
-from dlo_plugins.mesh.pipeline_options import PipelineOptions
-from dlo_plugins.mesh.pipelined_task import PipelinedTask, check_predict
+from dlo_plugins.mesh.mesh_simulation import rehearse_step
+from dlo_plugins.mesh.parallelize import (
+    FrozenMesh,
+    MeshOptions,
+    ParallelRun,
+    ParallelState,
+    frozen_options,
+    parallelize,
+)
+from dlo_plugins.mesh.pipelined_task import PipelinedTask, PipelineOptions, check_predict
 from dlo_plugins.pipeline.pipeline_schedules import flushes
-from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
-from dlo_plugins.sharding.gathered_dtype import check_sent_dtype
-from dlo_plugins.sharding.gradient_guards import JointGradients
-from dlo_plugins.sharding.outside_use import watch_hooks
+from dlo_plugins.sharding.gathered_dtype import (
+    Bf16Weights,
+    check_precision,
+    check_sent_dtype,
+    check_value,
+    prepare_weights,
+)
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
+from dlo_plugins.sharding.user_code import JointGradients, watch_hooks
 from dlo_plugins.tensor.coverage import NEARLY_ALL
 
 

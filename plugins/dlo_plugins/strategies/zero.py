@@ -30,13 +30,19 @@ from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import plain_name
-from dlo_plugins.sharding.bf16_weights import Bf16Weights, check_precision, check_value, prepare_weights
-from dlo_plugins.sharding.gathered_dtype import check_sent_dtype, default_param_dtype, parse_dtype
-from dlo_plugins.sharding.outside_use import ASKING, users_hooks
+from dlo_plugins.sharding.gathered_dtype import (
+    Bf16Weights,
+    check_precision,
+    check_sent_dtype,
+    check_value,
+    default_param_dtype,
+    parse_dtype,
+    prepare_weights,
+)
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
-from dlo_plugins.zero.frozen_zero import FrozenZero
-from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
+from dlo_plugins.sharding.user_code import ASKING, users_hooks
+from dlo_plugins.zero.zero_engine import FrozenZero, ZeroEngine, ZeroOptions
 
 MIB = 2**20
 #: Size of a gradient bucket in MiB, as torch's DistributedDataParallel has it.

@@ -25,8 +25,7 @@ from dlo_framework.registry.entry_points import own_packages
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.tensor_slice import Layout, TensorSlice
 from dlo_framework.watch.flops import is_compiled
-from dlo_plugins.sharding.outside_use import LowestMode, attribute_of, uses_values
-from dlo_plugins.sharding.parameter_hooks import move_hooks
+from dlo_plugins.sharding.user_code import LowestMode, attribute_of, move_hooks, uses_values
 
 #: Lightning's modules with functions for a user's hooks, such as `grad_norm`.
 _USERS_FUNCTIONS = ("lightning.pytorch.utilities.grads",)

@@ -25,7 +25,7 @@ from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tens
 from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.shards import FlatShard
-from dlo_plugins.sharding.flat_partition import FlatPartition
+from dlo_plugins.sharding.flat_slices import FlatPartition
 
 #: Alignment in bytes, which tensor cores and vector instructions require.
 _ALIGNMENT = 16

@@ -21,7 +21,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from dlo_framework.batches import tree_leaves
 from dlo_framework.errors import DloError
 from dlo_framework.watch.flops import is_compiled
-from dlo_plugins.sharding.outside_use import OutsideUse
+from dlo_plugins.sharding.user_code import OutsideUse
 from dlo_plugins.zero.flat_group import FlatGroup
 
 

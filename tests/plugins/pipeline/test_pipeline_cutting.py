@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.costs import flop_costs
-from dlo_plugins.pipeline.exchange import TensorLayout
+from dlo_plugins.pipeline.exchange import TensorLayout, find_tied_groups
 from dlo_plugins.pipeline.gates import StageForward, StageShapes
-from dlo_plugins.pipeline.model_stages import Stages, release_other_stages
-from dlo_plugins.pipeline.stage_assignment import check_pipeline, make_stages
-from dlo_plugins.pipeline.tied import find_tied_groups
+from dlo_plugins.pipeline.model_stages import Stages, check_pipeline, flop_costs, make_stages, release_other_stages
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from support.image_models import options
 from support.pipeline_nets import CASES, language, plain, vit

@@ -17,10 +17,10 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import RankFailed, run_distributed
 from dlo_plugins.callbacks.pipeline_timeline import draw_comparison, simulate_ideal
 from dlo_plugins.pipeline.actions import Action, ActionKind
+from dlo_plugins.pipeline.exchange import Transport
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import make_schedule
-from dlo_plugins.pipeline.recorder import MeasuredCosts
-from dlo_plugins.pipeline.transport import Transport
+from dlo_plugins.pipeline.simulation import MeasuredCosts
 from support.pipeline_nets import FLUSHING, most_in_flight, plain
 
 NUMBER = 8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlo_framework.errors import DloError
 from dlo_framework.registry import Registry
 from dlo_framework.registry.named_functions import NamedFunctions
-from dlo_plugins.mesh.pipeline_options import PipelineOptions
+from dlo_plugins.mesh.pipelined_task import PipelineOptions
 from dlo_plugins.pipeline import pipeline_schedules
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 from dlo_plugins.pipeline.pipeline_schedules import (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlo_plugins.pipeline.actions import Placement
-from dlo_plugins.pipeline.transport import ReceiveQueue, Transport
+from dlo_plugins.pipeline.exchange import ReceiveQueue, Transport
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_a_pipelines_first_stage_keeps_most_micro_batches() -> None:
 
 
 def test_equal_blocks_are_split_as_the_dynamic_program_does() -> None:
-    from dlo_plugins.pipeline.stage_assignment import balance_stages
+    from dlo_plugins.pipeline.model_stages import balance_stages
 
     draw = random.Random(1)
     for _ in range(200):

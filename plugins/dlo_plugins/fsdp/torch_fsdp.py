@@ -1,10 +1,14 @@
-"""State that FSDP2 keeps during a step: gradients to complete, what an error leaves, and backwards inside a forward.
+"""Reaches into torch's FSDP2: the state that it keeps during a step, and its two collectives.
 
 FSDP2 reduces a unit's gradients together. :func:`complete_gradients` adds zeros for unused parameters, and makes the
 dtype of all one. Otherwise ranks that use different parameters reduce buffers of different lengths, which aborts them.
 And FSDP2 refuses to reduce gradients of two dtypes. They have two where gradients of earlier micro-batches have been
 accumulated in the dtype of the reduction, and that of another parameter is still in the dtype in which it is gathered:
 because a zero-bubble schedule has computed it after the unit's backward, or because no earlier micro-batch uses it.
+
+On gloo, torch's own collectives are slower than an all-reduce of the same buffer:
+:mod:`dlo_framework.distributed.collectives` implements them as exchanges between pairs of ranks. Other backends use
+torch's own; complex gradients are summed through their real view.
 """
 
 from __future__ import annotations
@@ -13,7 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+
+from dlo_framework.distributed.collectives import Communicator
 
 
 def state_of(module: Any) -> Any:
@@ -197,3 +205,58 @@ def _trained(group: Any) -> Iterator[Any]:
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is not None and gathered.requires_grad:
             yield parameter
+
+
+class _Collective:
+    """Custom collective of FSDP2; torch (2.11 to 2.15) calls ``allocate`` and the object itself."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a new buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Pairwise(_Collective):
+    def __init__(self, sharers: Communicator) -> None:
+        self.sharers = sharers
+
+
+class PairwiseAllGather(_Pairwise):
+    """All-gather of a unit's parameters, between pairs of ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fills the output with all ranks' inputs; FSDP2 has already copied this rank's input there."""
+        if group.size() == self.sharers.size:
+            own = self.sharers.segment(output_tensor)
+            if own.data_ptr() != input_tensor.data_ptr():
+                own.copy_(input_tensor)
+            self.sharers.all_gather(output_tensor).wait()
+        else:  # After forward, parameters may be sharded over fewer ranks.
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+class PairwiseReduceScatter(_Pairwise):
+    """Reduce-scatter of a unit's gradients, between pairs of ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Fills the output with this rank's shard of the inputs' sum or mean; the input is overwritten."""
+        part = self.sharers.reduce_scatter(input_tensor).wait()
+        if op == dist.ReduceOp.AVG:
+            torch.div(part, self.sharers.size, out=output_tensor)
+        else:
+            assert op == dist.ReduceOp.SUM
+            output_tensor.copy_(part)
+
+
+class ComplexReduceScatter(_Collective):
+    """Reduce-scatter of a unit's complex gradients; torch's (2.11 to 2.15) supports real numbers only."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fills the output with this rank's shard of the inputs' sum."""
+        real, parts = torch.view_as_real(output_tensor), torch.view_as_real(input_tensor)
+        return dist.reduce_scatter_tensor(real, parts, group=group, op=op, async_op=async_op)
