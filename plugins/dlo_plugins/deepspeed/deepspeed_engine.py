@@ -1,24 +1,40 @@
-"""Wrapper of DeepSpeed's engine: starts it on a module and its optimizer, steps it, and ends it."""
+"""Wrapper of DeepSpeed's engine: starts it on a module and its optimizer, steps it, and ends it; and frozen models."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.local_memory import memory_of
+from dlo_framework.placed_model import Context, PlacedModel, block_names
 from dlo_framework.strategy_contract import plain_name
 from dlo_plugins.deepspeed.environment import device_index
-from dlo_plugins.deepspeed.master_weights import MasterWeights
-from dlo_plugins.deepspeed.partitioned_params import gather_params, is_partitioned, partition_params
-from dlo_plugins.deepspeed.stage3_weights import Stage3Weights, gather_persistent
-from dlo_plugins.deepspeed.stage12_weights import Stage0Weights, Stage12Weights
+from dlo_plugins.deepspeed.master_weights import (
+    MasterWeights,
+    Stage0Weights,
+    Stage3Weights,
+    Stage12Weights,
+    gather_persistent,
+)
+from dlo_plugins.deepspeed.partitioned_params import (
+    gather_params,
+    is_partitioned,
+    local_partition,
+    partition_params,
+    segments,
+)
 from dlo_plugins.sharding.optimizer_probe import probe_optimizer
 from dlo_plugins.sharding.stepped_gradients import check_groups
 
@@ -373,3 +389,117 @@ def _check_elementwise(optimizer: Optimizer) -> None:
             f" {type(optimizer).__name__}, which needs full tensors; use strategy zero1, zero2 or zero3, which"
             " distribute full tensors, or stage 0"
         )
+
+
+class ForwardInAutocast(_ForwardRedirection):
+    """Redirection of Lightning's steps through the engine's forward, with autocast inside.
+
+    DeepSpeed (0.17 on) switches off an autocast that is entered outside its engine.
+
+    Args:
+        context: Function that returns the context in which a step's code runs.
+    """
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._context = context
+
+    def __call__(
+        self, wrapper_module: Any, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a method of the module as the engine's forward."""
+        forward = original_module.forward
+
+        def redirected(*inner: Any, **named: Any) -> Any:
+            original_module.forward = forward  # type: ignore[method-assign]
+            with self._context():
+                return getattr(original_module, method_name)(*inner, **named)
+
+        original_module.forward = redirected  # type: ignore[method-assign]
+        return wrapper_module(*args, **kwargs)
+
+
+# --- frozen models -----------------------------------------------------------------------------------------
+
+#: Section of DeepSpeed's configuration of a half-precision model, by its dtype.
+_SECTIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def frozen_config(config: dict[str, Any], dtype: torch.dtype | None, offload: bool) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration of a frozen model, from that of the run.
+
+    Args:
+        config: Complete configuration of the run.
+        dtype: Dtype of the frozen model's parameters; None for the run's precision.
+        offload: Whether partitions are in CPU memory; they are too where those of the run's model are.
+    """
+    found = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    zero = {key: value for key, value in found["zero_optimization"].items() if key != "offload_optimizer"}
+    if offload:
+        zero.setdefault("offload_param", {"device": "cpu"})
+    if dtype is not None:
+        found = {key: value for key, value in found.items() if key not in ("fp16", "bf16")}
+        if dtype in _SECTIONS:
+            found[_SECTIONS[dtype]] = {"enabled": True}
+    return {**found, "zero_optimization": zero}
+
+
+class FrozenDeepSpeed(PlacedModel):
+    """Frozen task whose parameters DeepSpeed gathers module by module.
+
+    Args:
+        task: Task that the engine has partitioned.
+        engine: Engine of stage 3, without an optimizer.
+        context: Context of a forward; DeepSpeed switches off an autocast outside of its own forward.
+        owns: Whether :meth:`close` ends the engine.
+    """
+
+    def __init__(
+        self, task: Any, engine: DeepSpeedEngine, *, context: Context = contextlib.nullcontext, owns: bool = True
+    ) -> None:
+        self.engine, self._call_in_autocast, self._owns = engine, ForwardInAutocast(context), owns
+        super().__init__(task, engine.device, moved=True)
+        blocks = tuple(f"{name}." for name in block_names(task))
+        self._root = [
+            parameter
+            for name, parameter in task.named_parameters()
+            if is_partitioned(parameter) and not name.startswith(blocks or ("",))
+        ]
+
+    def outputs(self, batch: Any) -> Any:
+        """Returns the task's outputs for a batch, without a graph."""
+        with torch.no_grad():
+            found = self._call_in_autocast(self.engine.deepspeed, self.task, "_outputs", batch)
+        self.engine.gather_persistent()
+        return found
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gathers the parameters outside of blocks inside the block."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(self._root):
+            yield
+
+    def shards(self) -> dict[str, Any]:
+        """Returns this rank's segments of the parameters, and the buffers, by name."""
+        cut, first_names = segments(self.task), {id(p): plain_name(name) for name, p in self.task.named_parameters()}
+        state = super().shards()
+        for name, value in self.task.state_dict(keep_vars=True).items():
+            if first_names.get(id(value)) in cut:
+                state[plain_name(name)] = cut[first_names[id(value)]]
+        return state
+
+    def refresh(self) -> None:
+        """Gathers the small parameters that stage 3 keeps in full, after the segments have been written to."""
+        self.engine.load_params()
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of this rank's segments, of the parameters that are gathered now, and of the buffers."""
+        parameters = list(self.task.parameters())
+        return memory_of([*parameters, *(local_partition(p) for p in parameters), *self.task.buffers()])
+
+    def close(self) -> None:
+        """Ends the engine, and frees the model."""
+        if self._owns:
+            self.engine.deepspeed.destroy()
+        super().close()

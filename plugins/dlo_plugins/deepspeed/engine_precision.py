@@ -10,7 +10,6 @@ import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -66,7 +65,7 @@ class EnginePrecision(GuardedHooks, DeepSpeedPrecision):
         return torch.autocast(self._bridge.root_device.type, dtype=self._desired_dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Returns the context of a step outside the engine; inside it, :class:`ForwardInAutocast` has one."""
+        """Returns the context of a step outside the engine; inside it, ``ForwardInAutocast`` has one."""
         return self.autocast() if self._bridge.model is self._bridge.lightning_module else nullcontext()
 
     def convert_input(self, data: Any) -> Any:
@@ -131,30 +130,3 @@ class EnginePrecision(GuardedHooks, DeepSpeedPrecision):
         for name, value in state_dict["loss_scale"].items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-
-
-class ForwardInAutocast(_ForwardRedirection):
-    """Redirection of Lightning's steps through the engine's forward, with autocast inside.
-
-    DeepSpeed (0.17 on) switches off an autocast that is entered outside its engine.
-
-    Args:
-        context: Function that returns the context in which a step's code runs.
-    """
-
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._context = context
-
-    def __call__(
-        self, wrapper_module: Any, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Runs a method of the module as the engine's forward."""
-        forward = original_module.forward
-
-        def redirected(*inner: Any, **named: Any) -> Any:
-            original_module.forward = forward  # type: ignore[method-assign]
-            with self._context():
-                return getattr(original_module, method_name)(*inner, **named)
-
-        original_module.forward = redirected  # type: ignore[method-assign]
-        return wrapper_module(*args, **kwargs)

@@ -1,23 +1,27 @@
 """Master weights that DeepSpeed's optimizer steps on this rank: flat partitions in single precision.
 
-DeepSpeed does not keep the parameters' names, so :mod:`dlo_plugins.deepspeed.deepspeed_layout` finds them. This
-module has the common part; :mod:`dlo_plugins.deepspeed.stage12_weights` and
-:mod:`dlo_plugins.deepspeed.stage3_weights` read DeepSpeed's optimizers.
+DeepSpeed does not keep the parameters' names, so :mod:`dlo_plugins.deepspeed.deepspeed_layout` finds them. The classes
+read private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``, ``DeepSpeedZeroOptimizer_Stage3`` and
+``FP16_UnfusedOptimizer`` (0.15 to 0.19). A layout that does not match raises an error, and never gives a wrong
+checkpoint.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
+from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
+from dlo_plugins.deepspeed.partitioned_params import full_shape
 from dlo_plugins.sharding.flat_slices import FlatSlice
 
 
@@ -28,36 +32,27 @@ class MasterPartition:
     Attributes:
         tensor: Partition, 1-D with padding, or the copy of a full parameter; it shares DeepSpeed's memory.
         group: Index of the optimizer's parameter group.
-        names: Names of the parameters with a slice in any rank's partition, in the layout's order.
-        shapes: Full shapes of these parameters.
-        pieces: Slices of the parameters in this rank's partition.
+        shapes: Full shapes of the parameters with a slice in any rank's partition, by name, in the layout's order.
+        pieces: Slices of the parameters in this rank's partition, by name.
     """
 
     tensor: Tensor
     group: int
-    names: list[str]
-    shapes: list[torch.Size]
-    pieces: list[FlatSlice]
-
-    def shards(self, values: Tensor) -> dict[str, FlatShard]:
-        """Returns the slices of parameters in a tensor that is laid out as the partition, by name."""
-        found = {}
-        for piece in self.pieces:
-            data = values.view(-1)[piece.offset : piece.offset + piece.length]
-            found[self.names[piece.parameter]] = FlatShard(data, self.shapes[piece.parameter], piece.start)
-        return found
+    shapes: dict[str, torch.Size]
+    pieces: dict[str, FlatSlice]
 
     def shard(self, name: str, values: Tensor) -> FlatShard:
-        """Returns the slice of one parameter; empty if this rank has none."""
-        number = self.names.index(name)
-        for piece in self.pieces:
-            if piece.parameter == number:
-                data = values.view(-1)[piece.offset : piece.offset + piece.length]
-                return FlatShard(data, self.shapes[number], piece.start)
-        return FlatShard(values.view(-1)[:0], self.shapes[number], 0)
+        """Returns the slice of a parameter in a tensor laid out as the partition; empty if this rank has none."""
+        piece = self.pieces.get(name, FlatSlice(0, 0, 0, 0))
+        data = values.view(-1)[piece.offset : piece.offset + piece.length]
+        return FlatShard(data, self.shapes[name], piece.start)
+
+    def shards(self, values: Tensor) -> dict[str, FlatShard]:
+        """Returns the slices of this rank's parameters in a tensor that is laid out as the partition, by name."""
+        return {name: self.shard(name, values) for name in self.pieces}
 
 
-class MasterWeights(ABC):
+class MasterWeights:
     """This rank's master weights (partitions in single precision) and their gradients.
 
     Args:
@@ -67,74 +62,84 @@ class MasterWeights(ABC):
 
     Attributes:
         partitions: Partitions of this rank.
+        homes: Partition of each parameter that is in one, by name.
         sharded: Whether each rank has different slices of the parameters.
-        group_names: Names of all ranks' parameters in each of the optimizer's parameter groups, in its order.
     """
 
     sharded = True
 
     def __init__(self, zero: Any, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self.zero, self.optimizer = zero, optimizer
-        self.partitions = self._find(names)
-        self.group_names = self._group_names(names)
-        self._home = {name: flat for flat in self.partitions for name in flat.names}
+        self.zero, self.optimizer, self.names = zero, optimizer, names
+        self.partitions = self._find()
+        self.homes = {name: flat for flat in self.partitions for name in flat.shapes}
         self._buffers = [flat.tensor.grad for flat in self.partitions]
         self.expose_partitions()
 
-    @abstractmethod
-    def _find(self, names: Mapping[int, str]) -> list[MasterPartition]:
+    def _find(self) -> list[MasterPartition]:
         """Returns this rank's partitions."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _group_names(self, names: Mapping[int, str]) -> list[list[str]]:
-        """Returns the names in each of the optimizer's parameter groups."""
+    def _partition(
+        self, tensor: Tensor, group: int, params: Sequence[Any], layout: Stage12Layout | Stage3Layout
+    ) -> MasterPartition:
+        """Returns a partition of parameters, whose length must be that of the layout that dlo knows."""
+        length = layout.segment if isinstance(layout, Stage12Layout) else sum(layout.segments)
+        if tensor.numel() != length:
+            raise DloError(
+                f"a DeepSpeed partition must have {length} elements by the layout that dlo knows, got {tensor.numel()};"
+                " this DeepSpeed version has another layout: use version 0.15 to 0.19, or strategy zero2 or zero3"
+            )
+        names = [self.names[id(p)] for p in params]
+        pieces = {names[piece.parameter]: piece for piece in layout.slices(dist.get_rank() if self.sharded else 0)}
+        return MasterPartition(tensor, group, dict(zip(names, map(full_shape, params), strict=True)), pieces)
+
+    def group_names(self) -> list[list[str]]:
+        """Returns the names of all ranks' parameters in each of the optimizer's parameter groups, in its order."""
+        found: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        for flat in self.partitions:
+            found[flat.group].extend(flat.shapes)
+        return found
 
     @property
-    @abstractmethod
     def offloaded(self) -> bool:
         """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
+        return False
 
-    @abstractmethod
     def load_params(self) -> None:
         """Copies the partitions into the parameters of all ranks; called on all of them."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _averaged(self, number: int) -> list[Tensor] | None:
-        """Returns the gradient of a partition as consecutive runs; None if there is none."""
-
-    @abstractmethod
-    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
-        """Replaces the gradient that DeepSpeed steps with."""
-
-    @abstractmethod
-    def buffers(self) -> list[Tensor]:
-        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
-
-    @abstractmethod
-    def drop_grads(self) -> None:
-        """Drops the gradients of a skipped step."""
-
-    @abstractmethod
-    def grad_shards(self) -> dict[str, FlatShard]:
-        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
-
-    @abstractmethod
-    def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
-        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
-
-    @abstractmethod
     def expose_partitions(self) -> None:
         """Puts the partitions into the optimizer's parameter groups, where callbacks look for them."""
 
-    @abstractmethod
     def hide_partitions(self) -> None:
         """Undoes :meth:`expose_partitions`, for DeepSpeed's step."""
 
-    def find_partition(self, name: str) -> MasterPartition | None:
-        """Returns the partition of a parameter; None if it is in none."""
-        return self._home.get(name)
-
     # --- gradients -----------------------------------------------------------------------------------------
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        """Returns the gradient of a partition as consecutive runs; None if there is none."""
+        raise NotImplementedError
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        """Replaces the gradient that DeepSpeed steps with."""
+        raise NotImplementedError
+
+    def drop_grads(self) -> None:
+        """Drops the gradients of a skipped step."""
+        raise NotImplementedError
+
+    def buffers(self) -> list[Tensor]:
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
+        return []
+
+    def grad_shards(self) -> dict[str, FlatShard]:
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
+        return {}
+
+    def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
+        return {}
 
     def start_window(self) -> None:
         """Prepares the gradient buffers, before each backward.
@@ -164,7 +169,6 @@ class MasterWeights(ABC):
             flat.tensor.grad = shown.view_as(flat.tensor)
             self._replace(number, list(shown.split([run.numel() for run in runs])), shown)
 
-    @abstractmethod
     def store_grads(self) -> None:
         """Stores gradients that callbacks have changed, where what they see is a copy; before a step."""
 
@@ -181,11 +185,11 @@ class MasterWeights(ABC):
 
     def shards(self) -> dict[str, FlatShard]:
         """Returns the master weights by name: this rank's slices, empty ones included."""
-        return {name: flat.shard(name, flat.tensor.detach()) for name, flat in self._home.items()}
+        return {name: flat.shard(name, flat.tensor.detach()) for name, flat in self.homes.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the partition of each parameter of which this rank has a slice."""
-        return {flat.names[piece.parameter]: flat.tensor for flat in self.partitions for piece in flat.pieces}
+        return {name: flat.tensor for flat in self.partitions for name in flat.pieces}
 
 
 def _joined(runs: list[Tensor], like: Tensor) -> Tensor:
@@ -200,14 +204,294 @@ def _joined(runs: list[Tensor], like: Tensor) -> Tensor:
     return whole.view(-1).to(like.dtype)
 
 
-def check_length(length: int, master: Tensor) -> None:
-    """Checks the length of a partition against its layout.
+class Stage0Weights(MasterWeights):
+    """Master weights of stage 0 in half precision: full copies in single precision on each rank."""
 
-    Raises:
-        DloError: If they differ.
+    sharded = False
+
+    def __init__(self, zero: Any, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._exposed: dict[int, int] = {}  # version counters of exposed gradients
+        self._halves = [p for group in zero.fp16_groups for p in group]
+        super().__init__(zero, optimizer, names)
+
+    def _find(self) -> list[MasterPartition]:
+        return [
+            self._partition(master, group, [p], Stage3Layout((p.numel(),), 1))
+            for group, (halves, masters) in enumerate(zip(self.zero.fp16_groups, self.zero.fp32_groups, strict=True))
+            for p, master in zip(halves, masters, strict=True)
+        ]
+
+    @torch.no_grad()
+    def undo_first_step(self) -> None:
+        """Undoes the step on zero gradients by which DeepSpeed creates the optimizer's state.
+
+        It counts as a step, so that Adam's first update would be three quarters of its size, and it decays the weights.
+        torch creates the state in the first real step.
+        """
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # Its state exists from the start.
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
+        else:
+            self.optimizer.state.clear()
+        for flat, half in zip(self.partitions, self._halves, strict=True):
+            flat.tensor.copy_(half)
+
+    def load_params(self) -> None:
+        """Rounds the copies into the parameters."""
+        for flat, half in zip(self.partitions, self._halves, strict=True):
+            half.data.copy_(flat.tensor.data)
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        gradient = self._halves[number].grad
+        return None if gradient is None else [gradient]
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        """Keeps the gradients in half precision: DeepSpeed copies them once more."""
+        self._exposed[number] = flat._version
+
+    @torch.no_grad()
+    def store_grads(self) -> None:
+        """Rounds gradients that callbacks have changed into those that DeepSpeed copies."""
+        for number, (flat, half) in enumerate(zip(self.partitions, self._halves, strict=True)):
+            shown = flat.tensor.grad
+            if shown is not None and half.grad is not None and shown._version != self._exposed.get(number):
+                half.grad.copy_(shown.view_as(half))
+        self._exposed.clear()
+
+    def drop_grads(self) -> None:
+        """Drops the gradients of a skipped step."""
+        self.zero.zero_grad(set_to_none=True)
+
+
+class _Runs(list[Tensor]):
+    """Gradient of a partition in runs, with the tensor that they are slices of (DeepSpeed 0.19 reads it)."""
+
+    flat_partition: Tensor
+
+
+class Stage12Weights(MasterWeights):
+    """Master weights of stages 1 and 2: this rank's segment of each parameter group's flat buffer."""
+
+    def _find(self) -> list[MasterPartition]:
+        zero, found = self.zero, []
+        for number, master in enumerate(zero.single_partition_of_fp32_groups):
+            ordered = zero.round_robin_bit16_groups[number]
+            aligned = getattr(zero, "parameter_alignment", False)
+            unit = 16 // math.gcd(16, ordered[0].element_size()) if aligned else 1
+            layout = Stage12Layout(tuple(p.numel() for p in ordered), dist.get_world_size(), unit)
+            found.append(self._partition(master, number, ordered, layout))
+        return found
+
+    def group_names(self) -> list[list[str]]:
+        """Returns the names of all ranks' parameters in each of the optimizer's parameter groups, in its order."""
+        return [[self.names[id(p)] for p in group] for group in self.zero.bit16_groups]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
+        return bool(self.zero.cpu_offload)
+
+    def expose_partitions(self) -> None:
+        """Marks the parameters as equal to the partitions, which are always in the optimizer's parameter groups."""
+        self._mirrored = [flat.tensor._version for flat in self.partitions]
+
+    def load_params(self) -> None:
+        """Copies the partitions into the parameters of all ranks."""
+        self.zero.update_lp_params()
+        self.expose_partitions()
+
+    @torch.no_grad()
+    def store_writes(self, *, always: bool) -> None:
+        """Copies this rank's segments of the parameters into the partitions, in single precision.
+
+        Args:
+            always: Whether partitions in CPU memory are written too, to which the copy is slow.
+        """
+        for number, flat in enumerate(self.partitions if always or not self.offloaded else ()):
+            if flat.tensor._version == self._mirrored[number]:  # Otherwise it was written itself since.
+                flat.tensor.copy_(self.zero.parallel_partitioned_bit16_groups[number][dist.get_rank()])
+        self.expose_partitions()
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        return self.zero.averaged_gradients.get(number)
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        was, shown = self.zero.averaged_gradients[number], _Runs(runs)
+        for old, new in zip(was, runs, strict=True):
+            if getattr(old, "_zero_padding", False):
+                new._zero_padding = True  # type: ignore[attr-defined]  # It counts runs and parameters.
+        if sum(run.numel() for run in runs) < flat.numel():
+            shown.append(flat[sum(run.numel() for run in runs) :])
+            shown[-1]._zero_padding = True  # type: ignore[attr-defined]
+        shown.flat_partition = flat
+        self.zero.averaged_gradients[number] = shown
+
+    def buffers(self) -> list[Tensor]:
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
+        lists = [*self.zero.averaged_gradients.values(), *self.zero.all_grad_tensors.values()]
+        return [run for runs in lists if runs is not None for run in runs]
+
+    def drop_grads(self) -> None:
+        """Drops the gradients of a skipped step."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero.micro_step_id = -1
+        for kept in (zero.averaged_gradients, zero.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+
+    def grad_shards(self) -> dict[str, FlatShard]:
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
+        return {
+            name: FlatShard(run, flat.shapes[name], flat.pieces[name].start)
+            for number, flat in enumerate(self.partitions)
+            for name, run in self._open(number, flat)
+        }
+
+    def _open(self, number: int, flat: MasterPartition) -> list[tuple[str, Tensor]]:
+        """Returns the parameters that have a gradient so far, with it, in the buffer that DeepSpeed adds to."""
+        zero = self.zero
+        compact = getattr(zero.averaged_gradients.get(number), "flat_partition", None)
+        if compact is not None:
+            return [(name, shard.data) for name, shard in flat.shards(compact).items()]
+        found = []
+        kept = zero.all_grad_tensors.get(number)
+        for place, (name, piece) in enumerate(flat.pieces.items()):
+            if zero.cpu_offload:
+                parameter = zero.round_robin_bit16_groups[number][piece.parameter]
+                whole = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
+                whole = whole if zero.micro_step_id >= 0 else None
+            else:
+                whole = kept[place] if kept is not None else None
+            if whole is not None:
+                found.append((name, whole.view(-1)[piece.start : piece.start + piece.length]))
+        return found
+
+    def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
+        zero = self.zero
+        compact = getattr(zero, "_use_compact_grad_partition_buffer", lambda number: False)  # In DeepSpeed 0.19.
+        for number in range(len(self.partitions)):
+            own = zero.params_in_partition[number]
+            if compact(number):  # It accumulates micro-batches in one flat buffer.
+                zero.averaged_gradients[number] = zero._build_compact_grad_partition_buffer(number)
+            elif zero.cpu_offload:
+                for parameter in own:
+                    zeros = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device)
+                    zero.accumulated_grads_in_cpu[zero.get_param_id(parameter)] = zeros
+            else:
+                dtype = zero.gradient_accumulation_dtype
+                zero.all_grad_tensors[number] = [torch.zeros_like(parameter, dtype=dtype) for parameter in own]
+        zero.micro_step_id = 0  # One micro-batch has run.
+        return {name: shard for name, shard in self.grad_shards().items() if name in names}
+
+
+class Stage3Weights(MasterWeights):
+    """Master weights of stage 3: this rank's segments of the parameters of each sub-group."""
+
+    def _find(self) -> list[MasterPartition]:
+        zero, found = self.zero, []
+        for number, master in enumerate(() if self.swapped else zero.fp32_partitioned_groups_flat):
+            group = zero.fp16_groups[number]
+            layout = Stage3Layout(tuple(p.ds_numel for p in group), dist.get_world_size())
+            found.append(self._partition(master, zero.sub_group_to_group_id[number], group, layout))
+        return found
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether DeepSpeed keeps gradients of the partitions in buffers of its own, for the CPU to step."""
+        return bool(self.zero.offload_optimizer)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether DeepSpeed reads partitions from NVMe for each step, and holds none in memory between steps."""
+        return bool(self.zero.swap_optimizer)
+
+    def shards(self) -> dict[str, FlatShard]:
+        """Returns the master weights by name: this rank's slices, empty ones included.
+
+        Raises:
+            DloError: If they are on NVMe.
+        """
+        if self.swapped:
+            raise DloError(
+                "offload_optimizer must be cpu to save checkpoints, got nvme, from which checkpoints cannot read yet;"
+                " set offload_optimizer: cpu, or --trainer.enable_checkpointing false"
+            )
+        return super().shards()
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients; of those on NVMe their norms."""
+        if not self.swapped:
+            return super().gradients()
+        return [torch.tensor(float(norm)) for norm in self.zero.norm_for_param_grads.values()]
+
+    def hide_partitions(self) -> None:
+        """Empties the groups: DeepSpeed inserts and steps one partition after the other."""
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def expose_partitions(self) -> None:
+        """Puts the partitions in the optimizer's parameter groups, which are empty outside DeepSpeed's step."""
+        self.hide_partitions()
+        for flat in self.partitions:
+            self.optimizer.param_groups[flat.group]["params"].append(flat.tensor)
+
+    def load_params(self) -> None:
+        """Copies the partitions into the parameters of all ranks."""
+        self.zero._partition_all_parameters()
+        for number in range(len(self.partitions)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(number)
+        gather_persistent(self.zero.parameter_offload)
+        self.zero.invalidate_secondary_tensor()
+
+    def _averaged(self, number: int) -> list[Tensor] | None:
+        return self.zero.averaged_gradients.get(number)
+
+    def _replace(self, number: int, runs: list[Tensor], flat: Tensor) -> None:
+        self.zero.averaged_gradients[number] = runs
+
+    def buffers(self) -> list[Tensor]:
+        """Returns DeepSpeed's gradient buffers, beside the parameters' and the partitions' own memory."""
+        return [self.zero.grad_partitions_flat_buffer]
+
+    def drop_grads(self) -> None:
+        """Drops the gradients of a skipped step."""
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        zero.averaged_gradients = {}
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+
+    def start_window(self) -> None:
+        """Prepares the gradient buffers, and clears those of the last step."""
+        super().start_window()
+        if self.zero.micro_step_id == 0 and not self.zero._epilogue_ran_this_backward:
+            self.zero.grad_partitions_flat_buffer.zero_()
+
+    def grad_shards(self) -> dict[str, FlatShard]:
+        """Returns this rank's shards of the gradients of an unfinished accumulation, by parameter."""
+        found: dict[str, FlatShard] = {}
+        at, buffer = 0, self.zero.grad_partitions_flat_buffer
+        for flat in self.partitions:
+            found |= flat.shards(buffer[at : at + flat.tensor.numel()])
+            at += flat.tensor.numel()
+        return found
+
+    def zero_grad_shards(self, names: list[str]) -> dict[str, FlatShard]:
+        """Returns zeroed shards into which the gradients of an unfinished accumulation are loaded."""
+        self.zero.grad_partitions_flat_buffer.zero_()
+        self.zero.micro_step_id = 1  # One micro-batch has run.
+        return {name: shard for name, shard in self.grad_shards().items() if name in names}
+
+
+def gather_persistent(offload: Any) -> None:
+    """Gathers the small parameters that stage 3 keeps in full on each rank, after their segments have changed.
+
+    Args:
+        offload: Object that gathers parameters for DeepSpeed's modules, a ``DeepSpeedZeRoOffload``.
     """
-    if master.numel() != length:
-        raise DloError(
-            f"a DeepSpeed partition must have {length} elements by the layout that dlo knows, got {master.numel()};"
-            " this DeepSpeed version has another layout: use version 0.15 to 0.19, or strategy zero2 or zero3"
-        )
+    offload.partition_all_parameters()
+    if offload.persistent_parameters:
+        offload.persistent_parameters[0].all_gather(offload.persistent_parameters)

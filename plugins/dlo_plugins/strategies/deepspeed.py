@@ -39,9 +39,13 @@ from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.config import merge_options
-from dlo_plugins.deepspeed.deepspeed_engine import DeepSpeedEngine
-from dlo_plugins.deepspeed.engine_precision import EnginePrecision, ForwardInAutocast
-from dlo_plugins.deepspeed.frozen_deepspeed import FrozenDeepSpeed, frozen_config
+from dlo_plugins.deepspeed.deepspeed_engine import (
+    DeepSpeedEngine,
+    ForwardInAutocast,
+    FrozenDeepSpeed,
+    frozen_config,
+)
+from dlo_plugins.deepspeed.engine_precision import EnginePrecision
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
@@ -478,11 +482,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         if masters is None:
             return super().local_tensors()
         module = self._module()
-        frozen = [
-            local_partition(p)
-            for name, p in module.named_parameters()
-            if masters.find_partition(plain_name(name)) is None
-        ]
+        frozen = [local_partition(p) for name, p in module.named_parameters() if plain_name(name) not in masters.homes]
         return [*(flat.tensor for flat in masters.partitions), *frozen, *module.buffers()]
 
     def finish_step(self) -> None:
@@ -538,12 +538,12 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Returns the parameter names of each parameter group, those of other ranks too."""
         masters = self._running.master_weights
-        return super().group_names(optimizer) if masters is None else masters.group_names
+        return super().group_names(optimizer) if masters is None else masters.group_names()
 
     def as_shard(self, name: str, tensor: Tensor, value: Tensor) -> Shard:
         """Returns a state tensor as a shard of the tensor in the parameter's shape."""
         masters = self._running.master_weights
-        flat = masters.find_partition(name) if masters is not None else None
+        flat = masters.homes.get(name) if masters is not None else None
         return value if flat is None or value.shape != flat.tensor.shape else flat.shard(name, value)
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -554,11 +554,11 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
     def _read_state(self, name: str, tensor: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter's partition, with this parameter's slice filled in."""
         masters = self._running.master_weights
-        flat = masters.find_partition(name) if masters is not None else None
+        flat = masters.homes.get(name) if masters is not None else None
         if flat is None:
             return super()._read_state(name, tensor, saved)
         state, entries = self._loading.setdefault(id(tensor), {}), as_lazy_state_dict(saved)
-        shape = flat.shapes[flat.names.index(name)]
+        shape = flat.shapes[name]
         for key in entries:
             if not entries.is_tensor(key):
                 state[key] = entries[key]
