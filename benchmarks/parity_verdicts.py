@@ -11,7 +11,7 @@ alarm. With a fault, 60 trials: one gradient scaled by 1 +- 1e-3, one rank's sha
 a wrong clip, a wrong weight decay, a dropout on the ranks, one skipped sample. Every PARITY is a miss. What a strategy
 refuses (a model that it cannot cut) is counted beside.
 
-The verdicts are the tool's own (dlo_framework/testing/verdict.py) over trainings on real ranks, which are forked once
+The verdicts are the tool's own (dlo_framework/testing/parity.py) over trainings on real ranks, which are forked once
 and train case after case. Ctrl-C ends the trials, and the record is of those that were run.
 """
 

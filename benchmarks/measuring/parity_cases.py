@@ -23,9 +23,9 @@ from torch.utils.data import Dataset
 from dlo_framework.data import ResumableDataModule, data_parallel_coordinates
 from dlo_framework.testing import Comparison, run_distributed
 from dlo_framework.testing.compare import RTOL
+from dlo_framework.testing.parity import verdict
 from dlo_framework.testing.record import Record, merge_records
 from dlo_framework.testing.training import Setting, record_training, silence_lightning
-from dlo_framework.testing.verdict import verdict
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -1,23 +1,25 @@
-"""Parity of a strategy with one process: trains the same model both ways, and compares the runs step by step."""
+"""Parity of a strategy with one process: trains the same model both ways, and compares the runs step by step.
+
+:func:`verdict` distinguishes a fault from rounding, by further runs where they are needed.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.distributed.strategy import register_data_parallel
-from dlo_framework.testing.compare import default_rtol
-from dlo_framework.testing.comparison import Comparison
+from dlo_framework.testing.compare import RTOL, RTOL_DOUBLE, TENSORS_DOUBLE, compare, default_rtol
+from dlo_framework.testing.comparison import Comparison, report
 from dlo_framework.testing.record import Record, merge_records
-from dlo_framework.testing.report import report
 from dlo_framework.testing.spawn import RankFailed, run_distributed
 from dlo_framework.testing.training import Setting, leave_group, record_training, silence_lightning
-from dlo_framework.testing.verdict import verdict
 
 Build = Callable[..., tuple[LightningModule, Any]]
 
@@ -112,7 +114,7 @@ def compare_cases(
         rtol: Largest relative difference of losses, norms and metrics, and a tenth of that of tensors; None for 1e-5,
             or for half precisions the spacing of the numbers (bf16: 2^-7, fp16: 2^-10).
         control: Whether to decide by further runs, where a case differs by more, if rounding explains it: runs in
-            double precision, and runs of one process with other rounding; see :mod:`dlo_framework.testing.verdict`.
+            double precision, and runs of one process with other rounding; see :func:`verdict`.
         seed: Seed of weights and data.
         accelerator: Accelerator of the trainers.
         timeout: Seconds for each set of ranks.
@@ -124,148 +126,18 @@ def compare_cases(
         RankFailed: if a rank raises.
     """
     asked = [Case(case) if isinstance(case, str) else case for case in cases]
-    options = {"accelerator": accelerator, "devices": world_size}
-    runs = []
+    alone = [(case.arguments, case.trainer) for case in asked]
+    trials = []
     for case in asked:
         precision = case.trainer.get("precision")
         allowed = default_rtol(precision) if rtol is None else rtol
-        setting = Setting(steps, seed, ranks=world_size)
-        runs.append(verdict(case.title, setting, precision=precision, rtol=allowed, further=control))
-    found: list[Comparison | None] = [None] * len(asked)
-    wanted = {number: next(run) for number, run in enumerate(runs)}
-    places: dict[int, int] = {}
-    while wanted:
-        answers = _train_wanted(build, asked, wanted, places, options, world_size, timeout)
-        wanted = {}
-        for number, records in answers.items():
-            try:
-                wanted[number] = runs[number].send(records)
-            except StopIteration as end:
-                found[number] = end.value
-    return [comparison for comparison in found if comparison is not None]
+        first = alone.index((case.arguments, case.trainer))
+        trials.append(Trial(case.title, case, precision, allowed, first))
+    train = functools.partial(_train_case, build, {"accelerator": accelerator, "devices": world_size})
+    return judge(train, trials, Setting(steps, seed, ranks=world_size), timeout=timeout, further=control)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One training of one case.
-
-    Attributes:
-        case: Case to train.
-        setting: Setting of the training; ``shares`` of 0 stands for those of the case's ranks.
-        number: Number of the case.
-        like: Number of the first case whose runs of one process are the same.
-    """
-
-    case: Case
-    setting: Setting
-    number: int
-    like: int
-
-
-def _train_wanted(
-    build: Build,
-    cases: list[Case],
-    wanted: Mapping[int, list[Setting]],
-    places: dict[int, int],
-    options: dict[str, Any],
-    world_size: int,
-    timeout: float,
-) -> dict[int, list[Any]]:
-    """Trains the settings that verdicts ask for, in one set of ranks, and returns the records by case number.
-
-    In double precision each case has its own set of ranks: it may be refused there, and the error is then its record.
-
-    Args:
-        build: Function that makes the model and its data.
-        cases: All cases.
-        wanted: Settings by case number.
-        places: Number of data-parallel ranks by case number; filled here.
-        options: Options of all trainers.
-        world_size: Number of ranks.
-        timeout: Seconds for each set of ranks.
-    """
-    asked = [
-        _Run(cases[number], setting, number, _shared_with(cases, number))
-        for number, settings in wanted.items()
-        for setting in settings
-    ]
-    together = [run for run in asked if not run.setting.double]
-    sets = [together] if together else []
-    sets += [[run for run in asked if run.setting.double and run.number == number] for number in wanted]
-    records: list[tuple[_Run, Any]] = []
-    for runs in filter(None, sets):
-        jobs = [(run, places.get(run.number, 0)) for run in runs]
-        try:
-            answers = run_distributed(_train_all, world_size, build, jobs, options, timeout=timeout, backend=None)
-        except RankFailed as error:
-            if not runs[0].setting.double:
-                raise
-            records += [(run, error.user_error or str(error).strip().splitlines()[-1]) for run in runs]
-            continue
-        for number, run in enumerate(runs):
-            of_ranks = [answer[number] for answer in answers]
-            if run.setting.ranks is not None:
-                records.append((run, merge_records(of_ranks)))
-                places[run.number] = records[-1][1].place[1]
-            else:
-                records.append((run, next(record for record in of_ranks if record is not None)))
-    return {
-        number: [next(record for run, record in records if (run.number, run.setting) == (number, s)) for s in settings]
-        for number, settings in wanted.items()
-    }
-
-
-def _shared_with(cases: list[Case], number: int) -> int:
-    """Returns the number of the first case that has the same run of one process."""
-    case = cases[number]
-    same = [(other.arguments, other.trainer) == (case.arguments, case.trainer) for other in cases]
-    return same.index(True)
-
-
-def _train_all(
-    rank: int, world_size: int, build: Build, jobs: list[tuple[_Run, int]], options: dict[str, Any]
-) -> list[Record | None]:
-    """Trains the runs on ranks, and then, without a process group, some of the runs of one process on each rank.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        build: Function that makes the model and its data.
-        jobs: Runs, each with the number of data-parallel ranks, 0 where it is not known yet.
-        options: Options of all trainers.
-
-    Returns:
-        Records of this rank by run; None for a run of one process that another rank has trained.
-    """
-    silence_lightning()
-    register_data_parallel()  # So that "ddp" is the same strategy as in `dlo fit`.
-    found: list[Record | None] = [None] * len(jobs)
-    places = {run.number: place for run, place in jobs}
-    for number, (run, _) in enumerate(jobs):
-        if run.setting.ranks is not None:
-            record = found[number] = _train(build, run.case, run.setting, options)
-            places[run.number] = record.place[1]
-            if rank != 0:
-                record.weights, record.optimizer = {}, {}
-    if any(run.setting.ranks is not None for run, _ in jobs):
-        leave_group()
-    done: dict[tuple[int, Setting], int] = {}
-    turn = 0
-    for number, (run, _) in enumerate(jobs):
-        if run.setting.ranks is not None:
-            continue
-        setting = replace(run.setting, shares=places[run.number])
-        same = done.setdefault((run.like, setting), number)
-        if same != number:
-            found[number] = found[same]
-            continue
-        if turn % world_size == rank:
-            found[number] = _train(build, run.case, setting, options)
-        turn += 1
-    return found
-
-
-def _train(build: Build, case: Case, setting: Setting, common: dict[str, Any]) -> Record:
+def _train_case(build: Build, common: dict[str, Any], case: Case, setting: Setting) -> Record:
     seed_everything(setting.seed, workers=True, verbose=False)
     try:
         model, data = build(**case.arguments)
@@ -279,3 +151,221 @@ def _train(build: Build, case: Case, setting: Setting, common: dict[str, Any]) -
     except Exception as error:
         error.add_note(f"in parity case '{case.title}', {f'{setting.ranks} ranks' if setting.ranks else 'one process'}")
         raise
+
+
+# --- trainings -------------------------------------------------------------------------------------------------
+
+
+class Trial(NamedTuple):
+    """Strategy whose parity is judged.
+
+    Attributes:
+        title: Name in messages.
+        source: Object that the training function gets, such as a case; pickled.
+        precision: Lightning's name of the runs' precision.
+        rtol: Relative difference to allow for losses, norms and metrics.
+        first: Index of the first trial that has the same run of one process.
+    """
+
+    title: str
+    source: Any
+    precision: Any
+    rtol: float
+    first: int = 0
+
+
+def judge(
+    train: Callable[[Any, Setting], Record],
+    trials: Sequence[Trial],
+    setting: Setting,
+    *,
+    timeout: float,
+    further: bool = True,
+    threads: int = 1,
+    announce: Callable[[Setting], None] = lambda setting: None,
+) -> list[Comparison]:
+    """Trains each trial on ranks and as one process, as often as its verdict asks for, and returns the comparisons.
+
+    In double precision each trial has its own set of ranks: it may be refused there, and the error is then its record.
+
+    Args:
+        train: Function that trains a trial's source in a setting; it runs in the ranks.
+        trials: Trials.
+        setting: Setting of the ranks.
+        timeout: Seconds for each set of ranks.
+        further: Whether verdicts may ask for further runs.
+        threads: Number of torch's threads on each rank.
+        announce: Function that is called with each setting before it is trained.
+
+    Raises:
+        RankFailed: if a rank raises.
+    """
+    ranks = setting.ranks
+    assert ranks is not None
+    runs = [verdict(t.title, setting, precision=t.precision, rtol=t.rtol, further=further) for t in trials]
+    found: dict[int, Comparison] = {}
+    wanted = {number: next(run) for number, run in enumerate(runs)}
+    places: dict[int, int] = {}
+    while wanted:
+        jobs = [(number, each) for number, settings in wanted.items() for each in settings]
+        sets = [[job for job in jobs if not job[1].double]]
+        sets += [[job for job in jobs if job[1].double and job[0] == number] for number in wanted]
+        records: dict[tuple[int, Setting], Any] = {}
+        for own in filter(None, sets):
+            for _, each in own:
+                announce(each)
+            arguments = train, trials, own, places
+            try:
+                answers = run_distributed(_train_all, ranks, *arguments, timeout=timeout, backend=None, threads=threads)
+            except RankFailed as error:
+                if not own[0][1].double:
+                    raise
+                records |= dict.fromkeys(own, error.user_error or str(error).strip().splitlines()[-1])
+                continue
+            for job, of_ranks in zip(own, zip(*answers, strict=True), strict=True):
+                if job[1].ranks is None:
+                    records[job] = next(record for record in of_ranks if record is not None)
+                else:
+                    records[job] = merge_records(list(of_ranks))
+                    places[job[0]] = records[job].place[1]
+        answered, wanted = wanted, {}
+        for number, settings in answered.items():
+            try:
+                wanted[number] = runs[number].send([records[number, each] for each in settings])
+            except StopIteration as end:
+                found[number] = end.value
+    return [found[number] for number in range(len(trials))]
+
+
+def _train_all(
+    rank: int,
+    world_size: int,
+    train: Callable[[Any, Setting], Record],
+    trials: Sequence[Trial],
+    jobs: list[tuple[int, Setting]],
+    places: dict[int, int],
+) -> list[Record | None]:
+    """Trains the runs on ranks, and then, without a process group, some of the runs of one process on each rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        train: Function that trains a trial's source in a setting.
+        trials: Trials.
+        jobs: Runs, each with the index of its trial.
+        places: Number of data-parallel ranks by trial, as far as it is known.
+
+    Returns:
+        Records of this rank by run; None for a run of one process that another rank has trained.
+    """
+    silence_lightning()
+    register_data_parallel()  # So that "ddp" is the same strategy as in `dlo fit`.
+    found: dict[int, Record] = {}
+    together = [place for place, (_, setting) in enumerate(jobs) if setting.ranks is not None]
+    for place in together:
+        number, setting = jobs[place]
+        record = found[place] = train(trials[number].source, setting)
+        places[number] = record.place[1]
+        if rank != 0:
+            record.weights, record.optimizer = {}, {}
+    if together:
+        leave_group()
+    alone: dict[tuple[int, Setting], list[int]] = {}
+    for place, (number, setting) in enumerate(jobs):
+        if setting.ranks is None:
+            alone.setdefault((trials[number].first, replace(setting, shares=places[number])), []).append(place)
+    for turn, ((number, setting), same) in enumerate(alone.items()):
+        if turn % world_size == rank:
+            found |= dict.fromkeys(same, train(trials[number].source, setting))
+    return [found.get(place) for place in range(len(jobs))]
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------
+
+#: Number of runs with other rounding: two beside double precision, and three where they decide.
+_CONTROLS = 2
+_CONTROLS_ALONE = 3
+#: Factor on the differences from other rounding above which a difference is not rounding, if double precision agrees.
+_FAR = 100.0
+#: Relative difference of the first step's loss or gradient norm that rounding cannot cause; where the tolerance is that
+#: of bf16, this multiple of the tolerance.
+_HOPELESS, _HOPELESS_FACTOR = 1e-2, 8.0
+
+#: Generator that yields settings and is sent their records: a string for a failed run, in double precision only.
+Runs = Generator[list[Setting], list[Any], Comparison]
+
+
+def verdict(name: str, setting: Setting, *, precision: Any, rtol: float, further: bool = True) -> Runs:
+    """Yields the settings to train, is sent their records, and returns the comparison.
+
+    1. Ranks and one process train with the config's precision. If they agree within the tolerance, that is parity.
+    2. Else both train in double precision, where rounding is a billion times smaller: a difference there is a fault.
+    3. If they agree there, one process trains with other rounding, to see whether single precision explains the first
+       difference. If it does not, another seed decides: a router that chooses another expert by chance does not do so
+       twice, and a strategy that is wrong only in single precision is wrong with each seed.
+
+    In half precision, and where a model or strategy refuses double precision, the runs with other rounding decide.
+
+    Args:
+        name: Name of the case.
+        setting: Setting of the ranks. Those of one process are yielded with ``shares=0``, for the ranks' number.
+        precision: Lightning's name of the runs' precision.
+        rtol: Relative difference to allow for losses, norms and metrics.
+        further: Whether to ask for further runs; without them, rounding counts as a fault.
+    """
+    ranks, one = yield [setting, single_process_setting(setting)]
+    found = compare(name, one, ranks, rtol=rtol)
+    if found.within or not further or _is_certain(found, one, ranks):
+        return found
+    if is_single(precision):
+        ranks_double, one_double = yield [
+            replace(setting, double=True),
+            replace(single_process_setting(setting), double=True),
+        ]
+        failed = next((answer for answer in (ranks_double, one_double) if isinstance(answer, str)), None)
+        if failed is None:
+            tensors = TENSORS_DOUBLE * max(1.0, rtol / RTOL)
+            double = compare(
+                name, one_double, ranks_double, rtol=RTOL_DOUBLE if rtol <= RTOL else rtol, tensor_rtol=tensors
+            )
+            if not double.within:
+                found.double, found.decided, found.hints = double, False, double.hints
+                return found
+            controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS)]
+            found = compare(name, one, ranks, rtol=rtol, controls=controls, factor=_FAR)
+            found.double = double
+            if not found.within:
+                other = replace(setting, seed=setting.seed + 1)
+                again = yield [
+                    other,
+                    single_process_setting(other),
+                    *(single_process_setting(other, number + 1) for number in range(_CONTROLS)),
+                ]
+                found.decided = compare(name, again[1], again[0], rtol=rtol, controls=again[2:], factor=_FAR).within
+            return found
+        found.double_refusal = failed
+    controls = yield [single_process_setting(setting, number + 1) for number in range(_CONTROLS_ALONE)]
+    decided = compare(name, one, ranks, rtol=rtol, controls=controls)
+    decided.double_refusal = found.double_refusal
+    return decided
+
+
+def single_process_setting(setting: Setting, control: int = 0) -> Setting:
+    """Returns the setting of the one process that matches a setting of ranks."""
+    return replace(setting, ranks=None, shares=0, control=control)
+
+
+def is_single(precision: Any) -> bool:
+    """Returns whether Lightning's ``precision`` is plain single precision."""
+    return str(precision) in ("None", "32", "32-true")
+
+
+def _is_certain(found: Comparison, one: Record, ranks: Record) -> bool:
+    """Returns whether the runs differ so clearly that no further run can change the verdict."""
+    if not found.comparable or one.initial != ranks.initial or one.drew is not None or ranks.drew is not None:
+        return True
+    if any(mine.digest != theirs.digest for mine, theirs in zip(one.steps, ranks.steps, strict=True)):
+        return True
+    first = found.rows[0]
+    limit = max(_HOPELESS, _HOPELESS_FACTOR * found.rtol)
+    return any(pair is not None and not pair.difference < limit for pair in (first.loss, first.norm))

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.testing.compare import RTOL_BF16, compare, tensor_differences, without_gradient
+from dlo_framework.testing.comparison import report
+from dlo_framework.testing.parity import verdict
 from dlo_framework.testing.record import Record, Step, merge_records
-from dlo_framework.testing.report import report
 from dlo_framework.testing.training import Setting, record_training
-from dlo_framework.testing.verdict import verdict
 
 
 def run(losses, norms=None, weights=None, **more) -> Record:

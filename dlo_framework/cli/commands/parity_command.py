@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
+import functools
 import json
 import os
 import sys
@@ -17,7 +16,6 @@ from dlo_framework.errors import DloError
 
 if TYPE_CHECKING:
     from dlo_framework.cli.lightning_cli import DloCLI
-    from dlo_framework.testing.comparison import Comparison
     from dlo_framework.testing.record import Record
     from dlo_framework.testing.training import Setting
 
@@ -51,17 +49,40 @@ def main(argv: list[str]) -> int:
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
     cli = _parse(found)
+    from dlo_framework.testing.compare import default_rtol
+    from dlo_framework.testing.comparison import report, to_json
+    from dlo_framework.testing.parity import Trial, judge
+    from dlo_framework.testing.spawn import RankFailed
+    from dlo_framework.testing.training import Setting
+
     devices = options.devices or _devices(cli.options.trainer.devices)
-    comparison = _compare(cli, found, devices, options)
+    strategy, precision = cli.options.trainer.strategy, cli.options.trainer.precision
+    name = strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
+    setting = Setting(options.steps, _seed(cli), ranks=devices)
+    with contextlib.redirect_stdout(sys.stderr):
+        _check(cli, setting)
+    rtol = default_rtol(precision) if options.rtol is None else options.rtol
+    trial = Trial(f"{name} on {devices} ranks", found, precision, rtol)
+    threads, announce = max(1, (os.cpu_count() or 1) // devices), functools.partial(_announce, name)
+    try:
+        (comparison,) = judge(_train, [trial], setting, timeout=options.timeout, threads=threads, announce=announce)
+    except RankFailed as error:
+        if error.user_error is not None:
+            raise DloError(error.user_error) from error
+        raise
     if options.json:
-        from dlo_framework.testing.comparison import to_json
-
-        print(json.dumps({"strategy": _strategy_name(cli), "ranks": devices, **to_json(comparison)}, indent=1))
+        print(json.dumps({"strategy": name, "ranks": devices, **to_json(comparison)}, indent=1))
     else:
-        from dlo_framework.testing.report import report
-
         print(report(comparison))
     return 0 if comparison.ok else 1
+
+
+def _announce(strategy: str, setting: Setting) -> None:
+    """Prints what is trained, while the user waits."""
+    where = f"on {setting.ranks} ranks ({strategy})" if setting.ranks is not None else "as one process"
+    how = " in double precision" if setting.double else ""
+    how += f" with other rounding ({setting.control})" if setting.control else ""
+    print(f"parity: training {setting.steps} steps {where}{how} ...", file=sys.stderr, flush=True)
 
 
 def _parse(found: ConfigScan) -> DloCLI:
@@ -86,12 +107,6 @@ def _devices(devices: Any) -> int:
     return max(2, int(devices)) if str(devices).isdigit() else 2
 
 
-def _strategy_name(cli: DloCLI) -> str:
-    """Returns the short name of the config's strategy."""
-    strategy = cli.options.trainer.strategy
-    return strategy if isinstance(strategy, str) else str(strategy.class_path).rpartition(".")[2]
-
-
 def _seed(cli: DloCLI) -> int:
     """Returns the config's seed, or the default seed where the config asks for none or a random one."""
     from dlo_framework.cli.lightning_cli import DEFAULT_SEED
@@ -100,37 +115,41 @@ def _seed(cli: DloCLI) -> int:
     return DEFAULT_SEED if isinstance(seed, bool) or seed is None else int(seed)
 
 
-def _check(cli: DloCLI, ranks: int) -> None:
-    """Builds the run of some ranks in this process, so that errors show before ranks take seconds to start.
+def _check(cli: DloCLI, setting: Setting) -> None:
+    """Builds the run on ranks in this process, so that errors show before ranks take seconds to start.
 
     Raises:
         DloError: If the trainer or a part refuses its options.
     """
     from dlo_framework.run_setup import check_data, check_parts, check_run
-    from dlo_framework.testing.training import Setting, trainer_options
+    from dlo_framework.testing.training import trainer_options
     from dlo_framework.trainer import CheckedTrainer
 
     cli.build()
     check_data(cli.model, cli.datamodule, "fit")
     check_parts(cli.model, cli.datamodule)
-    setting = Setting(steps=1, seed=_seed(cli), ranks=ranks)
     options = trainer_options(cli.trainer_options, setting, cli.trainer_options["strategy"])
     trainer = cli.make_trainer(CheckedTrainer, **options | {"callbacks": None})
     check_run(trainer, cli.model, cli.datamodule, command="fit", ckpt_path=None)
 
 
-def _train(cli: DloCLI, setting: Setting) -> Record:
-    """Builds model, data and trainer again, trains, and returns the record of the training.
+def _train(found: ConfigScan, setting: Setting) -> Record:
+    """Trains the config in a rank, and returns the record; its stdout is the parent's stderr, as that has the report.
 
     Raises:
         DloError: If the trainer or a part refuses its options.
     """
+    import torch
     from lightning.pytorch import seed_everything
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.testing.training import record_training
     from dlo_framework.trainer import CheckedTrainer
 
+    os.dup2(2, 1)
+    if setting.ranks is None and not setting.control:  # No other process trains at the same time.
+        torch.set_num_threads(os.cpu_count() or 1)
+    cli = _parse(found)
     seed_everything(setting.seed, workers=True, verbose=False)
     cli.build()
     options = cli.trainer_options
@@ -140,83 +159,3 @@ def _train(cli: DloCLI, setting: Setting) -> Record:
         return record_training(cli.model, cli.datamodule, options, setting, strategy, make)
     except MisconfigurationException as error:
         raise DloError(str(error)) from error
-
-
-def _compare(cli: DloCLI, found: ConfigScan, devices: int, options: argparse.Namespace) -> Comparison:
-    """Trains on ranks and in this process, as often as the verdict asks for."""
-    from dlo_framework.testing.compare import default_rtol
-    from dlo_framework.testing.training import Setting
-    from dlo_framework.testing.verdict import verdict
-
-    with contextlib.redirect_stdout(sys.stderr):
-        _check(cli, devices)
-    precision = cli.options.trainer.precision
-    runs = verdict(
-        f"{_strategy_name(cli)} on {devices} ranks",
-        Setting(options.steps, _seed(cli), ranks=devices),
-        precision=precision,
-        rtol=default_rtol(precision) if options.rtol is None else options.rtol,
-    )
-    wanted, shares = next(runs), 1
-    while True:
-        records: list[Any] = []
-        for setting in wanted:
-            if records and isinstance(records[-1], str):  # The ranks refused double precision.
-                records.append(records[-1])
-                continue
-            print(f"parity: {_describe_run(setting, _strategy_name(cli))}", file=sys.stderr, flush=True)
-            try:
-                if setting.ranks is None:
-                    with contextlib.redirect_stdout(sys.stderr):
-                        records.append(_train(cli, dataclasses.replace(setting, shares=shares)))
-                else:
-                    records.append(_train_ranks(found, setting, options.timeout))
-                    shares = records[-1].place[1]
-            except Exception as error:
-                if not setting.double:
-                    raise
-                records.append(str(error).strip().splitlines()[-1])
-        try:
-            wanted = runs.send(records)
-        except StopIteration as end:
-            comparison: Comparison = end.value
-            return comparison
-
-
-def _describe_run(setting: Setting, strategy: str) -> str:
-    """Returns the description of a run, to print while the user waits."""
-    where = f"on {setting.ranks} ranks ({strategy})" if setting.ranks is not None else "as one process"
-    how = " in double precision" if setting.double else ""
-    how += f" with other rounding ({setting.control})" if setting.control else ""
-    return f"training {setting.steps} steps {where}{how} ..."
-
-
-def _train_ranks(found: ConfigScan, setting: Setting, timeout: float) -> Record:
-    """Trains on several ranks and returns their merged record.
-
-    Raises:
-        DloError: If a rank raises one.
-    """
-    from dlo_framework.testing import RankFailed, run_distributed
-    from dlo_framework.testing.record import merge_records
-
-    assert setting.ranks is not None
-    threads = max(1, (os.cpu_count() or 1) // setting.ranks)
-    try:
-        records = run_distributed(
-            _train_rank, setting.ranks, found, setting, timeout=timeout, backend=None, threads=threads
-        )
-    except RankFailed as error:
-        if error.user_error is not None:
-            raise DloError(error.user_error) from error
-        raise
-    return merge_records(records)
-
-
-def _train_rank(rank: int, world_size: int, found: ConfigScan, setting: Any) -> Record:
-    """Trains the config on one rank, with its stdout redirected to stderr: stdout is for the report only."""
-    os.dup2(2, 1)
-    record = _train(_parse(found), setting)
-    if rank != 0:
-        record.weights, record.optimizer = {}, {}
-    return record
