@@ -3,13 +3,20 @@
 ``dlo`` imports a plug-in only when a config names it. So, before the real parser is built, this module collects every
 string in the configs and on the command line, and the registry imports those that are names of plug-ins. A string that
 only looks like such a name costs an import and changes nothing else.
+
+Job files for other tools contain options of those tools; a plug-in translates them, by an entry point in the group
+``dlo_framework.options``. Its name is the option; its function takes the option's value, empty if there is none, and
+returns dlo's options by name::
+
+    dlo_framework.options =
+        other_config = my_package.options:use_other_config
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,9 +24,12 @@ from typing import Any
 import yaml
 
 from dlo_framework import runs
-from dlo_framework.cli.launcher_args import translate_options
 from dlo_framework.errors import DloError, did_you_mean
+from dlo_framework.extensions import format_origin, installed_points, load_function
 from dlo_framework.yaml_text import load_yaml, parse_yaml, read_yaml
+
+#: Group of the entry points of options that plug-ins translate.
+OPTIONS_GROUP = "dlo_framework.options"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +79,24 @@ def scan(argv: list[str]) -> ConfigScan:
     return ConfigScan(
         words, configs, plugins, strings + [text for text in strings for text in _collect_inline_strings(text)]
     )
+
+
+def translate_options(options: Iterable[tuple[str, str | None]]) -> Iterator[tuple[str, str | None]]:
+    """Yields (option, value) pairs, with the options that plug-ins translate replaced by dlo's own.
+
+    Raises:
+        DloError: If two packages have an option, its function cannot be imported, or the function refuses the value.
+    """
+    points = installed_points().select(group=OPTIONS_GROUP)
+    for option, value in options:
+        found = [point for point in points if option == f"--{point.name}"]
+        if len(found) > 1:
+            origins = " and in ".join(sorted(map(format_origin, found)))
+            raise DloError(f"option names must be unique, got '{option}' in {origins}; uninstall one")
+        if found:
+            yield from load_function(found[0], "option")(value or "").items()
+        else:
+            yield option, value
 
 
 def _report_replaced(before: dict[str, Any], path: str, content: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import Strategy
 
 from dlo_framework import runs
 from dlo_framework.checkpoint.store import LOCAL, store_of
+from dlo_framework.cli.command_table import CKPT_PATH
 from dlo_framework.cli.config_scan import ConfigScan
-from dlo_framework.cli.run_help import CKPT_PATH
 from dlo_framework.defaults import check_on_file_system
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.errors import DloError, dlo_error_in

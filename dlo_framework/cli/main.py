@@ -6,12 +6,11 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 
 from dlo_framework._version import __version__
-from dlo_framework.cli.command_table import RUN_COMMANDS, format_commands, load_command
-from dlo_framework.cli.launcher_args import remove_local_rank, translate_options
-from dlo_framework.cli.run_help import HELP as HELP_WORDS
-from dlo_framework.cli.run_help import format_run_help
+from dlo_framework.cli.command_table import HELP_WORDS, RUN_COMMANDS, format_commands, format_run_help, load_command
+from dlo_framework.cli.config_scan import translate_options
 from dlo_framework.errors import DloError, worker_message
 from dlo_framework.interrupts import CODE, MESSAGE
 
@@ -87,6 +86,41 @@ def _dispatch(words: list[str]) -> int:
         if translated != [command]:
             return _dispatch([*words[1:], *translated])
     return load_command(command)(words[1:]) or 0
+
+
+_LOCAL_RANK = ("--local_rank", "--local-rank")
+
+
+def remove_local_rank(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns a command line without a launcher's ``--local_rank``.
+
+    Args:
+        words: Arguments after ``dlo``.
+        environment: Environment variables, in which launchers set the rank too.
+
+    Raises:
+        DloError: If the local rank is missing from the environment or differs from it.
+    """
+    result: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, _, value = word.partition("=")
+        if name in _LOCAL_RANK:
+            _check_rank(value or next(remaining, ""), environment)
+        else:
+            result.append(word)
+    return result
+
+
+def _check_rank(given: str, environment: Mapping[str, str]) -> None:
+    known = environment.get("LOCAL_RANK")
+    if known is None:
+        raise DloError(
+            f"--local_rank must come from a launcher that sets LOCAL_RANK, got {given} without it; start dlo with"
+            " `torchrun` or another launcher, or remove --local_rank and set --trainer.devices"
+        )
+    if given != known:
+        raise DloError(f"--local_rank must equal LOCAL_RANK {known}, got {given}; remove --local_rank")
 
 
 def _interrupted(*, own_process: bool) -> int:

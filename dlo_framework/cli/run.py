@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlo_framework import runs
+from dlo_framework.cli.command_table import HELP_ALL
 from dlo_framework.cli.config_scan import ConfigScan, scan
-from dlo_framework.cli.run_help import HELP_ALL
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.interrupts import exits_on_interrupt
 from dlo_framework.process_setup import (

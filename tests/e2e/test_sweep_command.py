@@ -179,8 +179,7 @@ def test_a_rank_of_a_launcher_and_a_folder_without_a_sweep_are_refused(place, mo
 
 
 def test_the_shipped_space_fits_the_shipped_config(place):
-    from dlo_plugins.sweep.config_keys import apply_values
-    from dlo_plugins.sweep.search_space import SearchSpace
+    from dlo_plugins.sweep.search_space import SearchSpace, apply_values
 
     base = yaml.safe_load((Path(sweep_command.__file__).parents[3] / "configs/digits/sweep.yaml").read_text())
     of = SearchSpace(sweep_command.read_space("digits/sweep_space"))

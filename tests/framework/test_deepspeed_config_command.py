@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from dlo_framework.cli.config_scan import scan
-from dlo_framework.cli.launcher_args import remove_local_rank
-from dlo_framework.cli.main import main
+from dlo_framework.cli.main import main, remove_local_rank
 from dlo_framework.errors import DloError
 
 TASK = ("deepspeed-config", "--config", "quickstart", "--ranks", "2", "--trainer.accelerator", "cpu")

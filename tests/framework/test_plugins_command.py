@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlo_framework.cli.commands.plugins_command import main
-from dlo_framework.cli.snippet import format_yaml_snippet, format_yaml_value
+from dlo_framework.cli.commands.plugins_command import format_yaml_snippet, format_yaml_value, main
 from dlo_framework.errors import DloError
 from dlo_framework.registry.class_source import Parameter
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.command_table import SECTIONS, installed_commands, load_command
+from dlo_framework.cli.commands.plugins_command import format_yaml_value
 from dlo_framework.cli.config_scan import collect_strings, read_config, resolve_config
-from dlo_framework.cli.snippet import format_yaml_value
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, read_class
 from dlo_framework.registry.entry_points import own_packages

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dlo_framework.cli.command_table import HELP_ALL, HELP_WORDS
 from dlo_framework.cli.config_scan import scan
 from dlo_framework.cli.run import train
-from dlo_framework.cli.run_help import HELP as HELP_WORDS
-from dlo_framework.cli.run_help import HELP_ALL
 
 HELP = """usage: dlo lr-find --config FILE [--KEY VALUE ...]
 

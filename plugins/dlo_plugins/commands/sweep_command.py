@@ -142,8 +142,7 @@ def make_settings(options: argparse.Namespace, found: ConfigScan, folder: Path) 
         DloError: The config or the space is invalid, or the folder holds another sweep.
     """
     from dlo_framework.lock import ProcessLock
-    from dlo_plugins.sweep.config_keys import merge_configs
-    from dlo_plugins.sweep.search_space import SearchSpace
+    from dlo_plugins.sweep.search_space import SearchSpace, merge_configs
     from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
 
     space = SearchSpace(read_space(options.space))
@@ -248,7 +247,7 @@ def preflight(config: dict[str, Any], words: list[str], space: Any, options: arg
     Raises:
         DloError: A config is invalid, or the task has no metric and the options name none.
     """
-    from dlo_plugins.sweep.config_keys import apply_values
+    from dlo_plugins.sweep.search_space import apply_values
     from dlo_plugins.sweep.trial_process import trial_environment
 
     with tempfile.TemporaryDirectory(prefix="dlo-sweep-") as name:

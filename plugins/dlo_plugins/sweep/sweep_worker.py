@@ -22,7 +22,7 @@ import yaml
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.config_keys import apply_values
+from dlo_plugins.sweep.search_space import apply_values
 from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
 from dlo_plugins.sweep.trial_process import CONFIG, TrialProcess, last_error, trial_environment
 from dlo_plugins.sweep.trial_queue import Claim, TrialQueue, finished_run

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.config_keys import apply_values, merge_configs, set_key
 from dlo_plugins.sweep.search_methods import make_sampler
-from dlo_plugins.sweep.search_space import SearchSpace
+from dlo_plugins.sweep.search_space import SearchSpace, apply_values, merge_configs, set_key
 
 OPTIMIZER, MOMENTUM = "model.init_args.optimizer", "model.init_args.momentum"
 
