@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import StepClock
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.one_cycle import OneCycle

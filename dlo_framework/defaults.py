@@ -17,21 +17,26 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from dlo_framework import runs
 from dlo_framework.accelerator import AcceleratorSettings
-from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.grace import GRACE
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
-from dlo_framework.metric_states import metrics_of
+from dlo_framework.progress import AccumulationTail
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
-from dlo_framework.resume import ExactResume, logged_metrics, replayed_loaders, same_metrics, training_metrics
+from dlo_framework.resume import (
+    ExactResume,
+    logged_metrics,
+    metrics_of,
+    replayed_loaders,
+    same_metrics,
+    training_metrics,
+)
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import RunMonitor
-from dlo_framework.watch.state_bytes import StateReport
-from dlo_framework.watch.step_traffic import TrafficReport
+from dlo_framework.watch.state_bytes import StateReport, TrafficReport
 from dlo_framework.watch.summary import RunRecord
 
 #: Default metric and mode of the best checkpoint, for a model without ``best_metric``.

@@ -21,13 +21,13 @@ from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
 from dlo_framework.checkpoint import load, locate, newest_valid
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
+from dlo_framework.ema import AveragedModel
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.registry import allowed_roots, check_class_path
 from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
 from dlo_framework.task import Task
-from dlo_framework.weight_average import AveragedModel
 from dlo_framework.yaml_text import read_yaml
 
 #: Dtypes of a second model's parameters, by their names in a config.

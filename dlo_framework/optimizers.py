@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.registry.named_functions import NamedFunctions
+from dlo_framework.extensions import NamedFunctions
 
 #: Optimizer classes by name. A constructor takes parameter groups, ``lr``, ``weight_decay`` and more arguments by
 #: keyword. A class attribute ``callback`` is the path of a callback that the optimizer needs, and ``schedule_free``

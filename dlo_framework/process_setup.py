@@ -7,10 +7,14 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
+
+from dlo_framework._version import __version__
 
 #: File that the NVIDIA driver provides.
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -119,3 +123,36 @@ def end_with_parent(parent: int, signum: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return set_signal
+
+
+# --- Ctrl-C while a command starts ---------------------------------------------------------------------------
+
+
+INTERRUPTED_CODE = 128 + signal.SIGINT
+INTERRUPTED_MESSAGE = f"dlo {__version__}: interrupted; checkpoints saved before the interrupt are complete"
+
+
+def exit_interrupted(*_: Any) -> NoReturn:
+    """Ends the process with the message of Ctrl-C, which the first rank prints."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        # Unbuffered: the signal may have come in the middle of a print.
+        os.write(2, f"{INTERRUPTED_MESSAGE}\n".encode())
+    os._exit(INTERRUPTED_CODE)
+
+
+@contextlib.contextmanager
+def exits_on_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C end the process inside the block, if it would raise KeyboardInterrupt: one line and exit code 130.
+
+    A KeyboardInterrupt in the middle of an import leaves half a library, which crashes when it is imported again, or
+    when the interpreter ends.
+    """
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with contextlib.suppress(ValueError):  # Only the main thread may set handlers.
+        if raises:
+            signal.signal(signal.SIGINT, exit_interrupted)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is exit_interrupted and raises:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

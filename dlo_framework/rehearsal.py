@@ -2,30 +2,47 @@
 
 The learning-rate finder and the batch-size finder share this: real batches through the real hooks, the real optimizer
 under the real strategy and precision, and afterwards the exact state of a run that never did it.
+
+A checkpoint is not enough for that: it lacks the random state, the logged metrics and the state that modules and
+callbacks keep in plain attributes. A :class:`Snapshot` has them, and is restored in place, so that wrapped modules
+(DDP), optimizers, compiled code and CUDA graphs keep their tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
+import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Sampler
 
+from dlo_framework.data import ResumableBatchSampler, ResumableLoader
 from dlo_framework.errors import DloError
-from dlo_framework.snapshot import take_snapshot, training_loaders
+from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop
+from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.monitor import RunMonitor, batch_loss
 from dlo_framework.watch.summary import RunRecord
 
@@ -168,7 +185,7 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
     """Lets a callback train on the side, from ``on_train_epoch_start`` on, and undoes it, however it ends.
 
     Nothing is logged, the monitor's clock is stopped, and afterwards the run is in the same state as before; see
-    :class:`~dlo_framework.snapshot.Snapshot`. Under DDP on more than two ranks, gradients may then differ in their last
+    :class:`Snapshot`. Under DDP on more than two ranks, gradients may then differ in their last
     bits from those of a run without it: DDP reorders its buckets after its first step.
     """
     options: Any = trainer
@@ -238,3 +255,257 @@ def _iterate_again(loader: Any) -> Any:
             f" {type(loader).__name__}; return an object whose __iter__ restarts, such as a DataLoader"
         )
     return loader
+
+
+# --- state that is restored ----------------------------------------------------------------------------------
+
+
+Undo = Callable[[], object]
+
+#: Classes whose attributes are part of the state. Dataclasses are too; of any other object, the reference alone.
+_OBJECTS = (
+    nn.Module,  # torchmetrics among them, and Lightning's collection of logged metrics
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    Callback,
+    Precision,
+    DataLoader,
+    Sampler,
+    ResumableLoader,
+    ResumableBatchSampler,
+    _Loop,
+    _LoggerConnector,
+)
+
+#: Attributes of loaders and samplers that hold the data themselves.
+_DATA = ("dataset", "data_source")
+
+_CONSTANT = (int, float, complex, str, bytes, bool, type(None))
+
+
+class Snapshot:
+    """State of a run at one moment; :func:`take_snapshot` makes one.
+
+    It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
+    schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' positions, the
+    random state of this process, and each callback's ``state_dict``. It also holds plain data, containers, tensors,
+    arrays and generators in the attributes of modules, callbacks and all the above. Tensors are copied to the CPU, so
+    that it takes no memory of the accelerator.
+
+    It does not hold the state behind attributes of other classes, such as datasets, nor files. An iterator over a
+    training loader that was begun before is not restored; train on the side with
+    :meth:`~dlo_framework.rehearsal.Rehearsal.batches`, which begins one of its own.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        contract_of(trainer.strategy).finish_step()
+        self._trainer = trainer
+        #: Copied objects by id: each is copied once, and kept alive while its id is used.
+        self._kept: dict[int, Any] = {}
+        self._undo: list[Undo] = []
+        self._flags = {name: getattr(trainer, name) for name in ("should_stop", "accumulate_grad_batches")}
+        self._callbacks = [
+            (callback, copy.deepcopy(state))
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if (state := callback.state_dict())
+        ]
+        loaders = training_loaders(trainer)
+        self._loaders = [
+            (number, loader, copy.deepcopy(loader.state_dict()))
+            for number, loader in enumerate(loaders)
+            if isinstance(loader, _Stateful) and not isinstance(loader, DataLoader | ResumableLoader)
+        ]
+        self._keep(_roots(trainer, loaders))
+        self._random = random_state()
+
+    def _keep(self, items: Iterable[Any]) -> None:
+        """Copies the items and everything reachable from them."""
+        waiting = list(items)
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, _CONSTANT) or id(item) in self._kept:
+                continue
+            self._kept[id(item)] = item
+            undo, inside = _copied(item)
+            if undo is not None:
+                self._undo.append(undo)
+            waiting.extend(inside)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restores everything; it may be called again."""
+        # First: a callback's state may hold objects that attributes do not reach, and a clock in it has advanced, which
+        # the attributes then correct.
+        for callback, state in self._callbacks:
+            callback.load_state_dict(copy.deepcopy(state))
+        for number, loader, state in self._loaders:
+            loader.load_state_dict(copy.deepcopy(state))
+            _restart_iterator(self._trainer, number, loader)
+        for name, value in self._flags.items():
+            setattr(self._trainer, name, value)
+        contract_of(self._trainer.strategy).finish_step()
+        for undo in self._undo:
+            undo()
+        contract_of(self._trainer.strategy).refresh()
+        restore_random_state(self._random)
+
+
+def take_snapshot(trainer: Trainer) -> Snapshot:
+    """Returns the run's state, from ``on_train_start`` on."""
+    return Snapshot(trainer)
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Returns the training loaders; Lightning (2.6) exposes them as the nested structure that the user returned."""
+    loader = trainer.fit_loop._combined_loader
+    return list(loader.flattened) if loader is not None else []
+
+
+def _roots(trainer: Trainer, loaders: list[Any]) -> list[Any]:
+    """Returns the roots of the state; ``_logger_connector`` (Lightning 2.6) holds the logged metrics."""
+    options: Any = trainer
+    return [
+        trainer.lightning_module,
+        *trainer.optimizers,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        trainer.precision_plugin,
+        trainer.fit_loop,
+        options._logger_connector,
+        *options.callbacks,
+        *loaders,
+        *_separate_shards(trainer),
+    ]
+
+
+def _separate_shards(trainer: Trainer) -> list[torch.Tensor]:
+    """Returns the shards of a strategy whose optimizers step copies of them, as ZeRO 3 does when it offloads.
+
+    With other strategies the optimizers step the same memory that the module has.
+    """
+    stepped = {
+        _local(tensor).untyped_storage().data_ptr()
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    }
+    module = trainer.lightning_module
+    stepped |= {_local(tensor).untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    held = contract_of(trainer.strategy).local_tensors()
+    return [_local(tensor) for tensor in held if _local(tensor).untyped_storage().data_ptr() not in stepped]
+
+
+def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
+    """Restarts a loader's iteration at the position in its state.
+
+    Lightning (2.6) made the iterator when it set the loader up and keeps it in ``CombinedLoader._iterator``.
+    """
+    combined: Any = trainer.fit_loop._combined_loader
+    if combined._iterator is not None:
+        combined._iterator.iterators[number] = iter(loader)
+
+
+def _copied(item: Any) -> tuple[Undo | None, Iterable[Any]]:
+    """Returns a function that restores an object's present state, and the objects in it, to be copied too."""
+    if isinstance(item, torch.Tensor):
+        return _tensor(item)
+    if isinstance(item, dict):
+        inside = [*item.values(), vars(item)] if hasattr(item, "__dict__") else item.values()
+        return _mapping(item), inside
+    if isinstance(item, list | deque | set):
+        return _collection(item), list(item)
+    if isinstance(item, tuple):
+        return None, item
+    if isinstance(item, np.ndarray):
+        return _array(item), ()
+    generator = _generator(item)
+    if generator is not None:
+        return generator, ()
+    if isinstance(item, _OBJECTS) or (dataclasses.is_dataclass(item) and not isinstance(item, type)):
+        attributes = getattr(item, "__dict__", {})
+        followed = [value for name, value in attributes.items() if name not in _DATA]
+        return _mapping(attributes), followed
+    return None, ()
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
+    expanded = tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    freed = tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    if tensor.is_meta or tensor.is_inference() or expanded or freed:
+        # None of these can be written to, so none has changed. (Freed: a parameter whose strategy holds shards of it,
+        # which the optimizer has.)
+        return None, ()
+    leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    gradient = tensor.grad if leaf else None
+    with torch.no_grad():
+        saved = _local(tensor).to("cpu", copy=True)
+
+    def undo() -> None:
+        if leaf and not tensor.is_leaf:
+            tensor.detach_()
+        _local(tensor).copy_(saved)
+        if leaf:
+            tensor.grad = gradient
+            tensor.requires_grad_(requires_grad)
+
+    return undo, () if gradient is None else (gradient,)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a tensor, in the tensor's own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _mapping(mapping: dict[Any, Any]) -> Undo:
+    saved = list(mapping.items())
+
+    def undo() -> None:
+        # By identity: comparing tensors, which are the keys of an optimizer's state, compares their elements.
+        same_keys = len(mapping) == len(saved) and all(a is b for a, (b, _) in zip(mapping, saved, strict=True))
+        if not same_keys:
+            mapping.clear()  # The order is part of the state: that of a module's parameters.
+        for key, value in saved:
+            if not same_keys or mapping[key] is not value:
+                mapping[key] = value
+
+    return undo
+
+
+def _collection(collection: Any) -> Undo:
+    saved = list(collection)
+
+    def undo() -> None:
+        collection.clear()
+        (collection.update if isinstance(collection, set) else collection.extend)(saved)
+
+    return undo
+
+
+def _array(array: np.ndarray) -> Undo | None:
+    if not array.flags.writeable:
+        return None
+    saved = array.copy()
+
+    def undo() -> None:
+        array[...] = saved
+
+    return undo
+
+
+def _generator(item: Any) -> Undo | None:
+    """Returns a function that restores a random generator; None for anything else."""
+    if isinstance(item, torch.Generator):
+        state = item.get_state()
+        return lambda: item.set_state(state)
+    if isinstance(item, random.Random):
+        internal = item.getstate()
+        return lambda: item.setstate(internal)
+    if isinstance(item, np.random.RandomState):
+        legacy = item.get_state()
+        return lambda: item.set_state(legacy)
+    if isinstance(item, np.random.Generator):
+        bits = copy.deepcopy(item.bit_generator.state)
+        return lambda: setattr(item.bit_generator, "state", bits)
+    return None

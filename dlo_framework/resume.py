@@ -3,6 +3,9 @@
 Lightning restores weights, optimizer, schedules and counters; dlo's loaders restore the position in the data. This
 module restores the rest: the random state of Python, NumPy and torch on each rank; gradients that are half-accumulated
 in a checkpoint; the logged metrics; and the loop counters of a run that ended in mid-epoch.
+
+Of metrics Lightning (2.6) saves neither its sums for the means over an epoch nor the states of torchmetrics, so that a
+mean over a resumed epoch would be of its rest alone. Both are of this rank.
 """
 
 from __future__ import annotations
@@ -20,17 +23,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 from dlo_framework.batches import tree_leaves, tree_map_only
 from dlo_framework.data.loader import ResumableLoader
-from dlo_framework.metric_states import (
-    logged_sums,
-    metric_states,
-    metrics_of,
-    restore_logged_sums,
-    restore_metric_states,
-)
 from dlo_framework.random_streams import random_state, restore_random_state, restore_stream
 from dlo_framework.replayed_loader import give_generator
 from dlo_framework.strategy_contract import contract_of
@@ -425,3 +424,101 @@ def _set_position(trainer: Trainer, fit_loop: dict[str, Any], in_validation: boo
         "should_stop": trainer.should_stop,
         "loaded": [trainer.fit_loop._last_train_dl_reload_epoch, loop.val_loop._last_val_dl_reload_epoch],
     }
+
+
+# --- states of metrics ---------------------------------------------------------------------------------------
+
+
+#: Fields of Lightning's description of a logged value that are plain data.
+_FIELDS = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
+_REDUCTIONS: dict[str, Any] = {
+    **{name: getattr(torch, name) for name in ("mean", "sum", "max", "min")},
+    "python's sum": sum,
+    "python's max": max,
+    "python's min": min,
+}
+
+
+def logged_sums(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Returns what was logged in the current training epoch, in the form of a checkpoint.
+
+    It is what Lightning (2.6) keeps in the private ``_results`` of its loop. Values that are reduced over a process
+    group of the user's (``sync_dist_group``), which a checkpoint cannot name, are left out.
+    """
+    return {
+        key: {
+            "fields": {name: getattr(metric.meta, name) for name in _FIELDS},
+            "reduction": next(name for name, reduce in _REDUCTIONS.items() if reduce is metric.meta.reduce_fx),
+            "sync": {"_should": metric.meta.sync.should, "rank_zero_only": metric.meta.sync.rank_zero_only},
+            "states": _states(metric) if metric.is_tensor else None,
+            "last": _copy(metric._forward_cache),
+        }
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        if not metric.has_reset and metric.meta.sync.group is None
+    }
+
+
+def restore_logged_sums(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Restores what :func:`logged_sums` returned."""
+    module = trainer.lightning_module
+    for key, entry in saved.items():
+        meta = _Metadata(**entry["fields"], reduce_fx=_REDUCTIONS[entry["reduction"]])
+        meta.sync = _Sync(fn=trainer.strategy.reduce, **entry["sync"])
+        metric = _ResultMetric(meta, is_tensor=entry["states"] is not None)
+        if metric.is_tensor:
+            _restore(metric, entry["states"], module.device)
+        else:
+            metric.value = module.get_submodule(str(meta.metric_attribute))
+        metric._forward_cache = None if entry["last"] is None else entry["last"].to(module.device)
+        trainer.fit_loop.epoch_loop._results[key] = metric
+
+
+def metrics_of(module: LightningModule) -> dict[str, Metric | MetricCollection]:
+    """Returns a module's torchmetrics by name, and the collections that hold some of them."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)}
+
+
+def metric_states(metrics: Mapping[str, Metric | MetricCollection], without: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states of torchmetrics by name.
+
+    Args:
+        metrics: Result of :func:`metrics_of`.
+        without: Collection of logged values, whose metrics are left out.
+    """
+    reset = {id(metric.value) for metric in without.values() if not metric.is_tensor}
+    for collection in metrics.values():
+        if isinstance(collection, MetricCollection):
+            collection.items(copy_state=False)  # Metrics that share a state get it from the one that is updated.
+    return {
+        name: _states(metric)
+        for name, metric in metrics.items()
+        if isinstance(metric, Metric) and metric.update_called and id(metric) not in reset
+    }
+
+
+def restore_metric_states(module: LightningModule, saved: Mapping[str, Any]) -> None:
+    """Restores what :func:`metric_states` returned, of the metrics that the module still has."""
+    for name, metric in metrics_of(module).items():
+        if name in saved and isinstance(metric, Metric):
+            _restore(metric, saved[name], module.device)
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    """Returns a metric's states and its count of updates, under torchmetrics' own names (1.0 to 1.9)."""
+    return {"count": metric._update_count, **{name: _copy(getattr(metric, name)) for name in metric._defaults}}
+
+
+def _restore(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> None:
+    metric._update_count, metric._computed = saved["count"], None
+    for name in metric._defaults:
+        value = saved[name]
+        setattr(metric, name, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return list(value)  # Items, one a batch, are not written to.
+    return value.detach().clone() if isinstance(value, Tensor) else value

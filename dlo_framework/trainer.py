@@ -46,7 +46,7 @@ from dlo_framework.run_setup import (
 )
 from dlo_framework.stop import SAVE_MINUTES, RunStopped
 from dlo_framework.watch.bar import RunBar
-from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import StepClock
 from dlo_framework.watch.summary import RunRecord
 
 #: Lightning's arguments with their defaults.

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.versions import versions
+from dlo_framework.extensions import versions
 from measuring.rounds import Clock, spread
 
 #: Packages that are compared, whose versions are recorded in addition.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dlo_framework.local_memory import reset_memory_peak
 from dlo_framework.task import Task
-from dlo_framework.watch.memory import reset_memory_peak
 
 #: Batches that take turns, so that no step finds its inputs in a cache.
 BATCHES = 4

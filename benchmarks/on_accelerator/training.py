@@ -20,12 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dlo_framework.costs import peak_flops
 from dlo_framework.defaults import add_default_callbacks
+from dlo_framework.local_memory import memory_peak, reset_memory_peak
 from dlo_framework.task import Task
-from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.flops import peak_flops
-from dlo_framework.watch.memory import memory_peak, reset_memory_peak
-from dlo_framework.watch.monitor import RunMonitor
+from dlo_framework.watch.monitor import RunMonitor, StepClock
 from on_accelerator.subjects import Batches, Subject
 
 LR = 1e-4

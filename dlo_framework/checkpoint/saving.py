@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework._version import __version__
 from dlo_framework.agreement import gather_then_scatter, rank_of, run_on_all_ranks, size_of
-from dlo_framework.atomic_file import PARTIAL
+from dlo_framework.atomic_file import NO_SPACE, PARTIAL, describe_shortage, find_os_error
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Key, Manifest, Runs, SavedTensor, shard_number, to_text
 from dlo_framework.checkpoint.save_plan import (
     FilePlan,
@@ -71,7 +71,6 @@ from dlo_framework.checkpoint.store import (
     store_of,
 )
 from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
-from dlo_framework.disk_space import NO_SPACE, describe_shortage, find_os_error
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, Shard
 

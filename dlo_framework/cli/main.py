@@ -12,7 +12,7 @@ from dlo_framework._version import __version__
 from dlo_framework.cli.command_table import HELP_WORDS, RUN_COMMANDS, format_commands, format_run_help, load_command
 from dlo_framework.cli.config_scan import translate_options
 from dlo_framework.errors import DloError, worker_message
-from dlo_framework.interrupts import CODE, MESSAGE
+from dlo_framework.process_setup import INTERRUPTED_CODE, INTERRUPTED_MESSAGE
 
 HELP = """usage: dlo COMMAND [options]
 
@@ -70,7 +70,7 @@ def _dispatch(words: list[str]) -> int:
         print(HELP.format(commands=commands, examples=examples).rstrip())
         return 0
     if command == "--version":
-        from dlo_framework.versions import format_versions
+        from dlo_framework.extensions import format_versions
 
         print(format_versions())
         return 0
@@ -125,13 +125,13 @@ def _check_rank(given: str, environment: Mapping[str, str]) -> None:
 
 def _interrupted(*, own_process: bool) -> int:
     """Reports Ctrl-C. A dlo process ends here: an orderly exit takes seconds, and crashes after half an import."""
-    print(MESSAGE, file=sys.stderr)
+    print(INTERRUPTED_MESSAGE, file=sys.stderr)
     failure = sys.modules.get("dlo_framework.distributed.failure")
     if own_process and failure is not None:
-        failure.exit_process(CODE)
+        failure.exit_process(INTERRUPTED_CODE)
     if own_process:
-        os._exit(CODE)
-    return CODE
+        os._exit(INTERRUPTED_CODE)
+    return INTERRUPTED_CODE
 
 
 def _refuse(error: DloError) -> int:

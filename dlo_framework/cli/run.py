@@ -15,10 +15,10 @@ from dlo_framework import runs
 from dlo_framework.cli.command_table import HELP_ALL
 from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
-from dlo_framework.interrupts import exits_on_interrupt
 from dlo_framework.process_setup import (
     DRIVER,
     disable_nvml_check,
+    exits_on_interrupt,
     import_without_collection,
     shorten_warnings,
     silence_warnings,
@@ -79,7 +79,7 @@ def _train(build: Callable[[], None]) -> int:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from dlo_framework.stop import RunStopped
-    from dlo_framework.watch.monitored_names import explain_missing_metric
+    from dlo_framework.watch.monitor import explain_missing_metric
 
     try:
         build()

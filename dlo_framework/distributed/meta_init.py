@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, shown_names
+from dlo_framework.shards import Layout, TensorSlice
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.tensor_slice import Layout, TensorSlice
 
 
 def on_meta(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from dlo_framework.registry.entry_points import own_packages
+from dlo_framework.registry.registry import own_packages
 
 #: Functions of Lightning (2.6) that call hooks, and the local variable in each with the hook's name.
 _CALLS_HOOKS = {

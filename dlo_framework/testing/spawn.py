@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from dlo_framework.errors import DloError
-from dlo_framework.registry.entry_points import own_packages
+from dlo_framework.registry.registry import own_packages
 from dlo_framework.testing import rank_main as rank_module
 from dlo_framework.testing.rank_main import Answer, Job, Streams
 

@@ -1,4 +1,4 @@
-"""Memory of a rank by kind: bytes of parameters, gradients, optimizer state and activations, beside ZeRO's formula.
+"""Reports of a run's first steps: memory of a rank by kind, beside ZeRO's formula, and communication by axis.
 
 The formula is from ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari et al., 2020,
 arXiv 1910.02054, sections 3 and 5.
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.batches import tree_leaves
+from dlo_framework.costs import is_compiled
+from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.local_memory import states_per_parameter
 from dlo_framework.strategy_contract import contract_of, plain_name
-from dlo_framework.watch.flops import is_compiled
 
 #: Optimizer step at which a run is measured: before the first step optimizers have no state.
 STEP = 2
@@ -276,3 +277,65 @@ def _formula(trainer: Trainer, module: LightningModule) -> StateBytes | None:
     ranks = strategy.shard_size or trainer.world_size
     frozen = sum(strategy.full_size(name, parameter) for name, parameter in named if not parameter.requires_grad)
     return paper_bytes(psi, ranks, stage, frozen=frozen, element=element, states=kept, masters=masters)
+
+
+# --- communication -------------------------------------------------------------------------------------------
+
+
+class TrafficReport(Callback):
+    """Counts, on one of a run's first steps on several ranks, what the first rank sends; on by default.
+
+    It adds the bytes of the step to the summary, all micro-batches included: for each axis of the mesh and kind of
+    collective, where a buffer of n elements counts n, as in the ZeRO paper. Groups of a strategy without a mesh have
+    the axis ``data``. A compiled model is not counted.
+
+    Attributes:
+        found: Communication; None before it is counted.
+    """
+
+    #: Whether its hooks need the gradients of a step; OptimizerInBackward has dropped them by then.
+    needs_gradients = False
+
+    def __init__(self) -> None:
+        self.found: tuple[Traffic, ...] | None = None
+        self._counter: TrafficCounter | None = None
+        self._began = 0
+        self._is_new_step = False
+        self._steps: int | None = None  # optimizer steps at the end of the last batch
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Clears an earlier run's count."""
+        if stage == "fit":
+            self.found = self._steps = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Starts to count with the first micro-batch of a step, once the optimizer has state."""
+        if self._steps is None or self._steps < STEP or self._counter is not None or self.found is not None:
+            return
+        if self._is_new_step and trainer.is_global_zero and trainer.world_size > 1 and not is_compiled(pl_module):
+            groups = contract_of(trainer.strategy).groups
+            self._began = trainer.global_step
+            self._counter = TrafficCounter((lambda name: "data") if groups is None else groups.axis_of)
+            self._counter.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Completes the count with the last micro-batch of the step."""
+        if self._counter is not None and trainer.global_step > self._began:
+            self.found = self._counter.found
+            self._end()
+        self._is_new_step = trainer.global_step != self._steps
+        self._steps = trainer.global_step
+
+    def _end(self, *_: Any, **__: Any) -> None:
+        """Drops the count of a step that the run did not complete."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+
+    on_train_end = on_exception = _end
+
+    def summary(self) -> list[dict[str, Any]] | None:
+        """Returns the communication for ``summary.json``; None if nothing was counted."""
+        return None if self.found is None else [asdict(row) for row in self.found]

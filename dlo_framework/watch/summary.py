@@ -20,13 +20,12 @@ from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.best import RUN_FOLDER, Best, relocate_paths
+from dlo_framework.extensions import versions
 from dlo_framework.resume import KEY
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
-from dlo_framework.versions import versions
 from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
-from dlo_framework.watch.state_bytes import StateReport
-from dlo_framework.watch.step_traffic import TrafficReport
+from dlo_framework.watch.state_bytes import StateReport, TrafficReport
 
 
 @runtime_checkable

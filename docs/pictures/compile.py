@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.watch.flops import is_compiled
+from dlo_framework.costs import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.callbacks.compile import Compile
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlo_framework.mesh import MeshSpec
-from dlo_framework.tensor_slice import make_equal_slice
+from dlo_framework.shards import make_equal_slice
 from dlo_plugins.context.sequence_layout import chunks_of
 
 IMAGES = Path(__file__).parents[1] / "images"

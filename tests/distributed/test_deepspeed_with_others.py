@@ -8,12 +8,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
+from dlo_framework.progress import AccumulationTail
 from dlo_framework.testing import run_distributed
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.callbacks.compile import Compile

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.shards import get_layout
 from dlo_framework.task import Task
-from dlo_framework.tensor_slice import get_layout
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.strategies.mesh import MeshStrategy

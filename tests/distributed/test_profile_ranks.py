@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.testing import run_distributed
-from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import StepClock
 from dlo_plugins.profiling.operation_kinds import EXPOSED
 from dlo_plugins.profiling.profile_callback import Profile
 from dlo_plugins.strategies.fsdp import FSDPStrategy

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.snapshot import take_snapshot
+from dlo_framework.rehearsal import take_snapshot
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dlo_framework.accumulation import AccumulationTail, find_window
 from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.distributed.strategy import DataParallelStrategy
-from dlo_framework.progress import AccumulationWindow
+from dlo_framework.progress import AccumulationTail, AccumulationWindow, find_window
 from dlo_framework.resume import ExactResume
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing import run_distributed

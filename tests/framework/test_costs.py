@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_framework.costs import OperatorCounter
-from dlo_framework.watch.flops import FlopCounter
+from dlo_framework.costs import FlopCounter, OperatorCounter
 from dlo_plugins.pipeline.model_stages import flop_costs
 from dlo_plugins.planner.model_profile import profile_model
 from dlo_tasks.llm.causal_lm import CausalLM

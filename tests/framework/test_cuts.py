@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
-from dlo_framework.shards import FlatShard, SlicedShard, held_boxes, is_tiling, slice_view
+from dlo_framework.shards import (
+    FlatShard,
+    SlicedShard,
+    TensorSlice,
+    get_layout,
+    held_boxes,
+    is_tiling,
+    make_equal_slice,
+    slice_view,
+)
 from dlo_framework.shards import full_box as whole_box
-from dlo_framework.tensor_slice import TensorSlice, get_layout, make_equal_slice
 
 
 @st.composite

@@ -30,7 +30,7 @@ def test_a_config_is_printed_as_it_stands(capsys: pytest.CaptureFixture[str]) ->
 def test_the_versions_are_told_and_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlo_framework.versions.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr("dlo_framework.extensions.PACKAGES", ("torch", "no-such-package"))
     assert main(["--version"]) == 0
     told = dict(
         line.split(maxsplit=1) for line in capsys.readouterr().out.replace("not installed", "absent").splitlines()

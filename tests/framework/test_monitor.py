@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework import costs
+from dlo_framework.costs import FlopCounter
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.flops import FlopCounter
-from dlo_framework.watch.monitor import RunMonitor, optimizer_scalars
+from dlo_framework.watch.monitor import RunMonitor, StepClock, optimizer_scalars
 from support.monitored import Net, fit
 from support.python_calls import count_python_calls
 

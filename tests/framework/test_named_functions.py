@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlo_framework.errors import DloError
+from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
-from dlo_framework.registry.named_functions import NamedFunctions
 
 GROUP = "nf_test.colours"
 USER = """
@@ -90,8 +90,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_cause(colours, tmp_
 
 def test_a_users_file_may_register_functions_alone(colours, tmp_path):
     (tmp_path / "nf_home.py").write_text(
-        "from dlo_framework.registry.named_functions import NamedFunctions\n"
-        f"SET = NamedFunctions('colour', '{GROUP}')\n"
+        f"from dlo_framework.extensions import NamedFunctions\nSET = NamedFunctions('colour', '{GROUP}')\n"
     )
     (tmp_path / "nf_user.py").write_text(USER.format(module="nf_home"))
     (tmp_path / "nf_empty.py").write_text("from nf_home import SET\n")

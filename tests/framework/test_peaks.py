@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlo_framework.costs import known_peak
-from dlo_framework.watch import flops
-from dlo_framework.watch.flops import peak_flops
+from dlo_framework import costs
+from dlo_framework.costs import known_peak, peak_flops
 
 #: TFLOP/s of dense products in bfloat16 (float16 where there is none), by names that torch.cuda.get_device_name tells.
 HALF = {
@@ -57,7 +56,7 @@ def peak_on(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> float
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     # Lightning asks for what a device can.
     monkeypatch.setattr("lightning.fabric.accelerators.cuda._is_ampere_or_later", lambda: True)
-    flops._peak.cache_clear()
+    costs._peak.cache_clear()
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     return peak_flops(SimpleNamespace(strategy=strategy, precision=precision))  # type: ignore[arg-type]
 

@@ -14,8 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.ema import WeightEMA
-from dlo_framework.rehearsal import Rehearsal, rehearse
-from dlo_framework.snapshot import take_snapshot
+from dlo_framework.rehearsal import Rehearsal, rehearse, take_snapshot
 from dlo_framework.watch.monitor import RunMonitor
 from support.noisy_data import BATCH, BATCHES, Noisy
 from support.trainers import quiet_trainer

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-_CODE = "from dlo_framework.watch.memory import process_peak; print(process_peak())"
+_CODE = "from dlo_framework.local_memory import process_peak; print(process_peak())"
 
 
 def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> None:

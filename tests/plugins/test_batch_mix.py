@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
+from dlo_framework.progress import AccumulationTail
 from dlo_plugins.callbacks.batch_mix import BatchMix
 from dlo_plugins.callbacks.mixing import join_plans
 

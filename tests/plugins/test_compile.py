@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from dlo_framework.costs import is_compiled
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
-from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.compile_blocks import (
     compile_in_place,

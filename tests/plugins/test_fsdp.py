@@ -23,7 +23,7 @@ from dlo_framework.distributed.meta_init import Initialiser, check_initialisable
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import recompute
 from dlo_framework.registry import Registry
-from dlo_framework.tensor_slice import Layout
+from dlo_framework.shards import Layout
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.precision_policy import mixed_precision

@@ -16,9 +16,8 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.shards import Box, FlatShard, SlicedShard
+from dlo_framework.shards import Box, FlatShard, SlicedShard, TensorSlice
 from dlo_framework.task import Task
-from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.callbacks.gradients import (
     AdaptiveGradientClipping,
     GradientNoise,

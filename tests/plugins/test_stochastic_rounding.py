@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from dlo_framework.shards import FlatShard, SlicedShard
-from dlo_framework.tensor_slice import TensorSlice
+from dlo_framework.shards import FlatShard, SlicedShard, TensorSlice
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps, element_indices, hash_bits, round_stochastically
 
 

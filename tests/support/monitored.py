@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from dlo_framework.defaults import add_default_callbacks
-from dlo_framework.watch.clock import StepClock
+from dlo_framework.watch.monitor import StepClock
 
 
 def is_the_step(explained: float) -> bool:

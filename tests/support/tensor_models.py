@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.tensor_slice import get_layout
+from dlo_framework.shards import get_layout
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.imagenet.timm_models import plan_for as plan_for_images
 from dlo_tasks.llm.batches import IGNORE_INDEX

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.nn import functional as F
 
-from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.data import Position, Window
 from dlo_framework.errors import DloError
+from dlo_framework.progress import AccumulationTail
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from support.texts import CHATML, WORDS, documents_in, lines, sampler, sentences

@@ -11,8 +11,8 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.accumulation import AccumulationTail
 from dlo_framework.errors import DloError
+from dlo_framework.progress import AccumulationTail
 from dlo_framework.resume import ExactResume
 from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_tasks import optim

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dlo_framework.atomic_file import PARTIAL
+from dlo_framework.atomic_file import NO_SPACE, PARTIAL, describe_shortage, explain_refusal, find_os_error, free_bytes
 from dlo_framework.checkpoint.state_tree import make_read_error, make_refusal, tensor_bytes
 from dlo_framework.checkpoint.store import LOCAL, OLD, checkpoint_path, leftover_path, refuse_remote, store_of
-from dlo_framework.disk_space import NO_SPACE, describe_shortage, explain_refusal, find_os_error, free_bytes
 from dlo_framework.errors import DloError
 
 

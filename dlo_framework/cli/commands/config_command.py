@@ -15,7 +15,7 @@ from dlo_framework.cli.commands.plugins_command import format_yaml_value
 from dlo_framework.cli.config_scan import collect_strings, read_config, resolve_config
 from dlo_framework.registry import Registry
 from dlo_framework.registry.class_source import ClassSource, SourceNotFoundError, read_class
-from dlo_framework.registry.entry_points import own_packages
+from dlo_framework.registry.registry import own_packages
 
 DESCRIPTION = """Print the keys in which two configs differ; exit code 1 if there are any.
 

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.errors import DloError
+from dlo_framework.extensions import versions
 from dlo_framework.registry import Registry
 from dlo_framework.units import format_bytes
-from dlo_framework.versions import versions
 
 DESCRIPTION = """Check versions, devices and their links, disk, ports, optional packages, and a collective of two ranks.
 

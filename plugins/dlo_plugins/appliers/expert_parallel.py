@@ -24,7 +24,7 @@ class ExpertParallel(Applier):
     """Divides the experts of each mixture over the ranks of `ep`, to which tokens travel and from which they return.
 
     The stacked parameters of the experts are replaced by this rank's slices, which
-    :func:`dlo_framework.tensor_slice.get_layout` describes. Routers and shared experts stay on each rank.
+    :func:`dlo_framework.shards.get_layout` describes. Routers and shared experts stay on each rank.
 
     Attributes:
         exchanges: Exchange of tokens of each mixture, by the name of its experts; empty before :meth:`apply`.

@@ -33,7 +33,7 @@ class TensorParallel(Applier):
 
     The model's :class:`ParallelPlan` has the rule of each layer. Attention and MLP each all-reduce their output in
     forward and their input's gradient in backward. Parameters are replaced by slices, which
-    :func:`dlo_framework.tensor_slice.get_layout` describes. It also lists, as `partial`, the uncut parameters whose
+    :func:`dlo_framework.shards.get_layout` describes. It also lists, as `partial`, the uncut parameters whose
     gradients are partial sums: they must be summed over the axis before the optimizer steps. All ranks of the axis
     see the same batches and start from the same seed.
 

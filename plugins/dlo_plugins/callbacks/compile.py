@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dlo_framework.batches import batch_size, tree_leaves
+from dlo_framework.costs import FlopCounter, is_compiled
 from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
 from dlo_framework.distributed.step_override import StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task
-from dlo_framework.watch.flops import FlopCounter, is_compiled
 from dlo_framework.watch.media import log_scalars
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.compile_blocks import (

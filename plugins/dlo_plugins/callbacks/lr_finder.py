@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.registry.named_functions import NamedFunctions
+from dlo_framework.extensions import NamedFunctions
 from dlo_framework.rehearsal import BeforeTraining, rehearse, run_folder
 from dlo_framework.runs import shown
 from dlo_framework.watch.media import save_figure

@@ -25,11 +25,9 @@ from dlo_framework.atomic_file import write_atomic
 from dlo_framework.batches import find_batch_size, map_leaves, slice_batch
 from dlo_framework.data import Position, data_parallel_coordinates
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.local_memory import stored_tensors
-from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder
-from dlo_framework.snapshot import training_loaders
+from dlo_framework.local_memory import memory_peak, reset_memory_peak, stored_tensors
+from dlo_framework.rehearsal import BeforeTraining, Rehearsal, rehearse, run_folder, training_loaders
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.memory import memory_peak, reset_memory_peak
 
 FILE = "batch_size.json"
 #: Number of epochs of a run without a last epoch.

@@ -13,10 +13,10 @@ from timm.layers import DropPath
 from torch import nn
 from torchvision.ops import StochasticDepth as TorchvisionDepth
 
+from dlo_framework.costs import is_compiled
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end
 from dlo_framework.task import checkable_module
-from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.run_position import StepFraction
 

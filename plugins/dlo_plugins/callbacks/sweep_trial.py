@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from dlo_framework.errors import OrderlyEnd
-from dlo_framework.watch.monitor import RunMonitor, is_tensorboard
-from dlo_framework.watch.monitored_names import check_logged, check_validates
+from dlo_framework.watch.monitor import RunMonitor, check_logged, check_validates, is_tensorboard
 from dlo_plugins.sweep.trial_process import ask_worker, open_connection
 
 

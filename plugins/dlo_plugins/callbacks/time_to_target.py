@@ -23,8 +23,7 @@ from dlo_framework.errors import DloError, check_choice
 from dlo_framework.progress import epochs_seen
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.watch.media import log_scalars
-from dlo_framework.watch.monitor import data_parallel_size
-from dlo_framework.watch.monitored_names import check_logged, check_validates
+from dlo_framework.watch.monitor import check_logged, check_validates, data_parallel_size
 from dlo_plugins.callbacks.compile import Compile
 
 Direction = Literal["max", "min"]

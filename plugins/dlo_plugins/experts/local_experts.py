@@ -15,7 +15,7 @@ from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.experts.expert_mixtures import COUNTS
 from dlo_framework.mesh import nearest_divisor
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.tensor_slice import get_layout, make_equal_slice
+from dlo_framework.shards import get_layout, make_equal_slice
 from dlo_plugins.experts.token_exchange import Compute, TokenExchange, has_no_values
 
 

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.local_memory import local_tensor
-from dlo_framework.shards import FlatShard, Shard, SlicedShard
+from dlo_framework.shards import FlatShard, Shard, SlicedShard, TensorSlice, make_equal_slice
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.tensor_slice import TensorSlice, make_equal_slice
 from dlo_plugins.sharding.flat_slices import FlatSlice, assign_balanced
 from dlo_plugins.sharding.optimizer_shards import ElementwiseShard, FullTensorShard, OptimizerShard, concat, flat_piece
 

@@ -20,9 +20,8 @@ from dlo_framework.distributed.gradient_check import check_backward_seen
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.norms import total_norm
-from dlo_framework.shards import Shard, attach_slice, place_in_slice
+from dlo_framework.shards import Shard, TensorSlice, attach_slice, place_in_slice
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.tensor_slice import TensorSlice
 from dlo_plugins.fsdp.row_shards import JoinedTensorShard, RowGroup, RowShard, SeparateShards, make_groups
 from dlo_plugins.fsdp.sharding import ShardedModule
 from dlo_plugins.sharding.optimizer_probe import Kind, probe_optimizer

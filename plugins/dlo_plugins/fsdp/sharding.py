@@ -23,10 +23,9 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.recompute import recompute
-from dlo_framework.shards import attach_slice, held_boxes, slice_view
+from dlo_framework.shards import Layout, attach_slice, held_boxes, slice_view
 from dlo_framework.shards import full_box as whole_box
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.tensor_slice import Layout
 from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.gathered_copies import (
     GatheredCopies,

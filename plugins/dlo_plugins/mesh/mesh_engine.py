@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.gradient_check import is_shipped, unused_message
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor, state_bytes
 from dlo_framework.shards import Shard, SlicedShard, attach_slice
-from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.fsdp.gathered_copies import ShardsInHooks
 from dlo_plugins.fsdp.row_shards import like_gradient

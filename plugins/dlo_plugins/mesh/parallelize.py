@@ -26,9 +26,9 @@ from dlo_framework.local_memory import memory_of
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import Context, PlacedModel
 from dlo_framework.plan import ParallelPlan
+from dlo_framework.shards import Layout, get_layout
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
-from dlo_framework.tensor_slice import Layout, get_layout
 from dlo_plugins.appliers.applier_order import MeshAppliers
 from dlo_plugins.appliers.context_parallel import ContextParallel
 from dlo_plugins.appliers.tensor_parallel import TensorParallel

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlo_framework.errors import DloError
-from dlo_framework.registry.named_functions import NamedFunctions
+from dlo_framework.extensions import NamedFunctions
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741

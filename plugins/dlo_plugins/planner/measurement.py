@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import process_peak
 from dlo_framework.testing import run_distributed
-from dlo_framework.watch.memory import process_peak
 
 _MOST_RANKS = 8  # Of a CPU.
 _CALLS = 9

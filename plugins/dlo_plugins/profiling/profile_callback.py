@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlo_framework.atomic_file import write_atomic
+from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.control_group import control_group
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.strategy_contract import contract_of
-from dlo_framework.watch.clock import StepClock
-from dlo_framework.watch.flops import is_compiled
 from dlo_framework.watch.media import draw_figure, log_figure, log_text
-from dlo_framework.watch.monitor import RunMonitor
+from dlo_framework.watch.monitor import RunMonitor, StepClock
 from dlo_framework.watch.state_bytes import StateReport
 from dlo_plugins.profiling.device_waits import WaitRecorder
 from dlo_plugins.profiling.module_ranges import ModuleRanges, NvtxRanges, mark

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.recompute import in_backward
 from dlo_framework.shards import Box, Shard, held_boxes
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
-from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.user_code import calling_module, watch_hooks
 
 #: Packages whose code reads gradients of parameters in their places, or only drops them.

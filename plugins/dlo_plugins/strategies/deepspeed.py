@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
+from dlo_framework.costs import is_compiled
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
@@ -35,7 +36,6 @@ from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import FlatShard, Shard
 from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
-from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
 from dlo_plugins.deepspeed.config import merge_options

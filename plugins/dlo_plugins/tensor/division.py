@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dlo_framework.errors import DloError
-from dlo_framework.tensor_slice import TensorSlice
+from dlo_framework.shards import TensorSlice
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlo_framework.batches import tree_leaves, tree_map
+from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
-from dlo_framework.registry.entry_points import own_packages
+from dlo_framework.registry.registry import own_packages
+from dlo_framework.shards import Layout, TensorSlice
 from dlo_framework.strategy_contract import plain_name
-from dlo_framework.tensor_slice import Layout, TensorSlice
-from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.user_code import LowestMode, attribute_of, move_hooks, uses_values
 
 #: Lightning's modules with functions for a user's hooks, such as `grad_norm`.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.tensor_slice import get_layout
+from dlo_framework.shards import get_layout
 from dlo_plugins.tensor import (
     expert_slices,
     head_operands,

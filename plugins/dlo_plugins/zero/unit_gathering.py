@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from dlo_framework.batches import tree_leaves
+from dlo_framework.costs import is_compiled
 from dlo_framework.errors import DloError
-from dlo_framework.watch.flops import is_compiled
 from dlo_plugins.sharding.user_code import OutsideUse
 from dlo_plugins.zero.flat_group import FlatGroup
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlo_framework.accumulation import find_window
 from dlo_framework.data import Draw, ResumableBatchSampler, hash64
 from dlo_framework.data.sampler import InOrderBatchSampler
+from dlo_framework.progress import find_window
 from dlo_tasks.llm.batches import StepDraws
 
 #: Number of batches whose samples are sorted by length together.

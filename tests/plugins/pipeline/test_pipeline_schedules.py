@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlo_framework.errors import DloError
+from dlo_framework.extensions import NamedFunctions
 from dlo_framework.registry import Registry
-from dlo_framework.registry.named_functions import NamedFunctions
 from dlo_plugins.mesh.pipelined_task import PipelineOptions
 from dlo_plugins.pipeline import pipeline_schedules
 from dlo_plugins.pipeline.actions import Action, ActionKind, Placement

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.shards import get_layout
 from dlo_framework.task import Task
-from dlo_framework.tensor_slice import get_layout
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.tensor.inference.inferred_rules import infer_rules
 from dlo_plugins.tensor.inference.thread_ranks import run_on_threads

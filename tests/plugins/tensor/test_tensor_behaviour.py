@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_framework.tensor_slice import get_layout
+from dlo_framework.shards import get_layout
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.tensor_parallel import TensorParallel

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dlo_framework.tensor_slice import get_layout
+from dlo_framework.shards import get_layout
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.llm.language_models import find_head
