@@ -1,8 +1,8 @@
-"""Writes the performance tables of both READMEs from the newest results: the project's has the first three lines."""
+"""Writes the performance table of benchmarks/README.md from the newest results."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +13,33 @@ from measuring.results import Results, newest
 
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 HEADING = ["measured", "baseline (= 1)", "dlo", "peer", "bar"]
-#: Headlines of the project's own README.
-FIRST = ("training step, everything on", "packing text, useful tokens per second", "`zero3`, 2 gloo ranks")
 COMMANDS = "`python benchmarks/run.py` measures; `python benchmarks/run.py --readme` makes this table from the results."
 NONE = "No results yet: `python benchmarks/run.py` measures, and `python benchmarks/run.py --readme` makes this table."
 
 
-def performance(
-    files: Iterable[tuple[Path, Results]], only: Collection[str] | None = None, place: str = "benchmarks/"
-) -> str:
+def performance(files: Iterable[tuple[Path, Results]]) -> str:
     """Returns the text between the two marks.
 
     Args:
         files: Results to show, each with its path.
-        only: Headlines to show; None for all.
-        place: Path of the benchmarks' folder from the page.
     """
     parts = []
     for path, results in files:
-        shown = [headline for headline in HEADLINES if only is None or headline.what in only]
-        lines = [line for headline in shown if (line := _line(headline, results)) is not None]
+        lines = [line for headline in HEADLINES if (line := _line(headline, results)) is not None]
         if lines:
-            report = f"{place}results/{path.stem}.md"
+            report = f"results/{path.stem}.md"
             where = f"{results['hardware']}, {results['date']}"
             source = f"{where}: medians. All results, with their spread, are in [{report}]({report})."
             parts += [source, table_of(HEADING, lines)]
-    if not parts:
-        return NONE
-    return "\n\n".join([*parts, COMMANDS] if only is None else parts)
+    return "\n\n".join([*parts, COMMANDS]) if parts else NONE
 
 
-def rewritten(readme: str, folder: Path, only: Collection[str] | None = None, place: str = "benchmarks/") -> str:
+def rewritten(readme: str, folder: Path) -> str:
     """Returns a page with the table of the newest results in a folder.
 
     Args:
         readme: Text of the page.
         folder: Folder of the results.
-        only: Headlines to show; None for all.
-        place: Path of the benchmarks' folder from the page.
 
     Raises:
         ValueError: If the page does not have each mark exactly once.
@@ -62,27 +51,7 @@ def rewritten(readme: str, folder: Path, only: Collection[str] | None = None, pl
         )
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{performance(newest(folder), only, place)}\n\n{END}{after}"
-
-
-def write_pages(root: Path) -> None:
-    """Writes the tables of README.md and of benchmarks/README.md.
-
-    Args:
-        root: Folder of the repository.
-    """
-    for page, text in pages(root).items():
-        page.write_text(text, encoding="utf-8")
-
-
-def pages(root: Path) -> dict[Path, str]:
-    """Returns the two pages with the tables of the newest results; see :func:`write_pages`."""
-    first, every = root / "README.md", root / "benchmarks" / "README.md"
-    results = root / "benchmarks" / "results"
-    return {
-        first: rewritten(first.read_text(encoding="utf-8"), results, FIRST),
-        every: rewritten(every.read_text(encoding="utf-8"), results, place=""),
-    }
+    return f"{before}{BEGIN}\n\n{performance(newest(folder))}\n\n{END}{after}"
 
 
 def _line(headline: Headline, results: Results) -> list[str] | None:

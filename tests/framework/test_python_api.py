@@ -281,19 +281,15 @@ def test_a_notebook_checks_a_shipped_task_and_then_forks_its_ranks(tmp_path):
     assert any("unused.weight" in line and "find_unused: true" in line for line in lines)
 
 
-SCRIPT = """
-from pathlib import Path
-
-import dlo_framework as dlo
-from lightning.pytorch import seed_everything
-from python_net import Net
-
-seed_everything(42, workers=True, verbose=False)
-trainer = dlo.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="zero2", enable_progress_bar=False)
-model = Net()
-trainer.fit(model)
-(metrics,) = trainer.validate(model, ckpt_path="last", verbose=False)
-Path(f"rank-{trainer.global_rank}").write_text(f"{trainer.run_folder} {metrics['val']}")
+README = (Path(__file__).parents[2] / "README.md").read_text()
+#: The README's script, after which each rank validates the last checkpoint and leaves a file.
+SCRIPT = f"""
+{README.partition("```python")[2].partition("```")[0]}
+    Net.validation_step = lambda self, *batch: self.log("val", self.training_step(*batch), sync_dist=True)
+    data = DataLoader(TensorDataset(torch.rand(64, 2, generator=torch.Generator().manual_seed(1))), 64)
+    (metrics,) = trainer.validate(Net(), data, ckpt_path="last", verbose=False)
+    with open(f"rank-{{trainer.global_rank}}", "w") as file:
+        file.write(f"{{trainer.run_folder}} {{metrics['val']}}")
 """
 
 
@@ -308,8 +304,10 @@ def test_a_script_starts_ranks(net, launcher):
     assert done.returncode == 0, done.stderr
     first, second = (Path(f"rank-{rank}").read_text() for rank in range(2))
     assert first == second
-    assert "runs/train/version_0 " in first
-    assert summary("runs/train/version_0")["world_size"] == 2
+    folder, loss = first.split()
+    assert folder.endswith("/runs/train/version_0")
+    assert float(loss) < 0.2
+    assert {summary(folder)[key] for key in ("steps", "world_size")} == {20, 2}
     assert [path.name for path in Path("runs/train").iterdir()] == ["version_0"]
 
 
