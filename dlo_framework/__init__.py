@@ -13,7 +13,7 @@ from dlo_framework._version import __version__
 
 if TYPE_CHECKING:
     from dlo_framework.applier import Applier, Phase
-    from dlo_framework.checkpoint.model_loading import load_from_checkpoint
+    from dlo_framework.checkpoint.loading import load_from_checkpoint
     from dlo_framework.cli.loaded_config import load_config
     from dlo_framework.errors import DloError
     from dlo_framework.plan import ParallelPlan
@@ -40,7 +40,7 @@ _HOMES = {
     "Task": "dlo_framework.task",
     "Trainer": "dlo_framework.trainer",
     "load_config": "dlo_framework.cli.loaded_config",
-    "load_from_checkpoint": "dlo_framework.checkpoint.model_loading",
+    "load_from_checkpoint": "dlo_framework.checkpoint.loading",
 }
 
 

@@ -19,7 +19,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.units import format_bytes
 
 if TYPE_CHECKING:
-    from dlo_framework.checkpoint.best import Best
+    from dlo_framework.checkpoint.loading import Best
 
 #: Set by rank 0 for the ranks that it starts: the requested folder, and the run's.
 ENVIRONMENT = "DLO_RUN_FOLDER"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dlo_framework.batches import batch_size
-from dlo_framework.checkpoint.model_loading import is_canonical, single_file
+from dlo_framework.checkpoint.loading import is_canonical, single_file
 from dlo_framework.data import step_samples
 from dlo_framework.distillation import Distilled, LogitLoss, agreements, logit_losses
 from dlo_framework.errors import DloError

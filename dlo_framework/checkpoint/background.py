@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlo_framework.checkpoint.saving import Prepared, prepare, write
-from dlo_framework.checkpoint.store import HashedFile, checkpoint_path, remove
+from dlo_framework.checkpoint.store import checkpoint_path, remove
 
 #: Longest time that the ranks wait for the slowest one's disk.
 _TIMEOUT = timedelta(minutes=30)
@@ -57,7 +57,7 @@ class AsyncSaver:
         """
         self.wait()
         prepared = prepare(checkpoint, checkpoint_path(path), group=self._group, about=about)
-        self._submit(self._write, stage_on_host(prepared), _snapshot(prepared.rest))
+        self._submit(self._write, stage_on_host(prepared))
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after the pending save is on the disk; if that save fails, keeps it."""
@@ -93,12 +93,9 @@ class AsyncSaver:
     def _submit(self, work: Any, *arguments: Any) -> None:
         self._pending.append(self._thread.submit(work, *arguments))
 
-    def _write(self, prepared: Prepared, rest: bytes) -> None:
-        def write_rest(file: HashedFile, _: dict[str, Any]) -> None:
-            file.write(rest)
-
+    def _write(self, prepared: Prepared) -> None:
         try:
-            write(prepared, self._own_group, write_rest)
+            write(prepared, self._own_group)
         except BaseException:
             self._failed = True
             raise
@@ -109,7 +106,7 @@ class AsyncSaver:
 
 
 def stage_on_host(prepared: Prepared) -> Prepared:
-    """Returns the save with its tensors copied to CPU memory."""
+    """Returns the save with copies, in CPU memory, of all that the run may change from now on."""
     bounces: dict[torch.device, BounceBuffers] = {}
     copies = {}
     for item, tensor in prepared.elements.items():
@@ -121,7 +118,10 @@ def stage_on_host(prepared: Prepared) -> Prepared:
             copies[item] = bounces[tensor.device].copy(tensor)
     for bounce in bounces.values():
         bounce.finish()
-    return dataclasses.replace(prepared, elements=copies)
+    state = io.BytesIO()
+    if prepared.rest is not None:
+        torch.save(prepared.rest, state)
+    return dataclasses.replace(prepared, elements=copies, state=state.getvalue())
 
 
 class BounceBuffers:
@@ -171,12 +171,3 @@ class BounceBuffers:
             if event is not None:
                 event.synchronize()
             place.copy_(buffer)
-
-
-def _snapshot(rest: dict[str, Any] | None) -> bytes:
-    """Returns the plain data, serialized; the caller may change it from now on."""
-    if rest is None:
-        return b""
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return buffer.getvalue()

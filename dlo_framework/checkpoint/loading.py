@@ -1,16 +1,22 @@
-"""Loads a checkpoint: all files are verified before any is used, and tensors are read lazily."""
+"""Loads a checkpoint: all files are verified before any is used, and tensors are read lazily.
+
+Modules and datamodules are loaded from canonical checkpoints as Lightning loads them from its own, and what a run's
+ModelCheckpoints have recorded, its best checkpoints and their paths, is read and relocated.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import mmap
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,12 +24,21 @@ from dlo_framework.agreement import rank_of, run_on_all_ranks
 from dlo_framework.checkpoint.formats.torch_file import SafeCheckpointIO, refuse_unsafe
 from dlo_framework.checkpoint.history import newest_valid
 from dlo_framework.checkpoint.manifest import STATE, Key, Manifest, SavedTensor
-from dlo_framework.checkpoint.state_tree import METADATA, insert_tensors, read_state
-from dlo_framework.checkpoint.store import checkpoint_path, is_folder, locate, refuse_remote, store_of
+from dlo_framework.checkpoint.state_tree import METADATA, insert_tensors, plain_data, read_state
+from dlo_framework.checkpoint.store import (
+    checkpoint_path,
+    is_folder,
+    is_folder_checkpoint,
+    locate,
+    refuse_remote,
+    store_of,
+)
 from dlo_framework.checkpoint.tensor_file import Stored, dtype_of
 from dlo_framework.checkpoint.verify import Level, OpenCheckpoint, open_checkpoint, verify
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.shards import BUCKET_BYTES, Box, Shard, byte_range, full_box, held_boxes, slice_view, split_box
+
+M = TypeVar("M", LightningModule, LightningDataModule)
 
 
 def load(path: str | Path, *, group: ProcessGroup | None = None, level: Level | None = "hash") -> dict[str, Any]:
@@ -129,9 +144,9 @@ class TensorReader:
         """Returns a full tensor: the file's own pages if it is one chunk, else assembled."""
         tensor = self.tensors[group, name]
         if len(tensor.chunks) == 1:
-            chunk = tensor.chunks[0]
+            chunk = next(iter(tensor.chunks))
             return self._file(chunk.file).tensor(Stored(tensor.dtype, tensor.shape, chunk.begin, chunk.end))
-        result = _empty(tensor)
+        result = torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))
         self.read_part((group, name), full_box(tensor.shape), result)
         return result
 
@@ -284,10 +299,6 @@ class LazyStateDict(MutableMapping[str, Any]):
             self._source.read_part(self._keys[name], box, target)
 
 
-def _empty(tensor: SavedTensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype))
-
-
 def as_lazy_state_dict(mapping: Mapping[str, Any]) -> LazyStateDict:
     """Returns a checkpoint's mapping as one that reads into shards; a single file's tensors are in memory already."""
     return mapping if isinstance(mapping, LazyStateDict) else LazyStateDict(TensorReader(Path(), {}), {}, mapping)
@@ -406,3 +417,118 @@ def _read_range(file: BinaryIO, begin: int, end: int, dtype: torch.dtype) -> Ten
     if len(raw) < end - begin:
         raise OSError(f"it ends after byte {begin + len(raw)}")
     return torch.frombuffer(raw, dtype=dtype)
+
+
+# --- modules and runs -------------------------------------------------------------------------------------------
+
+
+def load_from_checkpoint(
+    kind: type[M],
+    path: str | Path,
+    map_location: Any = None,
+    hparams_file: str | Path | None = None,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> M:
+    """Constructs a module with the hyperparameters of a checkpoint, and loads its weights.
+
+    For a canonical checkpoint ``kind.load_from_checkpoint(path)`` would do so only in a
+    :class:`~dlo_framework.task.Task`: Lightning's opens a file, and a canonical checkpoint is a folder. The weights are
+    in memory twice meanwhile. ``on_load_checkpoint`` gets the full checkpoint but the optimizer states.
+
+    Args:
+        kind: Class of the module or datamodule.
+        path: Canonical checkpoint, or one of Lightning's files.
+        map_location: Device of the weights, as in ``torch.load``; by default the CPU, for a file the saved device.
+        hparams_file: YAML or CSV file with hyperparameters, which replace the checkpoint's.
+        strict: Whether to require the module's names for the weights; by default the module's ``strict_loading``.
+        kwargs: Arguments of the class, which override the checkpoint's hyperparameters.
+
+    Raises:
+        DloError: If the checkpoint does not exist, or is damaged.
+    """
+    if isinstance(path, str | Path) and "://" not in str(path) and locate(path) is None:
+        raise DloError(f"no checkpoint {path}; choose an existing path, such as a run's checkpoints/last.ckpt")
+    source: Any = single_file(path) if is_canonical(path) else path
+    return kind.load_from_checkpoint(
+        source, map_location=map_location, hparams_file=hparams_file, strict=strict, **kwargs
+    )
+
+
+def is_canonical(path: Any) -> bool:
+    """Returns whether ``path`` is a canonical checkpoint, which is a folder."""
+    found = locate(path) if isinstance(path, str | Path) else None
+    return found is not None and is_folder_checkpoint(found)
+
+
+def single_file(path: str | Path) -> io.BytesIO:
+    """Returns a canonical checkpoint as an in-memory file for Lightning, without the optimizer states."""
+    content = {key: value for key, value in load(path).items() if key != "optimizer_states"}
+    buffer = io.BytesIO()
+    torch.save(plain_data(content), buffer)
+    buffer.seek(0)
+    return buffer
+
+
+#: Key of a checkpoint for the folder of the run that saved it, with links resolved.
+RUN_FOLDER = "run_folder"
+_PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path")
+_SCORES = "best_k_models"
+
+
+class Best(NamedTuple):
+    """Best checkpoint of a run.
+
+    Attributes:
+        path: Path of the checkpoint.
+        score: Value of its monitored metric; None if it is not known.
+    """
+
+    path: Path
+    score: float | None
+
+
+def best_kept(path: str | Path, folder: str | Path) -> Best | None:
+    """Returns the best checkpoint of a run, as recorded when the run saved ``path``.
+
+    Args:
+        path: Verified checkpoint of the run.
+        folder: Current folder of the run.
+    """
+    checkpoint = load(path, level=None)
+    relocate_paths(checkpoint, folder)
+    for state in _saver_states(checkpoint):
+        if state.get("monitor") and state["best_model_path"]:
+            score = state.get("best_model_score")
+            return Best(Path(state["best_model_path"]), None if score is None else float(score))
+    return None
+
+
+def relocate_paths(checkpoint: dict[str, Any], folder: str | Path) -> None:
+    """Relocates the paths in a checkpoint's ModelCheckpoint states to a run that has been moved or copied.
+
+    Lightning restores the scores of a ModelCheckpoint only if its folder is the one that was saved; otherwise a worse
+    checkpoint would become the best. Paths outside the run's folder stay.
+
+    Args:
+        checkpoint: Loaded checkpoint, whose states are changed in place.
+        folder: Current folder of the run, with links resolved.
+    """
+    was, now = checkpoint.get(RUN_FOLDER), Path(folder)
+    if not was or Path(was) == now:
+        return
+
+    def moved(path: Any) -> Any:
+        inside = bool(path) and Path(path).is_relative_to(was)
+        return str(now / Path(path).relative_to(was)) if inside else path
+
+    for state in _saver_states(checkpoint):
+        state.update({name: moved(state[name]) for name in _PATHS if name in state})
+        if _SCORES in state:
+            state[_SCORES] = {moved(path): score for path, score in state[_SCORES].items()}
+
+
+def _saver_states(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, dict) and "best_model_path" in state:
+            yield state

@@ -14,11 +14,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from dlo_framework.checkpoint.tensor_file import dtype_of
 from dlo_framework.errors import DloError
@@ -61,10 +60,6 @@ class Run(NamedTuple):
         """The numbers of the files."""
         return range(self.shard, self.shard + self.length * self.stride, self.stride)
 
-    def box_at(self, number: int) -> Box:
-        """Returns the box of this number, counted from 0."""
-        return self.box if number == 0 else _moved(self.box, self.dim, number)
-
     @property
     def union(self) -> Box:
         """The union of the boxes."""
@@ -72,8 +67,8 @@ class Run(NamedTuple):
         return self.box if self.length == 1 else Box(offsets, _with(sizes, self.dim, sizes[self.dim] * self.length))
 
 
-class Runs(Sequence[Chunk]):
-    """Sequence of a tensor's chunks, each constructed on access.
+class Runs(Collection[Chunk]):
+    """Collection of a tensor's chunks, each constructed on access.
 
     Args:
         runs: Runs that the chunks belong to.
@@ -88,12 +83,8 @@ class Runs(Sequence[Chunk]):
     def __len__(self) -> int:
         return sum(run.length for run in self.runs)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Chunk]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
-        return list(self)[index]
+    def __contains__(self, chunk: object) -> bool:
+        return chunk in list(self)
 
     def __iter__(self) -> Iterator[Chunk]:
         return (self._chunk(run, number) for run in self.runs for number in range(run.length))
@@ -113,7 +104,8 @@ class Runs(Sequence[Chunk]):
     def _chunk(self, run: Run, number: int) -> Chunk:
         shard = run.shards[number]
         begin = self._starts[shard] + run.begin
-        return Chunk(run.box_at(number), shard_name(shard), begin, begin + run.box.numel * self._element)
+        box = next_box(run.box, run.dim, number) if number else run.box
+        return Chunk(box, shard_name(shard), begin, begin + run.box.numel * self._element)
 
 
 @dataclass
@@ -122,7 +114,7 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[Chunk] = field(default_factory=list)
+    chunks: Collection[Chunk] = ()
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yields each chunk that overlaps a box, with the overlap."""
@@ -143,12 +135,8 @@ def shard_number(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and shard_name(int(digits)) == name else None
 
 
-def next_box(box: Box, dim: int) -> Box:
-    """Returns the next box of the same size along a dim."""
-    return _moved(box, dim, 1)
-
-
-def _moved(box: Box, dim: int, steps: int) -> Box:
+def next_box(box: Box, dim: int, steps: int = 1) -> Box:
+    """Returns the box of the same size that is one, or more, such sizes further along a dim."""
     offsets, sizes = box
     return Box(_with(offsets, dim, offsets[dim] + steps * sizes[dim]), sizes)
 
@@ -273,12 +261,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     for name, file in files.items():
         _check(_FILE_NAME.fullmatch(name) is not None, f"'{name}' is not a plain file name")
         _check(isinstance(file["bytes"], int) and isinstance(file["sha256"], str), f"'{name}' has no size or hash")
-    chunks: Callable[..., list[Chunk] | Runs]
-    chunks = _Shards(files).chunks if content["format"] > 1 else partial(_chunks_of_format_1, files)
-    tensors = {
-        group: {name: _parse_tensor(name, tensor, chunks) for name, tensor in named.items()}
-        for group, named in content["tensors"].items()
-    }
+    shards = _Shards(files, has_starts=content["format"] > 1)
     return Manifest(
         step=int(content["step"]),
         epoch=int(content["epoch"]),
@@ -287,34 +270,35 @@ def _parse(content: dict[str, Any]) -> Manifest:
         versions=dict(content["versions"]),
         weights_only=bool(content["weights_only"]),
         about=dict(content["about"]),
-        tensors=tensors,
+        tensors={
+            group: {name: shards.parse_tensor(name, tensor) for name, tensor in named.items()}
+            for group, named in content["tensors"].items()
+        },
         files=files,
     )
 
 
-def _parse_tensor(name: str, content: dict[str, Any], parse_chunks: Callable[..., list[Chunk] | Runs]) -> SavedTensor:
-    shape = tuple(map(int, content["shape"]))
-    chunks = parse_chunks(name, shape, dtype_of(content["dtype"]).itemsize, content["chunks"])
-    boxes = [run.union for run in chunks.runs] if isinstance(chunks, Runs) else [chunk.box for chunk in chunks]
-    _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
-    _check(is_tiling(shape, boxes), f"the chunks of '{name}' do not tile it")
-    return SavedTensor(content["dtype"], shape, chunks)
-
-
 class _Shards:
-    """Shard files that a manifest lists, by number."""
+    """Shard files that a manifest lists, by number.
 
-    def __init__(self, files: dict[str, dict[str, Any]]) -> None:
+    Args:
+        files: Files of the manifest.
+        has_starts: Whether the manifest says where the first tensor of each begins; in format 1 it does not, and chunks
+            count from the file's start.
+    """
+
+    def __init__(self, files: dict[str, dict[str, Any]], has_starts: bool) -> None:
         found = {number: file for name, file in files.items() if (number := shard_number(name)) is not None}
-        self._starts = {number: int(file["data"]) for number, file in found.items()}
+        self._starts = {number: int(file["data"]) if has_starts else 0 for number, file in found.items()}
         self._sizes = {number: file["bytes"] - self._starts[number] for number, file in found.items()}
         _check(min(self._starts.values(), default=0) >= 0, "a shard's data begin before its file")
         self._least: dict[range, int] = {}
 
-    def chunks(self, name: str, shape: tuple[int, ...], element: int, entries: list[list[Any]]) -> Runs:
-        """Returns a tensor's chunks, each checked to fit in its file."""
-        runs = []
-        for shard, begin, offsets, sizes, *run in entries:
+    def parse_tensor(self, name: str, content: dict[str, Any]) -> SavedTensor:
+        """Returns a tensor, whose chunks are checked to fit in their files and to tile it."""
+        shape, element, runs = tuple(map(int, content["shape"])), dtype_of(content["dtype"]).itemsize, []
+        for entry in content["chunks"]:
+            shard, begin, offsets, sizes, *run = _of_format_1(entry, element) if isinstance(entry, dict) else entry
             length, dim, stride = map(int, run or (1, 0, 1))
             box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
             _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has another number of dims")
@@ -328,7 +312,9 @@ class _Shards:
             room = self._smallest_size(name, found.shards)
             _check(0 <= found.begin <= room - box.numel * element, f"'{name}' is outside its file")
             runs.append(found)
-        return Runs(runs, element, self._starts)
+        _check(min(shape, default=0) >= 0, f"'{name}' has a negative size")
+        _check(is_tiling(shape, [run.union for run in runs]), f"the chunks of '{name}' do not tile it")
+        return SavedTensor(content["dtype"], shape, Runs(runs, element, self._starts))
 
     def _smallest_size(self, name: str, numbers: range) -> int:
         """Returns the bytes of the tensors in the smallest of some shards."""
@@ -340,24 +326,13 @@ class _Shards:
         return self._least[numbers]
 
 
-def _chunks_of_format_1(
-    files: dict[str, dict[str, Any]],
-    name: str,
-    shape: tuple[int, ...],
-    element: int,
-    entries: list[dict[str, Any]],
-) -> list[Chunk]:
-    chunks = []
-    for entry in entries:
-        box = Box(tuple(map(int, entry["offsets"])), tuple(map(int, entry["sizes"])))
-        chunk = Chunk(box, entry["file"], int(entry["begin"]), int(entry["end"]))
-        _check(chunk.file in files, f"'{name}' is in '{chunk.file}', which the manifest does not list")
-        _check(len(box.offsets) == len(box.sizes) == len(shape), f"a chunk of '{name}' has another number of dims")
-        _check(0 <= chunk.begin <= chunk.end <= files[chunk.file]["bytes"], f"'{name}' is outside its file")
-        _check(chunk.end - chunk.begin == math.prod(box.sizes) * element, f"a chunk of '{name}' has the wrong size")
-        _check(min(box.sizes, default=1) > 0, f"a chunk of '{name}' is empty")
-        chunks.append(chunk)
-    return chunks
+def _of_format_1(entry: dict[str, Any], element: int) -> list[Any]:
+    """Returns a chunk of format 1 as one of the current format."""
+    number = shard_number(entry["file"])
+    _check(number is not None, f"'{entry['file']}' is not a shard")
+    size = math.prod(map(int, entry["sizes"])) * element
+    _check(int(entry["end"]) - int(entry["begin"]) == size, f"a chunk of '{entry['file']}' has the wrong size")
+    return [number, entry["begin"], entry["offsets"], entry["sizes"]]
 
 
 def _check(holds: bool, message: str) -> None:

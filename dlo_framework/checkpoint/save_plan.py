@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -23,8 +24,6 @@ from dlo_framework.checkpoint.tensor_file import dtype_name, dtype_of
 from dlo_framework.errors import DloError
 from dlo_framework.shards import Box, Shard, full_box, held_boxes, is_tiling
 
-Spans = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
 
 class InventoryEntry(NamedTuple):
     """One rank's shard of one tensor, as plain data.
@@ -34,14 +33,14 @@ class InventoryEntry(NamedTuple):
         key: Group and name that the tensor is stored under.
         dtype: Torch's name of the element type.
         shape: Shape of the full tensor.
-        spans: Boxes that the rank holds, each as offsets and sizes.
+        boxes: Boxes that the rank holds.
     """
 
     path: tuple[str | int, ...]
     key: Key
     dtype: str
     shape: tuple[int, ...]
-    spans: Spans
+    boxes: tuple[Box, ...]
 
 
 class PackedInventory(NamedTuple):
@@ -62,24 +61,21 @@ def local_inventory(
     """Returns this rank's inventory and the elements of each box."""
     holdings: list[InventoryEntry] = []
     elements: dict[tuple[Key, Box], Tensor] = {}
-    seen: set[Key] = set()
     for place, shard in found:
         key = (place.group, place.name)
-        assert key not in seen, f"two tensors of a checkpoint are called {key}"
-        seen.add(key)
         held = [(box, tensor) for box, tensor in held_boxes(shard.detach()) if box.numel > 0]
-        for box, tensor in held:
-            elements[key, box] = tensor
-        spans = tuple((box.offsets, box.sizes) for box, _ in held)
-        assert isinstance(shard, Shard)
-        holdings.append(InventoryEntry(place.path, key, dtype_name(shard.dtype), tuple(shard.shape), spans))
+        elements |= {(key, box): tensor for box, tensor in held}
+        boxes = tuple(box for box, _ in held)
+        holdings.append(InventoryEntry(place.path, key, dtype_name(shard.dtype), tuple(shard.shape), boxes))
+    keys = Counter(holding.key for holding in holdings)
+    assert len(keys) == len(holdings), f"two tensors of a checkpoint are called {keys.most_common(1)[0][0]}"
     return holdings, elements
 
 
 def pack_inventory(holdings: Sequence[InventoryEntry]) -> PackedInventory:
     """Packs a rank's inventory."""
-    lists: dict[Spans, int] = {}
-    numbers = [lists.setdefault(holding.spans, len(lists)) for holding in holdings]
+    lists: dict[tuple[Box, ...], int] = {}
+    numbers = [lists.setdefault(holding.boxes, len(lists)) for holding in holdings]
     tensors = [tuple(holding[:4]) for holding in holdings]
     return PackedInventory(pack(tensors), pack((list(lists), numbers)))
 
@@ -203,18 +199,18 @@ def make_file_plan(rank: int, holdings: Sequence[InventoryEntry], mask: bytes, s
         mask: Bit mask of the boxes that it writes; see :class:`Plan`.
         size: Size of these boxes, in bytes.
     """
-    held = [(holding, Box(*span)) for holding in holdings for span in holding.spans]
+    held = [(holding, box) for holding in holdings for box in holding.boxes]
     chosen = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(held))
     written = [held[number] for number in np.flatnonzero(chosen)]
     if not written:
         return None
     # Larger elements first, so that each tensor is aligned; the sort is stable.
     written.sort(key=lambda pair: -dtype_of(pair[0].dtype).itemsize)
-    entries = [(entry_name(of.key, box, of.shape), of.dtype, box.sizes) for of, box in written]
+    entries = [(_entry_name(of.key, box, of.shape), of.dtype, box.sizes) for of, box in written]
     return FilePlan(shard_name(rank), [(of.key, box) for of, box in written], entries, size)
 
 
-def entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
+def _entry_name(key: Key, box: Box, shape: tuple[int, ...]) -> str:
     """Returns a chunk's name in its file: ``model/head.weight``, or ``model/head.weight[0:512,0:384]`` for a slice."""
     name = "/".join(key)
     if box == full_box(shape):
@@ -237,10 +233,10 @@ class _Registry:
         if told.tensors not in self._lists:
             self._lists[told.tensors] = np.array([self._number(*one) for one in unpack(told.tensors)], np.int64)
         lists, which = unpack(told.boxes)
-        numbered = [[self.boxes.setdefault(Box(*span), len(self.boxes)) for span in spans] for spans in lists]
+        numbered = [[self.boxes.setdefault(box, len(self.boxes)) for box in boxes] for boxes in lists]
         counts = np.array([len(numbers) for numbers in numbered], np.int64)[np.array(which, np.int64)]
-        boxes = np.fromiter(chain.from_iterable(numbered[number] for number in which), np.int64)
-        return np.repeat(self._lists[told.tensors], counts), boxes
+        held = np.fromiter(chain.from_iterable(numbered[number] for number in which), np.int64)
+        return np.repeat(self._lists[told.tensors], counts), held
 
     def _number(self, path: tuple[str | int, ...], key: Key, dtype: str, shape: tuple[int, ...]) -> int:
         known = self.tensors.setdefault(key, (path, dtype, shape))

@@ -20,16 +20,15 @@ of a load: each file is hashed once, by one of the ranks, at 0.4 to 2 GB/s a cor
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from dlo_framework._version import __version__
 from dlo_framework.agreement import gather_then_scatter, rank_of, run_on_all_ranks, size_of
-from dlo_framework.atomic_file import NO_SPACE, PARTIAL, describe_shortage, find_os_error
+from dlo_framework.atomic_file import PARTIAL, describe_shortage
 from dlo_framework.checkpoint.manifest import MANIFEST, STATE, Key, Manifest, Runs, SavedTensor, shard_number, to_text
 from dlo_framework.checkpoint.save_plan import (
     FilePlan,
@@ -52,9 +51,9 @@ from dlo_framework.checkpoint.save_plan import (
     unpack,
 )
 from dlo_framework.checkpoint.state_tree import (
-    TensorLocation,
-    add_marks,
     extract_tensors,
+    insert_value,
+    make_mark,
     merge_extras,
     optimizer_extras,
     refuse_unreadable,
@@ -64,17 +63,16 @@ from dlo_framework.checkpoint.state_tree import (
 from dlo_framework.checkpoint.store import (
     HashedFile,
     checkpoint_path,
-    is_folder_checkpoint,
+    disk_errors,
     leftover_path,
+    no_space_error,
     publish,
     recover_one,
     store_of,
 )
 from dlo_framework.checkpoint.tensor_file import dtype_of, make_header
 from dlo_framework.errors import DloError
-from dlo_framework.shards import Box, Shard
-
-T = TypeVar("T")
+from dlo_framework.shards import Box
 
 #: Longest wait of a rank for the folder that rank 0 has created, for example on a network file system.
 _VISIBLE_SECONDS = 10.0
@@ -88,17 +86,23 @@ class Prepared:
 
     Attributes:
         path: Folder of the checkpoint.
-        plan: Plan of the files that this rank and the others write.
+        file: Plan of this rank's file; None if it writes none.
+        plan: Global plan on rank 0; None on other ranks.
+        need: Bytes needed on the disk.
         elements: Tensors of the boxes that this rank writes, in the run's memory or copies.
         rest: State without the tensors of model and optimizer, on rank 0; None on other ranks.
         about: Plain data for the manifest.
+        state: Serialized copy of `rest`, if the run may change it before it is written.
     """
 
     path: Path
-    plan: AgreedPlan
+    file: FilePlan | None
+    plan: Plan | None
+    need: int
     elements: dict[tuple[Key, Box], Tensor]
     rest: dict[str, Any] | None
     about: dict[str, Any]
+    state: bytes | None = None
 
 
 def save(
@@ -132,35 +136,28 @@ def prepare(
     checkpoint: Mapping[str, Any], path: Path, *, group: ProcessGroup | None, about: dict[str, Any] | None = None
 ) -> Prepared:
     """Plans a save on all ranks together, and checks that it fits on the disk. See :func:`save`."""
-    rest, found = extract_tensors(checkpoint)
-    planning = SavePlanner(rest, found, path, group)
-    agreed = planning.plan()
-    if agreed.free < agreed.need:
-        raise make_no_space_error(path, describe_shortage(path.parent, agreed.need, agreed.free))
-    kept = {item: planning.elements[item] for item in agreed.file.boxes} if agreed.file is not None else {}
-    return Prepared(path, agreed, kept, rest if rank_of(group) == 0 else None, about or {})
+    return _SavePlanner(checkpoint, path, group).prepare(about or {})
 
 
-def write(
-    prepared: Prepared,
-    group: ProcessGroup | None,
-    write_rest: Callable[[HashedFile, dict[str, Any]], None] = write_state,
-) -> None:
+def write(prepared: Prepared, group: ProcessGroup | None) -> None:
     """Writes a prepared save, on all ranks together. See :func:`save`."""
     path, rank = prepared.path, rank_of(group)
     partial = leftover_path(path, PARTIAL)
 
+    guarded = disk_errors(path, prepared.need)
+
+    @guarded
     def create_folder() -> None:
         if rank == 0:
             recover_one(path)
             store_of(path).make_folder(partial)
 
     try:
-        run_on_all_ranks(group, lambda: _guarded(prepared, create_folder))
+        run_on_all_ranks(group, create_folder)
         gather_then_scatter(
             group,
-            lambda: _guarded(prepared, lambda: _write_files(prepared, rank, partial, write_rest)),
-            lambda records: _guarded(prepared, lambda: _finish(prepared, records)),
+            guarded(lambda: _write_files(prepared, rank, partial)),
+            guarded(lambda records: _finish(prepared, records)),
         )
     except BaseException:
         if rank == 0:
@@ -168,15 +165,13 @@ def write(
         raise
 
 
-def _write_files(
-    prepared: Prepared, rank: int, partial: Path, write_rest: Callable[[HashedFile, dict[str, Any]], None]
-) -> dict[str, dict[str, Any]]:
+def _write_files(prepared: Prepared, rank: int, partial: Path) -> dict[str, dict[str, Any]]:
     """Writes this rank's files; returns their sizes and hashes by name."""
     _wait_for(partial, rank)
     records = {}
-    mine = prepared.plan.file
+    mine = prepared.file
     if mine is not None:
-        head, _ = make_header(mine.entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
+        head = make_header(mine.entries, {"format": "pt", "written_by": "dlo", "rank": str(rank)})
         with HashedFile(partial / mine.name) as file:
             file.write(head)
             for item in mine.boxes:
@@ -186,54 +181,37 @@ def _write_files(
         records[mine.name] = {"bytes": file.bytes, "sha256": file.sha256, "data": len(head)}
     if prepared.rest is not None:
         with HashedFile(partial / STATE) as file:
-            write_rest(file, prepared.rest)
+            if prepared.state is not None:
+                file.write(prepared.state)
+            else:
+                write_state(file, prepared.rest)
         records[STATE] = {"bytes": file.bytes, "sha256": file.sha256}
     return records
 
 
 def _finish(prepared: Prepared, records: list[dict[str, dict[str, Any]]]) -> list[None]:
     """Writes the manifest of all ranks' files and renames the folder to its final name."""
-    rest, plan = prepared.rest or {}, prepared.plan.plan
-    assert plan is not None
+    assert prepared.rest is not None
+    assert prepared.plan is not None
     files = {name: record for of_rank in records for name, record in of_rank.items()}
     manifest = Manifest(
-        step=int(rest.get("global_step", 0)),
-        epoch=int(rest.get("epoch", 0)),
+        step=int(prepared.rest.get("global_step", 0)),
+        epoch=int(prepared.rest.get("epoch", 0)),
         world_size=len(records),
         time=time.time(),
         versions={"dlo": __version__, "torch": torch.__version__},
-        weights_only="optimizer_states" not in rest,
+        weights_only="optimizer_states" not in prepared.rest,
         about=prepared.about,
         files=dict(sorted(files.items())),
     )
     starts = {number: file["data"] for name, file in files.items() if (number := shard_number(name)) is not None}
-    for (group, name), tensor in plan.tensors.items():
+    for (group, name), tensor in prepared.plan.tensors.items():
         runs = Runs(tensor.runs, dtype_of(tensor.dtype).itemsize, starts)
         manifest.tensors.setdefault(group, {})[name] = SavedTensor(tensor.dtype, tensor.shape, runs)
     with HashedFile(leftover_path(prepared.path, PARTIAL) / MANIFEST) as file:
         file.write(to_text(manifest).encode())
     publish(prepared.path)
     return [None] * len(records)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
-    """Turns an error of the disk while ``path`` is written into a DloError."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        refused = find_os_error(error)
-        if refused is None:
-            raise
-        reason = store_of(path).explain_refusal(refused, path.parent, need)
-        if refused.errno in NO_SPACE:
-            raise make_no_space_error(path, reason) from error
-        raise DloError(f"cannot write the checkpoint {path}: {reason}") from error
-
-
-def _guarded(prepared: Prepared, work: Callable[[], T]) -> T:
-    with disk_errors(prepared.path, prepared.plan.need):
-        return work()
 
 
 def _wait_for(partial: Path, rank: int) -> None:
@@ -246,19 +224,6 @@ def _wait_for(partial: Path, rank: int) -> None:
                 f" created and {os.uname().nodename} does not see; choose another with --run.dir"
             )
         time.sleep(0.05)
-
-
-def make_no_space_error(path: Path, reason: str) -> DloError:
-    """Returns the error of a full disk, with the reason and the checkpoint that is still intact."""
-    store = store_of(path)
-    if store.status(path) is not None:
-        previous = f"previous {path.name} intact"
-    else:
-        others = [other for name in store.list(path.parent) if is_folder_checkpoint(other := path.parent / name)]
-        times = {other: status.time for other in others if (status := store.status(other)) is not None}
-        newest = max(times, key=times.__getitem__, default=None)
-        previous = f"previous {newest.stem} intact" if newest is not None else "no earlier checkpoint there"
-    return DloError(f"no space for the checkpoint {path}: {reason}; {previous}")
 
 
 class Part(NamedTuple):
@@ -290,113 +255,80 @@ class _CachedPlan:
 
 _cached_plans: OrderedDict[str, _CachedPlan] = OrderedDict()
 
-
-@dataclass(frozen=True)
-class AgreedPlan:
-    """Result of the planning.
-
-    Attributes:
-        file: Plan of this rank's file; None if it writes nothing.
-        plan: Global plan on rank 0; None on other ranks.
-        need: Bytes needed on the disk.
-        free: Smallest number of free bytes that a rank sees.
-    """
-
-    file: FilePlan | None
-    plan: Plan | None
-    need: int
-    free: int
+#: Message of a rank to rank 0 at each save: name of the cached plan that matches this rank's inventory, plain values
+#: that rank 0 lacks under it, free bytes, and on rank 0 the bytes of tensors in the remaining tree.
+_Report = tuple[str | None, list[tuple[Any, Any]], int, int]
 
 
-class _Report(NamedTuple):
-    """Message of a rank to rank 0 at each save."""
+class _SavePlanner:
+    """Planning of one save, on this rank; see :func:`prepare`."""
 
-    plan: str | None  # cached plan that matches this rank's inventory
-    supplied: list[tuple[Any, Any]]
-    free: int
-    rest: int  # bytes of tensors in the remaining tree, on rank 0
-
-
-class SavePlanner:
-    """Planning of one save, on this rank.
-
-    Args:
-        rest: Tree without the tensors of model and optimizer. On rank 0 the other ranks' plain values and marks are
-            added to it.
-        found: Locations and shards of this rank's tensors.
-        path: Path of the checkpoint.
-        group: Process group of the ranks; None for a single process.
-    """
-
-    def __init__(
-        self,
-        rest: dict[str, Any],
-        found: Iterable[tuple[TensorLocation, Shard]],
-        path: Path,
-        group: ProcessGroup | None,
-    ) -> None:
-        self._rest, self._found, self._path, self._group = rest, found, path, group
+    def __init__(self, checkpoint: Mapping[str, Any], path: Path, group: ProcessGroup | None) -> None:
+        # On rank 0 the other ranks' plain values and marks are added to the tree.
+        self._rest, self._found = extract_tensors(checkpoint)
+        self._path, self._group = path, group
         self._rank, self._size = rank_of(group), size_of(group)
-        self.elements: dict[tuple[Key, Box], Tensor] = {}
+        self._elements: dict[tuple[Key, Box], Tensor] = {}
         self._holdings: list[InventoryEntry] = []
         self._extras: dict[str, Any] = {}
         self._digest = ""
 
-    def plan(self) -> AgreedPlan:
-        """Returns the plan, made together with the other ranks or cached."""
+    def prepare(self, about: dict[str, Any]) -> Prepared:
+        """Returns the save, whose plan is made together with the other ranks or cached."""
         same, rest_bytes, free = gather_then_scatter(self._group, self._take_inventory, self._match_cached_plan)
         if not same:
-            part = gather_then_scatter(self._group, self._pack_inventory, self._make_plan)
+            part = gather_then_scatter(
+                self._group,
+                lambda: (pack_inventory(self._holdings), pack(self._extras) if self._rank > 0 else b""),
+                self._make_plan,
+            )
             _cached_plans.setdefault(self._digest, _CachedPlan(part)).part = part
         _cached_plans.move_to_end(self._digest)
         while len(_cached_plans) > _MOST_CACHED:
             _cached_plans.popitem(last=False)
         known = _cached_plans[self._digest]
+        need = known.part.total + rest_bytes
+        if free < need:
+            raise no_space_error(self._path, describe_shortage(self._path.parent, need, free))
         file = make_file_plan(self._rank, self._holdings, known.part.mask, known.part.size)
-        return AgreedPlan(file, known.plan, known.part.total + rest_bytes, free)
+        elements = {item: self._elements[item] for item in file.boxes} if file is not None else {}
+        rest = self._rest if self._rank == 0 else None
+        return Prepared(self._path, file, known.plan, need, elements, rest, about)
 
     def _take_inventory(self) -> _Report:
-        self._holdings, self.elements = local_inventory(self._found)
+        self._holdings, self._elements = local_inventory(self._found)
         self._extras = optimizer_extras(self._rest)
-        names = [path for path, _ in self._extras["values"]], self._extras["groups"]
-        content = repr((self._size, self._rank, self._holdings, names))
+        values = dict(self._extras["values"])
+        content = repr((self._size, self._rank, self._holdings, list(values), self._extras["groups"]))
         self._digest = hashlib.sha256(content.encode()).hexdigest()
         if self._rank == 0:
             refuse_unreadable(self._rest)
-        part = _cached_plans[self._digest].part if self._digest in _cached_plans else None
-        values = dict(self._extras["values"])
-        supplied = [(path, values[path]) for path in part.supplies] if part is not None else []
-        rest_bytes = tensor_bytes(self._rest) if self._rank == 0 else 0
-        return _Report(
-            part.plan if part is not None else None,
-            supplied,
+        known = _cached_plans.get(self._digest)
+        return (
+            known and known.part.plan,
+            [(path, values[path]) for path in known.part.supplies] if known is not None else [],
             store_of(self._path).free_bytes(self._path.parent),
-            rest_bytes,
+            tensor_bytes(self._rest) if self._rank == 0 else 0,
         )
 
-    def _match_cached_plan(self, looks: list[_Report]) -> list[tuple[bool, int, int]]:
+    def _match_cached_plan(self, reports: list[_Report]) -> list[tuple[bool, int, int]]:
         """Returns for each rank, on rank 0, whether the cached plan matches every rank's inventory."""
-        same = looks[0].plan is not None and all(look.plan == looks[0].plan for look in looks)
+        plans, supplied, free, rest_bytes = zip(*reports, strict=True)
+        same = plans[0] is not None and len(set(plans)) == 1
         if same:
             known = _cached_plans[self._digest]
             assert known.plan is not None
             self._add_marks(known.plan)
-            for look, groups in zip(looks[1:], known.groups, strict=True):
-                merge_extras(self._rest, {"values": look.supplied, "groups": groups})
-        return [(same, looks[0].rest, min(look.free for look in looks))] * len(looks)
-
-    def _pack_inventory(self) -> tuple[PackedInventory, bytes]:
-        return pack_inventory(self._holdings), pack(self._extras) if self._rank > 0 else b""
+            for values, groups in zip(supplied[1:], known.groups, strict=True):
+                merge_extras(self._rest, {"values": values, "groups": groups})
+        return [(same, rest_bytes[0], min(free))] * len(reports)
 
     def _make_plan(self, told: list[tuple[PackedInventory, bytes]]) -> list[Part]:
         """Makes a plan, on rank 0."""
         plan = make_global_plan([of_rank for of_rank, _ in told])
         self._add_marks(plan)
         added = [merge_extras(self._rest, unpack(extras)) for _, extras in told[1:]]
-        supplies: list[list[tuple[str | int, ...]]] = [
-            [],
-            *([path for path, _ in of_rank["values"]] for of_rank in added),
-        ]
+        supplies = [[], *([path for path, _ in of_rank["values"]] for of_rank in added)]
         name = uuid.uuid4().hex
         parts = [
             Part(name, mask, size, plan.bytes, paths)
@@ -406,4 +338,6 @@ class SavePlanner:
         return parts
 
     def _add_marks(self, plan: Plan) -> None:
-        add_marks(self._rest, (TensorLocation(tensor.path, *key) for key, tensor in plan.tensors.items()))
+        """Adds marks for tensors that have no shard on this rank."""
+        for key, tensor in plan.tensors.items():
+            insert_value(self._rest, tensor.path, make_mark(key))

@@ -60,12 +60,13 @@ def extract_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list
     found: list[tuple[TensorLocation, Shard]] = []
 
     def walk(node: Any, path: KeyPath, of_model: bool) -> Any:
-        if _is_stored(node, of_model):
-            place = TensorLocation(path, *_group_and_name(path))
-            found.append((place, node))
-            return make_mark(place)
+        if isinstance(node, DTensor | FlatShard | SlicedShard) or (of_model and _is_plain(node)):
+            key = _group_and_name(path)
+            found.append((TensorLocation(path, *key), node))
+            return make_mark(key)
         if isinstance(node, Mapping):
-            here = of_model or _is_of_model_or_optimizer(path) or (_tensors_by_name(node, names) and len(path) > 0)
+            by_name = path == ("state_dict",) or (_tensors_by_name(node, names) and len(path) > 0)
+            here = of_model or by_name or (len(path) >= 3 and (path[0], path[2]) == ("optimizer_states", "state"))
             # With its own methods: a lazy mapping reads one tensor at a time.
             rest = {key: walk(node[key], (*path, key), here) for key in node}
             if getattr(node, "_metadata", None):
@@ -91,9 +92,9 @@ def plain_data(node: Any) -> Any:
     return node.item() if isinstance(node, np.generic) else node
 
 
-def make_mark(place: TensorLocation) -> dict[str, list[str]]:
-    """Returns the mark that replaces a tensor."""
-    return {MARK: [place.group, place.name]}
+def make_mark(key: tuple[str, str]) -> dict[str, list[str]]:
+    """Returns the mark that replaces a tensor, which is stored under a group and a name."""
+    return {MARK: list(key)}
 
 
 def read_mark(node: Any) -> tuple[str, str] | None:
@@ -102,12 +103,6 @@ def read_mark(node: Any) -> tuple[str, str] | None:
         group, name = node[MARK]
         return str(group), str(name)
     return None
-
-
-def add_marks(rest: dict[str, Any], places: Iterator[TensorLocation]) -> None:
-    """Adds marks for tensors that have no shard on this rank."""
-    for place in places:
-        insert_value(rest, place.path, make_mark(place))
 
 
 def insert_value(rest: dict[str, Any], path: KeyPath, value: Any) -> bool:
@@ -191,16 +186,6 @@ def insert_tensors(
         items = [insert_tensors(item, make, read) for item in rest]
         return type(rest)(items)
     return rest
-
-
-def _is_of_model_or_optimizer(path: KeyPath) -> bool:
-    return path == ("state_dict",) or (len(path) >= 3 and path[0] == "optimizer_states" and path[2] == "state")
-
-
-def _is_stored(node: Any, of_model: bool) -> bool:
-    if isinstance(node, DTensor | FlatShard | SlicedShard):
-        return True
-    return of_model and _is_plain(node)
 
 
 def _is_plain(node: Any) -> bool:

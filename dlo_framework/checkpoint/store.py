@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
-from dlo_framework.atomic_file import PARTIAL, explain_refusal, free_bytes, sync_folder
+from dlo_framework.atomic_file import NO_SPACE, PARTIAL, explain_refusal, find_os_error, free_bytes, sync_folder
 from dlo_framework.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from dlo_framework.checkpoint.tensor_file import as_memoryview
 from dlo_framework.errors import DloError
@@ -330,6 +330,34 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise DloError(f"cannot read {path}: {error.strerror}") from error
     return parse_manifest(content, path)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, need: int | None = None) -> Iterator[None]:
+    """Turns an error of the disk while ``path`` is written into a DloError; ``need`` is the bytes of all files."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        refused = find_os_error(error)
+        if refused is None:
+            raise
+        reason = store_of(path).explain_refusal(refused, path.parent, need)
+        if refused.errno in NO_SPACE:
+            raise no_space_error(path, reason) from error
+        raise DloError(f"cannot write the checkpoint {path}: {reason}") from error
+
+
+def no_space_error(path: Path, reason: str) -> DloError:
+    """Returns the error of a full disk, with the reason and the checkpoint that is still intact."""
+    store = store_of(path)
+    if store.status(path) is not None:
+        previous = f"previous {path.name} intact"
+    else:
+        others = [other for name in store.list(path.parent) if is_folder_checkpoint(other := path.parent / name)]
+        times = {other: status.time for other in others if (status := store.status(other)) is not None}
+        newest = max(times, key=times.__getitem__, default=None)
+        previous = f"previous {newest.stem} intact" if newest is not None else "no earlier checkpoint there"
+    return DloError(f"no space for the checkpoint {path}: {reason}; {previous}")
 
 
 def publish(path: Path) -> None:

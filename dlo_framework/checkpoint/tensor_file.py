@@ -44,7 +44,8 @@ SAFETENSORS_CODES = {
 #: Types that are stored as bytes: the last dim of the stored shape is an element's bytes.
 AS_BYTES = ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
-_NAMES = {code: name for name, code in SAFETENSORS_CODES.items()}
+#: torch's names of the codes in a header that has been read, in which types that are stored as bytes are codes too.
+_NAMES = {code: name for name, code in SAFETENSORS_CODES.items()} | {name: name for name in AS_BYTES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,17 +74,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def from_safetensors_code(code: str) -> str:
-    """Returns torch's name of a safetensors code.
-
-    Raises:
-        DloError: if the code is not known.
-    """
-    if code not in _NAMES:
-        raise DloError(f"unknown element type {code!r} in a safetensors file; known: {', '.join(_NAMES)}")
-    return _NAMES[code]
-
-
 #: Longest valid header, safetensors' own limit.
 MOST_HEADER_BYTES = 100_000_000
 #: Entry of the header with the types that have no code in safetensors, and are stored as bytes.
@@ -107,23 +97,17 @@ class Stored:
     end: int
 
 
-def make_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: dict[str, str]
-) -> tuple[bytes, dict[str, Stored]]:
-    """Computes a file's header and the location of each tensor.
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], about: dict[str, str]) -> bytes:
+    """Returns a file's first bytes, up to its first tensor.
 
     Args:
         tensors: Name, dtype and shape of each, in the order of the file: larger elements first, so that all of them are
             aligned.
         about: Text for the header's ``__metadata__``.
-
-    Returns:
-        The file's first bytes, and the location of each tensor.
     """
     tensors = list(tensors)
     bare = {name: dtype for name, dtype, _ in tensors if dtype not in SAFETENSORS_CODES}
     header: dict[str, Any] = {"__metadata__": {**about, **({_BYTE_TYPES: json.dumps(bare)} if bare else {})}}
-    relative: dict[str, Stored] = {}
     at = 0
     for name, dtype, shape in tensors:
         assert name not in header
@@ -132,13 +116,10 @@ def make_header(
         code = SAFETENSORS_CODES.get(dtype)
         dims = list(shape) if code else [*shape, element]
         header[name] = {"dtype": code or "U8", "shape": dims, "data_offsets": [at, at + size]}
-        relative[name] = Stored(dtype, tuple(shape), at, at + size)
         at += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    placed = {n: Stored(s.dtype, s.shape, s.begin + start, s.end + start) for n, s in relative.items()}
-    return len(text).to_bytes(8, "little") + text, placed
+    return len(text).to_bytes(8, "little") + text
 
 
 def as_memoryview(tensor: Tensor) -> memoryview:
@@ -181,9 +162,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 def _stored(path: Path, name: str, entry: dict[str, Any], start: int, size: int) -> Stored:
     begin, end = (start + int(offset) for offset in entry["data_offsets"])
     code = entry["dtype"]
-    stored = Stored(
-        code if code in AS_BYTES else from_safetensors_code(code), tuple(map(int, entry["shape"])), begin, end
-    )
+    if code not in _NAMES:
+        raise DloError(f"unknown element type {code!r} in a safetensors file; known: {', '.join(_NAMES)}")
+    stored = Stored(_NAMES[code], tuple(map(int, entry["shape"])), begin, end)
     need = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
     if min(stored.shape, default=0) < 0 or not start <= begin <= end <= size or end - begin != need:
         raise DloError(f"{path} is damaged or truncated: '{name}' does not fit the file's {size} bytes")

@@ -98,10 +98,10 @@ def verify(path: str | Path, level: Level = "hash", *, group: ProcessGroup | Non
     return opened[0]
 
 
-def find_damage(path: Path, level: Level = "hash", rank: int = 0, world_size: int = 1) -> str | None:
+def find_damage(path: Path, level: Level = "hash") -> str | None:
     """Returns the damage of a checkpoint as a sentence; see :meth:`OpenCheckpoint.find_damage`."""
     try:
-        return open_checkpoint(path).find_damage(level, rank, world_size)
+        return open_checkpoint(path).find_damage(level)
     except DloError as error:
         return str(error)
 

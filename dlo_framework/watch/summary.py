@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
-from dlo_framework.checkpoint.best import RUN_FOLDER, Best, relocate_paths
+from dlo_framework.checkpoint.loading import RUN_FOLDER, Best, relocate_paths
 from dlo_framework.extensions import versions
 from dlo_framework.resume import KEY
 from dlo_framework.strategy_contract import contract_of

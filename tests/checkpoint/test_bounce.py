@@ -1,6 +1,6 @@
 """A save copies a device's tensors through two buffers of one size, whatever the tensors' sizes."""
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from dlo_framework.checkpoint import background
 from dlo_framework.checkpoint.background import BounceBuffers
+from dlo_framework.checkpoint.saving import Prepared
 
 TENSORS = {
     "larger than the buffers": torch.arange(1000, dtype=torch.float32),
@@ -36,13 +37,6 @@ def test_copies_are_the_tensors_and_have_memory_of_their_own(device: str) -> Non
         assert not copies[name].is_pinned(), name
 
 
-@dataclass
-class Save:
-    """What is saved of this rank."""
-
-    elements: dict[str, torch.Tensor]
-
-
 def test_a_save_in_the_background_sends_what_is_on_a_device_through_two_buffers_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,8 +56,8 @@ def test_a_save_in_the_background_sends_what_is_on_a_device_through_two_buffers_
             self.finished = True
 
     monkeypatch.setattr(background, "BounceBuffers", Buffers)
-    save: Any = Save({"a": torch.empty(3, device="meta"), "b": torch.zeros(2), "c": torch.empty(4, device="meta")})
-    found = background.stage_on_host(save).elements
+    tensors: Any = {"a": torch.empty(3, device="meta"), "b": torch.zeros(2), "c": torch.empty(4, device="meta")}
+    found: Any = background.stage_on_host(Prepared(Path(), None, None, 0, tensors, None, {})).elements
     assert [(one.device.type, one.copied, one.finished) for one in made] == [("meta", 2, True)]
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1] * 3, "b": [0] * 2, "c": [1] * 4}
-    assert found["b"].data_ptr() != save.elements["b"].data_ptr()
+    assert found["b"].data_ptr() != tensors["b"].data_ptr()

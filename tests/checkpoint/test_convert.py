@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dlo_framework.checkpoint import load, save, verify
 from dlo_framework.checkpoint.formats.lightning_file import import_lightning, match_by_shape
-from dlo_framework.checkpoint.formats.model_weights import export_weights, model_weights
+from dlo_framework.checkpoint.formats.safetensors_file import export_weights, model_weights
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard

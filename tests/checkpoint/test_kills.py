@@ -108,7 +108,7 @@ def kill_at(event_number: int, folder: Path) -> None:
 
 
 def kill_at_each_step(folder: Path, single_file: bool) -> list[int]:
-    """Saves, overwrites ``last.ckpt`` and purges, killed before each operation; returns the steps resumed from."""
+    """Overwrites ``last.ckpt`` and purges, killed before each operation; returns the steps resumed from."""
     resumed = []
     for number in range(1, 1000):
         here = folder / str(number)
@@ -122,7 +122,6 @@ def kill_at_each_step(folder: Path, single_file: bool) -> list[int]:
 
         def work(number: int = number, here: Path = here) -> None:
             kill_at(number, here)
-            save(a_step(2), here / "step-2.ckpt")
             save(a_step(2), here / "last.ckpt")
             remove(here / "step-1.ckpt")
 
@@ -173,9 +172,8 @@ def kill_ranks(rank: int, world_size: int, folder: Path, trials: int, ranks: int
 def test_a_kill_before_each_operation_leaves_a_whole_checkpoint(tmp_path):
     """Forked, because each kill takes a process; over an older checkpoint's folder, and its single file."""
     for resumed in run_distributed(kill_at_each_step_of_both, 1, tmp_path, backend=None)[0]:
-        # Two saves and a removal have at least this many operations; from some moment on the new step exists, and
-        # stays.
-        assert len(resumed) > 20
+        # A save and a removal have at least this many operations; from some moment on the new step exists, and stays.
+        assert len(resumed) > 12
         assert resumed == sorted(resumed)
         assert set(resumed) == {1, 2}
 

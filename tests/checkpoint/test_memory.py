@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlo_framework.checkpoint import AsyncSaver, load, save
-from dlo_framework.checkpoint.formats.model_weights import export_weights
+from dlo_framework.checkpoint.formats.safetensors_file import export_weights
 from dlo_framework.shards import FlatShard
 from dlo_framework.testing import run_distributed
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
-from dlo_framework.checkpoint.model_loading import single_file
+from dlo_framework.checkpoint.loading import single_file
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.errors import dlo_error_in
 from dlo_framework.testing import RankFailed, run_distributed

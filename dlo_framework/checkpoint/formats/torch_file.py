@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dlo_framework.atomic_file import NO_SPACE, PARTIAL, describe_shortage, explain_refusal, find_os_error, free_bytes
+from dlo_framework.atomic_file import PARTIAL, describe_shortage, free_bytes
 from dlo_framework.checkpoint.state_tree import make_read_error, make_refusal, tensor_bytes
-from dlo_framework.checkpoint.store import LOCAL, OLD, checkpoint_path, leftover_path, refuse_remote, store_of
+from dlo_framework.checkpoint.store import (
+    LOCAL,
+    OLD,
+    checkpoint_path,
+    disk_errors,
+    leftover_path,
+    no_space_error,
+    refuse_remote,
+    store_of,
+)
 from dlo_framework.errors import DloError
 
 
@@ -36,25 +45,19 @@ class SafeCheckpointIO(TorchCheckpointIO):
         need = tensor_bytes(checkpoint)
         free = free_bytes(target.parent)
         if free < need:
-            raise _no_space(target, describe_shortage(target.parent, need, free))
-        partial = leftover_path(target, PARTIAL)
+            raise no_space_error(target, describe_shortage(target.parent, need, free))
+        partial, old = leftover_path(target, PARTIAL), leftover_path(target, OLD)
         try:
-            with LOCAL.create(partial) as file:
-                torch.save(checkpoint, file)
-            old = leftover_path(target, OLD)
-            if target.is_dir() and not target.is_symlink():
-                target.rename(old)
-            LOCAL.rename(partial, target)
-            LOCAL.remove(old)
-        except (OSError, RuntimeError) as error:
-            refused = find_os_error(error)
-            reason = explain_refusal(refused, target.parent, need) if refused is not None else ""
+            with disk_errors(target, need):
+                with LOCAL.create(partial) as file:
+                    torch.save(checkpoint, file)
+                if target.is_dir() and not target.is_symlink():
+                    target.rename(old)
+                LOCAL.rename(partial, target)
+                LOCAL.remove(old)
+        except BaseException:
             partial.unlink(missing_ok=True)
-            if refused is None:
-                raise
-            if refused.errno in NO_SPACE:
-                raise _no_space(target, reason) from error
-            raise DloError(f"cannot write the checkpoint {target}: {reason}") from error
+            raise
         LOCAL.sync(target.parent)
 
     def load_checkpoint(
@@ -118,8 +121,3 @@ def refuse_unsafe(path: Path) -> None:
         SafeCheckpointIO().load_checkpoint(path)
     if unsafe:
         raise make_refusal(path, ", ".join(sorted(unsafe)))
-
-
-def _no_space(target: Path, reason: str) -> DloError:
-    previous = f"previous {target.name} intact" if target.exists() else "earlier checkpoints intact"
-    return DloError(f"no space for the checkpoint {target}: {reason}; {previous}")

@@ -196,7 +196,7 @@ def _convert(path: Path, target: Path) -> int:
 def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> int:
     import torch
 
-    from dlo_framework.checkpoint.formats.model_weights import TORCH_ENDINGS, export_weights
+    from dlo_framework.checkpoint.formats.safetensors_file import TORCH_ENDINGS, export_weights
     from dlo_framework.checkpoint.store import refuse_remote
 
     refuse_remote(target, "TARGET")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from dlo_framework.checkpoint.formats.model_weights import PREFIX, model_weights
+from dlo_framework.checkpoint.formats.safetensors_file import PREFIX, model_weights
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import adapters, language_models
 from dlo_tasks.llm.adapters import Lora, is_transposed

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from dlo_framework.checkpoint import load
-from dlo_framework.checkpoint.formats.model_weights import export_weights
+from dlo_framework.checkpoint.formats.safetensors_file import export_weights
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
