@@ -16,7 +16,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dlo_framework.data.distributed_loader import DistributedEvalLoader
+from dlo_framework.data.evaluation import DistributedEvalLoader
 from dlo_framework.random_streams import random_state, raw_random_state, restore_random_state
 
 

@@ -1,4 +1,4 @@
-"""Files of a data source, local or remote: random access to bytes, with a bounded cache of blocks on the local disk.
+"""Files of a data source, local or remote: random access to bytes, cached in bounded blocks on disk; samples in tars.
 
 A remote file is any URL that fsspec reads (``hf://``, ``s3://``, ``gs://``, ``https://``). It is fetched in blocks,
 each of which becomes one file of the cache. All processes of a node share the cache:
@@ -17,10 +17,12 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import io
 import os
+import tarfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -97,10 +99,6 @@ class BlockCache:
             return read_at(file, size, offset)
         finally:
             os.close(file)
-
-    def contains(self, key: str) -> bool:
-        """Returns whether an entry is there."""
-        return self.path(key).exists()
 
     def write(self, key: str, content: bytes) -> None:
         """Writes an entry, and removes others if the limit is exceeded."""
@@ -247,7 +245,6 @@ class RemoteFile:
         self.size = int(details["size"])
         version = [str(details.get(key, "")) for key in _VERSIONS]
         self._key = hashlib.sha256("\0".join([url, str(self.size), *version]).encode()).hexdigest()[:40]
-        self._flight: _InFlight | None = None
 
     def stamp(self) -> str:
         """Returns a string that changes when the remote file does."""
@@ -266,17 +263,17 @@ class RemoteFile:
         for number in numbers:
             start = max(offset, number * block) - number * block
             stop = min(offset + size, (number + 1) * block) - number * block
-            parts.append(self._read_block(number, start, stop - start))
+            found = self.cache.read(self._block_key(number), start, stop - start, self._length(number))
+            parts.append(self._begin_fetch(number).result()[start:stop] if found is None else found)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Begins to fetch the blocks of ranges, in threads."""
-        flight = self._in_flight()
         for offset, size in ranges:
             first, last = offset // self.cache.block, (min(offset + size, self.size) - 1) // self.cache.block
             for number in range(first, last + 1):
-                if not self.cache.contains(self._block_key(number)):
-                    flight.begin(number, self._fetch)
+                if not self.cache.path(self._block_key(number)).exists():
+                    self._begin_fetch(number)
 
     def local_path(self) -> Path:
         """Returns the path of the full file in the cache; fetches it first.
@@ -293,22 +290,23 @@ class RemoteFile:
         os.utime(path)
         return path
 
-    def _read_block(self, number: int, start: int, size: int) -> bytes:
-        key, length = self._block_key(number), self._length(number)
-        found = self.cache.read(key, start, size, length)
-        if found is not None:
-            return found
-        return self._in_flight().result(number, self._fetch)[start : start + size]
+    def _begin_fetch(self, number: int) -> Future[bytes]:
+        return _fetches_of_process().begin(self._block_key(number), lambda: self._fetch(number))
 
     def _fetch(self, number: int) -> bytes:
         """Returns a block, from the cache if another process has fetched it meanwhile."""
+        from fsspec import AbstractFileSystem
+
         key, length = self._block_key(number), self._length(number)
         with self.cache.fetching(key):
             content = self.cache.read(key, 0, length, length)
             if content is None:
                 system, path = file_system(self.name, self.options)
                 start = number * self.cache.block
-                options = _exact_reads(system)
+                # fsspec's own `cat_file` (2026.9), which `hf://` has, opens the file, and fetches 5 MiB ahead;
+                # asynchronous file systems have a method on each object.
+                inherits = not system.async_impl and type(system).cat_file is AbstractFileSystem.cat_file
+                options = {"cache_type": "none"} if inherits else {}
                 content = _try(lambda: system.cat_file(path, start=start, end=start + length, **options), self.name)
                 if len(content) != length:
                     raise DloError(
@@ -324,54 +322,36 @@ class RemoteFile:
     def _length(self, number: int) -> int:
         return min(self.cache.block, self.size - number * self.cache.block)
 
-    def _in_flight(self) -> _InFlight:
-        if self._flight is None or self._flight.process != os.getpid():
-            self._flight = _InFlight()
-        return self._flight
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_flight": None}
-
-
-class _InFlight:
-    """Blocks of a file that threads of this process are fetching."""
+class _Fetches:
+    """Blocks that threads of this process are fetching, by their keys."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="dlo-fetch")
         self._lock = threading.Lock()
-        self._blocks: dict[int, Future[bytes]] = {}
+        self._blocks: dict[str, Future[bytes]] = {}
 
-    def begin(self, number: int, fetch: Any) -> Future[bytes]:
+    def begin(self, key: str, fetch: Callable[[], bytes]) -> Future[bytes]:
         """Returns the future of a block, whose fetching has begun."""
         with self._lock:
-            future = self._blocks.get(number)
-            if future is None:
-                future = self._blocks[number] = _threads().submit(fetch, number)
-            else:
+            future = self._blocks.get(key)
+            if future is not None:
                 return future
+            future = self._blocks[key] = self._threads.submit(fetch)
         # Outside of the lock: a callback of a future that is done is called at once, by this thread.
-        future.add_done_callback(lambda done: self._forget(number))
+        future.add_done_callback(lambda _: self._blocks.pop(key, None))
         return future
 
-    def result(self, number: int, fetch: Any) -> bytes:
-        """Returns a block, waiting for it."""
-        return self.begin(number, fetch).result()
 
-    def _forget(self, number: int) -> None:
-        with self._lock:
-            self._blocks.pop(number, None)
+_fetches: list[_Fetches] = []
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-
-
-def _threads() -> ThreadPoolExecutor:
-    """Returns the threads of this process; a forked one makes its own."""
-    pool = _pools.get(os.getpid())
-    if pool is None:
-        _pools.clear()
-        pool = _pools[os.getpid()] = ThreadPoolExecutor(_THREADS, thread_name_prefix="dlo-fetch")
-    return pool
+def _fetches_of_process() -> _Fetches:
+    """Returns the fetches of this process; a forked one has none of its parent's threads."""
+    if not _fetches or _fetches[0].process != os.getpid():
+        _fetches[:] = [_Fetches()]
+    return _fetches[0]
 
 
 def is_remote(path: str) -> bool:
@@ -398,17 +378,12 @@ class Storage(NamedTuple):
     options: dict[str, Any]
 
     def open(self, path: str) -> LocalFile | RemoteFile:
-        """Returns a file by path or URL."""
-        return open_bytes(path, self.cache, self.options)
+        """Returns a file by path or URL.
 
-
-def open_bytes(path: str, cache: BlockCache, options: dict[str, Any] | None = None) -> LocalFile | RemoteFile:
-    """Returns a file by path or URL.
-
-    Raises:
-        DloError: If it cannot be reached.
-    """
-    return RemoteFile(path, cache, options) if is_remote(path) else LocalFile(local_name(path))
+        Raises:
+            DloError: If it cannot be reached.
+        """
+        return RemoteFile(path, self.cache, self.options) if is_remote(path) else LocalFile(local_name(path))
 
 
 def list_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]:
@@ -435,7 +410,12 @@ def find_files(pattern: str, options: dict[str, Any] | None = None) -> list[str]
         DloError: If the server cannot be reached, or refuses access.
     """
     if not is_remote(pattern):
-        return _find_local(local_name(pattern))
+        local = local_name(pattern)
+        is_glob = any(mark in str(local) for mark in "*?[")
+        if not is_glob and not local.is_dir():
+            return [str(local)] if local.is_file() else []
+        entries = glob.glob(str(local), recursive=True) if is_glob else map(str, local.iterdir())
+        return sorted(name for name in entries if os.path.isfile(name))
     system, path = file_system(pattern, options)
     protocol = pattern.partition("://")[0]
 
@@ -470,16 +450,6 @@ def _list_web_folder(system: Any, folder: str) -> list[str]:
     return inside or [name for name in (f"{folder}/index.json", folder) if system.isfile(name)][:1]
 
 
-def _find_local(path: Path) -> list[str]:
-    if any(mark in str(path) for mark in "*?["):
-        names = [name for name in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(name)]
-    elif path.is_dir():
-        names = sorted(str(entry) for entry in path.iterdir() if entry.is_file())
-    else:
-        names = [str(path)] if path.is_file() else []
-    return names
-
-
 def file_system(url: str, options: dict[str, Any] | None = None) -> tuple[Any, str]:
     """Returns the fsspec file system of a URL, and the path in it.
 
@@ -512,18 +482,6 @@ def _try(call: Any, url: str) -> Any:
     raise AssertionError
 
 
-def _exact_reads(system: Any) -> dict[str, Any]:
-    """Returns the options by which a file system's ``cat_file`` fetches a range, and nothing after it.
-
-    That of fsspec (2026.9), which ``hf://`` has, opens the file, and fetches 5 MiB ahead for later reads.
-    """
-    from fsspec import AbstractFileSystem
-
-    # Asynchronous file systems have a method on each object.
-    inherits = not system.async_impl and type(system).cat_file is AbstractFileSystem.cat_file
-    return {"cache_type": "none"} if inherits else {}
-
-
 def read_at(file: int, size: int, offset: int) -> bytes:
     """Returns ``size`` bytes of a descriptor, fewer only at the end of the file; one ``pread`` may return fewer."""
     data = os.pread(file, size, offset)
@@ -546,3 +504,82 @@ def _locked(path: Path) -> Iterator[None]:
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)  # Closing would leave it to a worker that was forked meanwhile.
         os.close(file)
+
+
+# --- tars in WebDataset's layout --------------------------------------------------------------------------------
+
+
+class TarMember(NamedTuple):
+    """File in a tar.
+
+    Attributes:
+        key: Name of its sample: its path up to the first dot of the file's name.
+        suffix: Rest of the name, in lower case, without the dot: ``jpg``, ``tokens.npy``.
+        offset: Offset of its first byte.
+        size: Size in bytes.
+    """
+
+    key: str
+    suffix: str
+    offset: int
+    size: int
+
+
+def scan_tar(file: ByteFile) -> Iterator[TarMember]:
+    """Yields the regular files of a tar, in their order; reads all headers.
+
+    Members are called ``KEY.SUFFIX``, those of a sample in a row. Nothing is extracted to a file system, so that names
+    and links of a hostile archive do nothing.
+
+    Raises:
+        DloError: If it is not an uncompressed tar, or it is truncated.
+    """
+    try:
+        with tarfile.open(fileobj=io.BufferedReader(SeekableBytes(file), 1 << 20), mode="r:") as tar:
+            for member in tar:
+                if not member.isreg() or member.issparse():
+                    continue
+                if member.size < 0 or member.offset_data + member.size > file.size:
+                    raise DloError(f"{file.name} must have the bytes of {member.name!r}, got a truncated file")
+                folder, _, base = member.name.rpartition("/")
+                stem, _, suffix = base.partition(".")
+                key = f"{folder}/{stem}" if folder else stem
+                yield TarMember(key, suffix.lower(), member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise DloError(f"{file.name} must be a readable, uncompressed tar file, got {error}") from error
+
+
+class SeekableBytes(io.RawIOBase):
+    """Readable file object of a :class:`ByteFile`.
+
+    Args:
+        file: File to read.
+    """
+
+    def __init__(self, file: ByteFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Sets the position, and returns it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Returns the position."""
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Reads into a buffer; returns the number of bytes."""
+        content = self._file.read(self._at, min(len(buffer), max(0, self._file.size - self._at)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, list_files, open_bytes
+from dlo_framework.data.remote import BlockCache, LocalFile, RemoteFile, Storage, list_files
 from dlo_framework.errors import DloError
 
 
@@ -55,9 +55,7 @@ def content(tmp_path) -> bytes:
 
 
 def opened(folder: Path, max_bytes: int = 1 << 20, block: int = 1024) -> RemoteFile:
-    file = open_bytes(f"slow://{folder}/data.bin", BlockCache(folder / "cache", max_bytes, block))
-    assert isinstance(file, RemoteFile)
-    return file
+    return RemoteFile(f"slow://{folder}/data.bin", BlockCache(folder / "cache", max_bytes, block))
 
 
 def size_of(folder: Path) -> int:
@@ -188,9 +186,9 @@ def test_errors_that_pass_are_tried_again_and_others_say_what_is_wrong(tmp_path,
         file.read(50_000, 10)
     slow.failures = 0
     with pytest.raises(DloError, match=r"nothing.bin cannot be read"):
-        open_bytes(f"slow://{tmp_path}/nothing.bin", file.cache)
+        RemoteFile(f"slow://{tmp_path}/nothing.bin", file.cache)
     with pytest.raises(DloError, match=r"nope://x cannot be opened"):
-        open_bytes("nope://x", file.cache)
+        RemoteFile("nope://x", file.cache)
     with pytest.raises(DloError, match=r"nothing cannot be read"):
         LocalFile(tmp_path / "nothing")
 
@@ -226,6 +224,7 @@ def test_files_are_listed_by_folder_glob_and_name_everywhere(tmp_path):
         assert [name.rpartition("/")[2] for name in found] == ["a.tar", "b.tar"]
         assert found[0].startswith("slow://" if prefix == "slow://" else "/")
         assert len(list_files(f"{prefix}{tmp_path}/c.txt")) == 1
-        assert open_bytes(found[0], BlockCache(tmp_path / "cache", 1 << 20, 1024)).read(0, 10) == b"x"
+        storage = Storage(BlockCache(tmp_path / "cache", 1 << 20, 1024), tmp_path, {})
+        assert storage.open(found[0]).read(0, 10) == b"x"
         with pytest.raises(DloError):
             list_files(f"{prefix}{tmp_path}/*.zip")

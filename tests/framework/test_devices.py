@@ -19,10 +19,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 from torchmetrics.aggregation import SumMetric
 
-from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.precision import ShardedScaler, with_sharded_clipping
-from dlo_framework.distributed.strategy import ShardedStrategy
+from dlo_framework.distributed.strategy import BackwardBuckets, ShardedStrategy
 from dlo_framework.norms import total_norm
 from dlo_framework.strategy_contract import contract_of
 from dlo_plugins.compression.ddp_hooks import average_tensors

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.data import Draw
-from dlo_framework.data.remote import BlockCache, Storage, find_files, open_bytes
+from dlo_framework.data.remote import BlockCache, RemoteFile, Storage, find_files
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.token_sources import TokenFiles, open_tokens
 from dlo_tasks.llm.token_windows import TokenWindows
@@ -79,13 +79,13 @@ def test_errors_that_pass_and_changed_and_missing_objects(store, tmp_path):
     content = np.random.default_rng(0).bytes(20_000)
     (folder / "data.bin").write_bytes(content)
     cache = BlockCache(tmp_path / "cache", 1 << 20, BLOCK)
-    file = open_bytes(f"{url}/data.bin", cache, options)
+    file = RemoteFile(f"{url}/data.bin", cache, options)
     handler.failures = 2
     assert file.read(100, 6000) == content[100:6100]
     assert handler.failures == 0
     (folder / "data.bin").write_bytes(bytes(20_000))
     type(importlib.import_module("fsspec").core.url_to_fs(url, **options)[0]).clear_instance_cache()
-    assert open_bytes(f"{url}/data.bin", cache, options).read(100, 6000) == bytes(6000), "a new version has new blocks"
+    assert RemoteFile(f"{url}/data.bin", cache, options).read(100, 6000) == bytes(6000), "a new version has new blocks"
     assert find_files(f"{url}/none/*.bin", options) == []
     with pytest.raises(DloError, match=r"none.bin cannot be read: .*; correct the URL"):
-        open_bytes(f"{url}/none.bin", cache, options)
+        RemoteFile(f"{url}/none.bin", cache, options)

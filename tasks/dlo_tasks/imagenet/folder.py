@@ -15,7 +15,7 @@ from dlo_framework.data import ResumableBatchSampler, ResumableLoader, data_para
 from dlo_framework.data.mixture import MixOptions, Ramp
 from dlo_framework.data.remote import BlockCache, Storage, cache_folder, is_remote
 from dlo_framework.data.sampler import InOrderBatchSampler
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_bytes
 from dlo_tasks.imagenet.augment import EvalView, TrainView, View, build_distortions

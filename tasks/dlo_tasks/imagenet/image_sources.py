@@ -25,8 +25,8 @@ from dlo_framework.data.remote import (
     find_files,
     is_remote,
     read_at,
+    scan_tar,
 )
-from dlo_framework.data.tar_shard import scan_tar
 from dlo_framework.errors import DloError
 from dlo_framework.lock import build_once
 

@@ -17,7 +17,7 @@ from dlo_framework.attention import Attention
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.data.module import data_parallel_coordinates
 from dlo_framework.distributed.collectives import sum_over_ranks
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel

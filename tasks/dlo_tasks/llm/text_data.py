@@ -19,7 +19,7 @@ from dlo_framework.data import InOrder, ResumableDataModule, ResumableLoader
 from dlo_framework.data.mixture import MixOptions, Ramp, ShuffleName
 from dlo_framework.data.remote import BlockCache, Storage, cache_folder
 from dlo_framework.data.sampler import InOrderBatchSampler
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.units import parse_bytes
 from dlo_tasks.llm import batch_counts

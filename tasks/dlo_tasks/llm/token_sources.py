@@ -39,11 +39,12 @@ from dlo_framework.data.remote import (
     LocalFile,
     RemoteFile,
     Storage,
+    TarMember,
     is_remote,
     list_files,
     local_name,
+    scan_tar,
 )
-from dlo_framework.data.tar_shard import TarMember, scan_tar
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.lock import build_once
 from dlo_tasks.llm.token_windows import RecordShard, StoreShard, TokenShard, TokenWindows, gather_windows, map_bytes
