@@ -19,7 +19,7 @@ from dlo_framework import runs
 from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
-from dlo_framework.distributed.grace import GRACE
+from dlo_framework.distributed.signals import GRACE
 from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.progress import AccumulationTail

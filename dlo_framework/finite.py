@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
 from dlo_framework.errors import DloError, check_number, mark_agreed
 from dlo_framework.resume import mid_accumulation

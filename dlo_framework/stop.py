@@ -24,11 +24,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
 
 from dlo_framework import runs
-from dlo_framework.distributed.control_group import control_group
 from dlo_framework.distributed.failure import exit_process
-from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.launcher import WatchedRanks
-from dlo_framework.distributed.signals import STOP_SIGNALS, SignalListener
+from dlo_framework.distributed.signals import GRACE, STOP_SIGNALS, GracePeriod, ProgressCounter, SignalListener
 from dlo_framework.distributed.stacks import print_stack
 from dlo_framework.errors import DloError, OrderlyEnd
 from dlo_framework.resume import mid_accumulation

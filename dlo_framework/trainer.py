@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dlo_framework import runs
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
-from dlo_framework.distributed.grace import GRACE
+from dlo_framework.distributed.signals import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
 from dlo_framework.lock import RunLock

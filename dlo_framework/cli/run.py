@@ -108,12 +108,12 @@ def _exit_with_ranks(error: BaseException) -> None:
     """Ends the process if a run of several ranks has failed: one rank prints the cause, the others at most a line."""
     if "dlo_framework.distributed.failure" not in sys.modules:
         return  # No run has begun. An import of torch that was interrupted cannot be repeated.
-    from dlo_framework.distributed.failure import Failure, exit_process, get_run_end, print_run_end
+    from dlo_framework.distributed.failure import Failure, RunEnd, exit_process, print_run_end
 
     agreed = is_agreed(error) or (error.__cause__ is not None and is_agreed(error.__cause__))
     if agreed and not isinstance(error, OrderlyEnd) and not runs.is_first_process():
         exit_process(2 if isinstance(error, DloError) else 1)
-    ended = get_run_end()
+    ended = RunEnd.last
     if ended is None:
         return
     failure = ended.failure

@@ -7,14 +7,12 @@ Model tensors are saved under their names. Optimizer state is saved by parameter
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -34,7 +32,12 @@ from dlo_framework.checkpoint.formats.lightning_file import as_lightning
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.checkpoint.state_tree import refuse_unreadable
 from dlo_framework.checkpoint.store import checkpoint_path
-from dlo_framework.distributed.fused_optimizers import disable_fused_unscale, own_implementation, prefer_fused
+from dlo_framework.distributed.optimizer_steps import (
+    add_step_hooks,
+    disable_fused_unscale,
+    own_implementation,
+    prefer_fused,
+)
 from dlo_framework.distributed.precision import keep_dtypes
 from dlo_framework.errors import DloError, check_choice
 from dlo_framework.random_streams import (
@@ -607,27 +610,6 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
     numbers, inner = _numbers(optimizer), getattr(optimizer, "optim", optimizer)
     state = {numbers[id(tensor)]: values for tensor, values in inner.state.items()}
     return {"state": state, "param_groups": [dict(group) for group in optimizer.param_groups]}
-
-
-def add_step_hooks(optimizer: Optimizer) -> None:
-    """Adds step hooks to an optimizer whose constructor does not call torch's, such as timm's Lookahead.
-
-    torch's (2.15) constructor wraps the class's ``step`` to call the hooks; without it hooks can be registered, and are
-    never called. This function wraps the instance's ``step``, which a scheduler may have wrapped before.
-    """
-    if getattr(optimizer.step, "hooked", False):
-        return
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(optimizer).setdefault(hooks, OrderedDict())
-    inner = optimizer.step
-
-    @functools.wraps(inner)
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True
-    vars(optimizer)["step"] = MethodType(hooked, optimizer)
 
 
 def _own(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import contract_of
 

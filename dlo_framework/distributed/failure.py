@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -108,18 +108,9 @@ class Failure:
     @classmethod
     def from_text(cls, text: str) -> Failure:
         """Returns the failure that :meth:`to_text` wrote; ValueError for any other text."""
-        fields = json.loads(text)
         try:
-            return cls(
-                int(fields["rank"]),
-                int(fields["world_size"]),
-                str(fields["summary"]),
-                str(fields["details"]),
-                int(fields["exit_code"]),
-                bool(fields["stacks"]),
-                bool(fields["silent"]),
-            )
-        except (KeyError, TypeError) as error:
+            return cls(**json.loads(text))
+        except TypeError as error:
             raise ValueError(f"not a failure: {text[:80]}") from error
 
 
@@ -151,31 +142,19 @@ class RunEnd:
         rank: Rank of this process.
         printed_elsewhere: Whether the process that started this one prints the failure.
         by_launcher: Whether dlo has started the ranks of this host, so that one of them prints for all.
+        last: End of the last run of several ranks in this process, for the code that ends it; None if none has failed.
     """
 
     failure: Failure
     rank: int
     printed_elsewhere: bool
     by_launcher: bool = False
+    last: ClassVar[RunEnd | None] = None
 
     @property
     def own(self) -> bool:
         """Whether this rank failed first."""
         return self.failure.rank == self.rank
-
-
-#: End of the last run of several ranks in this process, of which each process has one.
-_state: dict[str, RunEnd | None] = {"ended": None}
-
-
-def set_run_end(ended: RunEnd | None) -> None:
-    """Records how the run ended, for the code that ends the process."""
-    _state["ended"] = ended
-
-
-def get_run_end() -> RunEnd | None:
-    """Returns how the last run of several ranks failed in this process; None if it has not."""
-    return _state["ended"]
 
 
 def print_run_end(ended: RunEnd) -> None:

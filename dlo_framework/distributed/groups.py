@@ -1,15 +1,40 @@
-"""Process groups of a mesh along its axes, on this rank."""
+"""Process groups: of a mesh along its axes, and of callbacks, apart from the strategy's own."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlo_framework.mesh import AXES, Coordinates, MeshSpec
+
+_GROUPS: weakref.WeakKeyDictionary[Strategy, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def control_group(trainer: Trainer) -> dist.ProcessGroup | None:
+    """Returns a gloo group of all ranks, one for each strategy; None for a single process.
+
+    It is not the default group, on which other threads reduce gradients: a callback's collectives could pair with
+    those of another rank's backward.
+
+    The first call must come at the same point on all ranks, and all ranks must use the group in the same order.
+    """
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = _GROUPS.get(trainer.strategy)
+    if group is None:
+        timeout = getattr(trainer.strategy, "_timeout", None)  # Lightning's name for it (2.6).
+        made: Any = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(made, dist.ProcessGroup)
+        group = _GROUPS[trainer.strategy] = made
+    return group
 
 
 class MeshGroups:
@@ -56,9 +81,7 @@ class MeshGroups:
             if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
                 self._groups[key] = dist.group.WORLD
             else:
-                made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-                assert made is not None
-                self._groups[key] = made  # type: ignore[assignment]
+                return self._named_group(key, ranks)
         return self._groups[key]
 
     def _expert_ranks(self) -> list[list[int]]:
@@ -66,12 +89,11 @@ class MeshGroups:
         ranks, ep = self.ranks("dp_shard", "cp"), self.spec.ep
         return [ranks[first : first + ep] for first in range(0, len(ranks), ep)]
 
-    def _named_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
-        if (name,) not in self._groups:
-            made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-            assert made is not None
-            self._groups[(name,)] = made  # type: ignore[assignment]
-        return self._groups[(name,)]
+    def _named_group(self, key: tuple[str, ...], ranks: list[int]) -> dist.ProcessGroup:
+        if key not in self._groups:
+            made: Any = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+            self._groups[key] = made
+        return self._groups[key]
 
     def axis_of(self, name: str) -> str:
         """Returns the axes of a group of this rank, joined by " x "; "all" for a group of no axes.
@@ -118,13 +140,13 @@ class MeshGroups:
     def expert_group(self) -> dist.ProcessGroup:
         """Ranks of `ep`, which exchange tokens."""
         me = dist.get_rank()
-        return self._named_group("ep", next(row for row in self._expert_ranks() if me in row))
+        return self._named_group(("ep",), next(row for row in self._expert_ranks() if me in row))
 
     @property
     def expert_shard_group(self) -> dist.ProcessGroup:
         """Ranks that shard this rank's experts."""
         column = self.spec.expert_rank(self.coordinates)
-        return self._named_group("expert shards", [row[column] for row in self._expert_ranks()])
+        return self._named_group(("expert shards",), [row[column] for row in self._expert_ranks()])
 
     @property
     def expert_slice_group(self) -> dist.ProcessGroup:
@@ -133,14 +155,14 @@ class MeshGroups:
             return self.expert_group
         ranks, ep, tp = self.ranks("dp_shard", "cp", "tp"), self.spec.ep, self.spec.tp
         first = (self.coordinates.dp_shard * self.spec.cp + self.coordinates.cp) // ep * ep
-        return self._named_group("expert slices", ranks[first * tp : (first + ep) * tp])
+        return self._named_group(("expert slices",), ranks[first * tp : (first + ep) * tp])
 
     @property
     def expert_data_group(self) -> dist.ProcessGroup:
         """Ranks that have this rank's experts, in other copies of the model too."""
         if self.spec.dp_replicate == 1:
             return self.expert_shard_group
-        return self._named_group("expert data", [rank for row in self._expert_copies() for rank in row])
+        return self._named_group(("expert data",), [rank for row in self._expert_copies() for rank in row])
 
     @property
     def expert_averaging_group(self) -> dist.ProcessGroup:
@@ -160,14 +182,7 @@ class MeshGroups:
             copies: Name of the axis of replicas.
             shards: Name of the axis of shards.
         """
-        if self._averaged_copies == 1:
-            return DeviceMesh.from_group(self.expert_shard_group, self.device_type, mesh_dim_names=(shards,))
-        return DeviceMesh.from_group(
-            [self.group("dp_replicate"), self.expert_shard_group],
-            self.device_type,
-            mesh=torch.tensor(self._expert_copies()),
-            mesh_dim_names=(copies, shards),
-        )
+        return self._shard_mesh(copies, shards, self.expert_shard_group, self._expert_copies())
 
     def device_mesh(self) -> DeviceMesh:
         """Returns the DeviceMesh of all axes, for appliers."""
@@ -183,12 +198,20 @@ class MeshGroups:
             copies: Name of the axis of replicas.
             shards: Name of the axis of shards.
         """
+        ranks, size = self.ranks("dp_replicate", "dp_shard", "cp"), self.spec.dp_shard * self.spec.cp
+        rows = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        return self._shard_mesh(copies, shards, self.shard_group, rows)
+
+    def _shard_mesh(self, copies: str, shards: str, group: dist.ProcessGroup, ranks: list[list[int]]) -> DeviceMesh:
+        """Returns the DeviceMesh of a group of shards, with an axis of replicas where there are several.
+
+        Args:
+            copies: Name of the axis of replicas.
+            shards: Name of the axis of shards.
+            group: Group of this rank's shards.
+            ranks: Ranks of the shards, by replica.
+        """
         if self._averaged_copies == 1:
-            return DeviceMesh.from_group(self.shard_group, self.device_type, mesh_dim_names=(shards,))
-        ranks = torch.tensor(self.ranks("dp_replicate", "dp_shard", "cp")).view(self.spec.dp_replicate, -1)
-        return DeviceMesh.from_group(
-            [self.group("dp_replicate"), self.shard_group],
-            self.device_type,
-            mesh=ranks,
-            mesh_dim_names=(copies, shards),
-        )
+            return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(shards,))
+        groups, mesh = [self.group("dp_replicate"), group], torch.tensor(ranks)
+        return DeviceMesh.from_group(groups, self.device_type, mesh=mesh, mesh_dim_names=(copies, shards))

@@ -9,6 +9,7 @@ Errors of collectives do not name it: some come after minutes, others say that a
 from __future__ import annotations
 
 import errno
+import functools
 import hmac
 import json
 import os
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlo_framework.distributed.failure import Failure
-from dlo_framework.distributed.grace import GracePeriod
+from dlo_framework.distributed.signals import GracePeriod
 from dlo_framework.distributed.stacks import Position, StackSampler
 
 #: Seconds between two polls of the connections.
@@ -52,7 +53,6 @@ RESERVE = 256
 
 #: Connections of this process, which a loader's workers must not keep open when it has died.
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_FORKS: list[bool] = []  # not empty once the handler for forks is registered
 
 
 class Address(NamedTuple):
@@ -65,9 +65,9 @@ class Address(NamedTuple):
 
 @dataclass
 class _Peer:
-    """Other end of a connection."""
+    """State of a rank: this one, or the other end of a connection."""
 
-    connection: socket.socket
+    connection: Any  # socket; None for this rank
     rank: int | None  # None until it has sent its rank
     received: bytes = b""
     quiet: float = 0.0  # seconds since its last message
@@ -78,15 +78,6 @@ class _Peer:
     still: float = 0.0  # seconds that it has waited for other ranks at one place
     position: Position = field(default_factory=Position)
     call: tuple[int, str] = (0, "")  # number and name of its last call of `meet`
-
-
-@dataclass
-class _Shared:
-    """State that the monitor's thread and other threads share, under the lock."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    first: Failure | None = None
-    over: bool = False
 
 
 class RankMonitor:
@@ -103,7 +94,10 @@ class RankMonitor:
         place: Function that returns the progress of this rank: twice the batches it has done, plus 1 within a batch.
         moves: Function that returns a number which changes as long as this rank makes progress.
         sampler: Sampler of the main thread's position; None to not sample it.
-        grace: Time that a run may go on without progress after a stop signal.
+        grace: Time that a run may go on without progress after a stop signal; rank 0's counts.
+
+    Attributes:
+        first: First failure of any rank, as far as this rank knows.
     """
 
     def __init__(
@@ -120,28 +114,30 @@ class RankMonitor:
         grace: GracePeriod | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._moves, self._sampler, self._grace = moves, sampler, grace or GracePeriod()
-        self._still, self._stuck, self._lonely = 0.0, 0.0, 0.0
-        self._call = (0, "")  # number of calls of `meet` so far, and the name of the last
-        self._meeting = threading.Lock()
-        self._answered = threading.Condition()
-        self._answer: tuple[int, str] = (0, "")
-        self._moments: dict[int, str] = {}  # on rank 0: moments at which ranks have raised
-        self._first_moment = 0.0
-        self._together: bool | None = None  # whether all ranks have raised at the same moment, once it is decided
-        self._on_failure, self._exit_code, self._place = on_failure, exit_code, place
+        self.grace = grace or GracePeriod()
+        self.first: Failure | None = None
+        self._on_failure, self._exit_code = on_failure, exit_code
+        self._place, self._moves, self._sampler = place, moves, sampler
         self._limit, self._interval = limit, min(1.0, limit / 5)
+        self._own = _Peer(None, rank)
         self._peers: list[_Peer] = []
         self._left: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._paused = 0.0  # seconds until connections are accepted again
         self._token = ""
-        self._shared = _Shared()
-        self._known = threading.Event()
-        self._waited: dict[int, Failure] = {}  # on rank 0: failures of ranks that waited for others in vain
-        self._has_reported = False  # whether this rank has reported a failure
         self._thread: threading.Thread | None = None
+        self._over = False
+        self._has_reported = False  # whether this rank has reported a failure
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()  # with the lock of the state below, which several threads change
+        self._answer: tuple[int, str] = (0, "")  # number of the last call of `meet` that rank 0 has answered, and how
+        self._together: bool | None = None  # whether all ranks have raised at the same moment, once it is decided
+        # On rank 0 alone:
+        self._waited: dict[int, Failure] = {}  # failures of ranks that waited for others in vain
+        self._moments: dict[int, str] = {}  # moments at which ranks have raised
+        self._first_moment = 0.0
+        self._stuck = self._lonely = 0.0  # seconds of a deadlock, and of waiting for ranks that do not come
 
     # --- start and end -------------------------------------------------------------------------------------
 
@@ -184,8 +180,9 @@ class RankMonitor:
 
     def end(self, *, orderly: bool) -> None:
         """Stops the monitor; after an orderly end the other ranks do not count this one as failed."""
-        with self._shared.lock:
-            self._shared.over = True
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
         if orderly:
             for peer in list(self._peers):
                 self._send(peer, {"bye": True})
@@ -204,11 +201,6 @@ class RankMonitor:
 
     # --- for the main thread -------------------------------------------------------------------------------
 
-    @property
-    def first(self) -> Failure | None:
-        """First failure of any rank, as far as this rank knows."""
-        return self._shared.first
-
     def fail(self, failure: Failure, *, waited: bool = False) -> Failure:
         """Reports a failure to all ranks; returns the run's first failure, which may be another rank's.
 
@@ -217,35 +209,22 @@ class RankMonitor:
             waited: Whether the failure is that this rank waited for others in vain, so that one of those is to blame.
         """
         self._has_reported = True
-        if self.rank == 0 and waited:
-            self._waited.setdefault(0, failure)
-        elif self.rank == 0:
-            return self._decide(failure)
-        else:
-            for peer in list(self._peers):
-                self._send(peer, {"failed": failure.to_text(), "waited": waited})
-        self._known.wait(_ANSWER)
-        return self._shared.first or failure
+        self._report({"failed": failure.to_text(), "waited": waited})
+        return self.wait_for_first(_ANSWER) or failure
 
     def wait_for_first(self, seconds: float) -> Failure | None:
         """Waits for the first failure of any rank, and returns it; None if there is none in time."""
-        self._known.wait(seconds)
-        return self._shared.first
+        with self._changed:
+            self._changed.wait_for(lambda: self.first is not None, seconds)
+        return self.first
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a rank has sent its goodbye; known on rank 0."""
         return rank in self._left
 
-    def set_grace(self, seconds: float) -> None:
-        """Sets the seconds that a run may go on without progress after a stop signal; rank 0's value counts."""
-        self._grace.seconds = seconds
-
     def ask(self, signum: int) -> None:
         """Reports that this rank got a stop signal: a run without progress is ended from now on."""
-        if self.rank == 0:
-            self._grace.ask(signum)
-        for peer in list(self._peers) if self.rank != 0 else []:
-            self._send(peer, {"asked": signum})
+        self._report({"asked": signum})
 
     def meet(self, call: str) -> str:
         """Waits until all ranks have made a call that they must make together.
@@ -256,19 +235,11 @@ class RankMonitor:
         Returns:
             Positions of the ranks that do not come; empty where all have come.
         """
-        number = self._call[0] + 1
-        if self.rank == 0:
-            with self._meeting:
-                self._call = (number, call)
-            self._check_call(0.0)
-        else:
-            self._call = (number, call)
-            for peer in list(self._peers):
-                self._send(peer, {"meets": number, "call": call})
-        with self._answered:
-            while self._answer[0] < number and self._shared.first is None and not self._shared.over and self._peers:
-                self._answered.wait(0.5)
-            return self._answer[1] if self._answer[0] == number else ""
+        number = self._own.call[0] + 1
+        self._own.call = (number, call)
+        self._report({"meets": number, "call": call})
+        self._wait_for_decision(lambda: self._answer[0] >= number or self.first is not None or self._over)
+        return self._answer[1] if self._answer[0] == number else ""
 
     def raises_together(self, moment: str) -> bool:
         """Reports an error of this rank, once a run; returns whether all ranks raise at the same moment.
@@ -279,105 +250,161 @@ class RankMonitor:
         Args:
             moment: Counters of this rank's loops and collectives; empty where it cannot go on together with the others.
         """
-        if self.rank == 0:
-            self._take_moment(0, moment)
-        for peer in list(self._peers) if self.rank != 0 else []:
-            self._send(peer, {"raises": moment})
-        until = time.monotonic() + _TOGETHER + _ANSWER
-        with self._answered:
-            while self._together is None and self._peers and time.monotonic() < until:
-                self._answered.wait(0.5)
-            return bool(self._together)
+        self._report({"raises": moment})
+        self._wait_for_decision(lambda: self._together is not None, _TOGETHER + _ANSWER)
+        return bool(self._together)
 
-    def _take_moment(self, rank: int, moment: str) -> None:
-        with self._meeting:
-            if not self._moments:
-                self._first_moment = time.monotonic()
-            self._moments[rank] = moment
-        self._compare_moments()
+    def _wait_for_decision(self, known: Callable[[], bool], seconds: float | None = None) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: known() or not self._peers, seconds)
+
+    # --- decisions of rank 0 -------------------------------------------------------------------------------
+
+    def _report(self, message: dict[str, Any]) -> None:
+        """Sends a message to rank 0, or handles it there."""
+        if self.rank == 0:
+            self._handle_report(self._own, message)
+        else:
+            self._send_all(message)
+
+    def _handle_report(self, peer: _Peer, message: dict[str, Any]) -> None:
+        assert peer.rank is not None
+        if "failed" in message:
+            failure = Failure.from_text(message["failed"])
+            if message["waited"]:
+                self._waited.setdefault(peer.rank, failure)
+            else:
+                self._decide_failure(failure)
+        elif "asked" in message:
+            self.grace.ask(int(message["asked"]), peer.rank)
+        elif "meets" in message:
+            with self._changed:
+                peer.call = (int(message["meets"]), str(message["call"]))
+            self._check_call(0.0)
+        elif "raises" in message:
+            with self._changed:
+                self._first_moment = self._first_moment or time.monotonic()
+                self._moments[peer.rank] = str(message["raises"])
+            self._compare_moments()
+
+    def _decide(self, message: dict[str, Any]) -> None:
+        """Sends a decision of rank 0 to all ranks."""
+        self._send_all(message)
+        self._take_decision(message)
+
+    def _take_decision(self, message: dict[str, Any]) -> None:
+        first = None
+        with self._changed:
+            if "first" in message and self.first is None:
+                first = self.first = Failure.from_text(message["first"])
+            elif "met" in message:
+                self._answer = (int(message["met"]), str(message["missing"]))
+            elif "together" in message:
+                self._together = bool(message["together"])
+            self._changed.notify_all()
+        if first is not None and not self._over and (first.rank != self.rank or not self._has_reported):
+            self._on_failure(first)
+
+    def _decide_failure(self, failure: Failure) -> None:
+        """Makes a failure the first, unless there is one: on rank 0 that of all ranks, else of this rank alone."""
+        message = {"first": failure.to_text()}
+        with self._changed:
+            if self.first is None:
+                if self.rank == 0:
+                    self._send_all(message)
+                self._take_decision(message)
+
+    @property
+    def _ranks(self) -> list[_Peer]:
+        """States of the ranks that have joined, this one's first."""
+        return [self._own, *(peer for peer in list(self._peers) if peer.rank is not None)]
 
     def _compare_moments(self) -> None:
-        """Decides, on rank 0, whether all ranks raise together, once that is known, and sends the answer to all."""
-        with self._meeting:
-            if not self._moments or self._together is not None:
+        """Decides whether all ranks raise together, once that is known."""
+        with self._changed:
+            moments = set(self._moments.values())
+            if not moments or self._together is not None:
                 return
-            same = "" not in self._moments.values() and len(set(self._moments.values())) == 1
+            same = len(moments) == 1 and "" not in moments
             late = time.monotonic() - self._first_moment > _TOGETHER
             complete = len(self._moments) == self.world_size
-            if same and not late and not complete:
-                return
-            answer = {"together": same and complete and not late}
-            for peer in list(self._peers):
-                self._send(peer, answer)
-            self._take_together(answer)
-
-    def _take_together(self, answer: dict[str, Any]) -> None:
-        with self._answered:
-            self._together = bool(answer["together"])
-            self._answered.notify_all()
+            if not same or late or complete:
+                self._decide({"together": same and complete and not late})
 
     def _check_call(self, passed: float) -> None:
-        """Answers, on rank 0, the ranks that wait in :meth:`meet`, once all have come or some will not come."""
-        with self._meeting:
-            peers = [peer for peer in self._peers if peer.rank is not None]
-            calls = {self.rank: self._call} | {peer.rank: peer.call for peer in peers if peer.rank is not None}
-            number = max(called for called, _ in calls.values())
+        """Answers the ranks that wait in :meth:`meet`, once all have come or some will not come."""
+        with self._changed:
+            number = max(peer.call[0] for peer in self._ranks)
             if number <= self._answer[0]:
                 return
-            here = {rank: words for rank, (called, words) in calls.items() if called == number}
+            here = {peer.rank: peer.call[1] for peer in self._ranks if peer.call[0] == number}
             absent = [rank for rank in range(self.world_size) if rank not in here]
-            if not absent:
-                missing = "; ".join(f"rank {rank} is in {words}" for rank, words in here.items())
-                missing = missing if len(set(here.values())) > 1 else ""
-            else:
-                missing = self._find_absent(absent, passed)
-                if not missing:
-                    return
-            answer = {"met": number, "missing": missing}
-            for peer in peers:
-                if peer.rank in here:
-                    self._send(peer, answer)
-            self._take_answer(answer)
+            places = here if len(set(here.values())) > 1 else {}
+            if absent:
+                waiting = {peer.rank: f"{peer.position}" for peer in self._ranks if self._waits(peer, _STILL / 2)}
+                waiting |= dict.fromkeys(self._left, "at the end of the run")
+                self._lonely = self._lonely + passed if all(rank in waiting for rank in absent) else 0.0
+                if self._lonely < _BEATS * self._interval:
+                    return  # One may still come.
+                places = {rank: waiting[rank] for rank in absent}
+            missing = "; ".join(f"rank {rank} is {'' if absent else 'in '}{place}" for rank, place in places.items())
+            self._decide({"met": number, "missing": missing})
 
-    def _find_absent(self, absent: list[int], passed: float) -> str:
-        """Returns the positions of ranks that wait for others elsewhere, or have left; empty if one may still come."""
-        places = {
-            peer.rank: str(peer.position) for peer in self._peers if peer.rank is not None and self._is_waiting(peer)
-        }
-        if self._still >= _STILL / 2:
-            places[self.rank] = str(self._sampler.position) if self._sampler is not None else ""
-        places |= dict.fromkeys(self._left, "at the end of the run")
-        self._lonely = self._lonely + passed if all(rank in places for rank in absent) else 0.0
-        if self._lonely < _BEATS * self._interval:
-            return ""
-        return "; ".join(f"rank {rank} is {places[rank]}" for rank in absent)
-
-    def _is_waiting(self, peer: _Peer) -> bool:
-        """Returns whether a rank waits for others now, by its last heartbeats."""
-        return peer.still >= _STILL / 2 and peer.quiet < 3 * self._interval
-
-    def _take_answer(self, answer: dict[str, Any]) -> None:
-        with self._answered:
-            self._answer = (int(answer["met"]), str(answer["missing"]))
-            self._answered.notify_all()
+    def _waits(self, peer: _Peer, seconds: float) -> bool:
+        """Returns whether a rank has waited for others for some seconds, by its last heartbeats."""
+        return peer.still >= seconds and peer.quiet < 3 * self._interval
 
     def _blame_rank(self) -> Failure:
-        """Returns, on rank 0, the failure of the rank that the others have waited for in vain.
+        """Returns the failure of the rank that the others have waited for in vain.
 
         It is the rank with the least progress; of several, one that has not waited itself.
         """
-        places = {self.rank: self._place()} | {p.rank: p.place for p in self._peers if p.rank is not None}
+        places = {peer.rank: peer.place for peer in self._ranks}
         last = min(places, key=lambda rank: (places[rank], rank in self._waited))
+        assert last is not None
         if last in self._waited and places[last] == max(places.values()):
             return next(iter(self._waited.values()))  # All ranks wait: their collectives do not match.
         text = f"it is still in batch {(places[last] + 1) // 2}; others have waited for it for {self._limit:g} s"
         return Failure(last, self.world_size, text, stacks=True)
 
+    def _all_wait(self) -> float:
+        """Returns the seconds that every rank has waited for others in one place; 0 if a rank does not wait."""
+        complete = len(self._ranks) == self.world_size and all(self._waits(peer, 0.0) for peer in self._ranks)
+        return min(peer.still for peer in self._ranks) if complete else 0.0
+
+    def _check_deadlock(self, passed: float) -> None:
+        """Ends the run if all ranks wait for others in different hooks: none of them can go on."""
+        positions = {peer.rank: peer.position for peer in self._ranks}
+        hooks = [position.hook for position in positions.values()]
+        deadlock = self._all_wait() >= _STILL and len(set(hooks)) > 1
+        self._stuck = self._stuck + passed if deadlock else 0.0
+        if self._stuck < _BEATS * self._interval:
+            return
+        # Blame the rank that is alone in its hook; of two ranks, the one in a user's hook rather than in a step.
+        alone = min(
+            positions, key=lambda rank: (hooks.count(positions[rank].hook), not _is_aside(positions[rank].hook))
+        )
+        assert alone is not None
+        others = "; ".join(f"rank {rank} is {position}" for rank, position in positions.items() if rank != alone)
+        text = (
+            f"it is {positions[alone]}, while {others}: they wait for each other. Calls that need all ranks (forward of"
+            " a sharded model, save, reduce) must be made on all of them; take them out of conditions on the rank"
+        )
+        self._decide_failure(Failure(alone, self.world_size, text, stacks=True))
+
+    def _check_request(self, passed: float) -> None:
+        """Ends a run that got a stop signal and has made no progress for too long."""
+        if self.grace.is_over(passed, sum(peer.moves for peer in self._ranks), self._all_wait()):
+            name = signal.Signals(self.grace.signum).name
+            code = 128 + (signal.SIGINT if self.grace.signum == signal.SIGINT else signal.SIGTERM)
+            text = f"{name} asked the run to stop, and no rank has finished a batch or saved since; ended where it was"
+            self._decide_failure(Failure(self.grace.rank, self.world_size, text, exit_code=code, stacks=True))
+
     # --- the monitor's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looked, since_beat, since_waited = time.monotonic(), 0.0, 0.0
-        while not self._shared.over:
+        while not self._over:
             for key, _ in self._selector.select(_TICK):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -395,59 +422,21 @@ class RankMonitor:
                 self._check_call(passed)
                 self._check_request(passed)
                 self._compare_moments()
-            if self._waited and self._shared.first is None:
+            if self._waited and self.first is None:
                 since_waited += passed
                 if since_waited >= _ALSO_WAITED:
-                    self._decide(self._blame_rank())
+                    self._decide_failure(self._blame_rank())
 
     def _beat(self, passed: float) -> None:
         """Sends this rank's progress and position to the others; on rank 0, checks for a deadlock."""
-        message: dict[str, Any] = {"at": self._place(), "moves": self._moves()}
+        own = self._own
+        own.place, own.moves = self._place(), self._moves()
         if self._sampler is not None:
-            self._still = self._sampler.sample(passed)
-            message |= {"still": self._still, "in": self._sampler.position}
+            own.still, own.position = self._sampler.sample(passed), self._sampler.position
         for peer in list(self._peers):
-            self._send(peer, message)
+            self._send(peer, {"at": own.place, "moves": own.moves, "still": own.still, "in": own.position})
         if self.rank == 0:
             self._check_deadlock(passed)
-
-    def _all_wait(self) -> float:
-        """Returns the seconds that every rank has waited for others in one place; 0 if a rank does not wait."""
-        peers = [peer for peer in self._peers if peer.rank is not None]
-        if len(peers) < self.world_size - 1 or any(peer.quiet >= 3 * self._interval for peer in peers):
-            return 0.0
-        return min([self._still, *(peer.still for peer in peers)])
-
-    def _check_deadlock(self, passed: float) -> None:
-        """Ends the run if all ranks wait for others in different hooks: none of them can go on."""
-        if self._sampler is None:
-            return
-        positions = {self.rank: self._sampler.position}
-        positions |= {peer.rank: peer.position for peer in self._peers if peer.rank is not None}
-        hooks = [position.hook for position in positions.values()]
-        deadlock = self._all_wait() >= _STILL and len(set(hooks)) > 1
-        self._stuck = self._stuck + passed if deadlock else 0.0
-        if self._stuck < _BEATS * self._interval or self._shared.first is not None:
-            return
-        # Blame the rank that is alone in its hook; of two ranks, the one in a user's hook rather than in a step.
-        alone = min(
-            positions, key=lambda rank: (hooks.count(positions[rank].hook), not _is_aside(positions[rank].hook))
-        )
-        others = "; ".join(f"rank {rank} is {position}" for rank, position in positions.items() if rank != alone)
-        text = (
-            f"it is {positions[alone]}, while {others}: they wait for each other. Calls that need all ranks (forward of"
-            " a sharded model, save, reduce) must be made on all of them; take them out of conditions on the rank"
-        )
-        self._decide(Failure(alone, self.world_size, text, stacks=True))
-
-    def _check_request(self, passed: float) -> None:
-        """Ends a run that got a stop signal and has made no progress for too long."""
-        moves = self._moves() + sum(peer.moves for peer in self._peers)
-        if self._grace.is_over(passed, moves, self._all_wait()) and self._shared.first is None:
-            name = signal.Signals(self._grace.signum).name
-            code = 128 + (signal.SIGINT if self._grace.signum == signal.SIGINT else signal.SIGTERM)
-            text = f"{name} asked the run to stop, and no rank has finished a batch or saved since; ended where it was"
-            self._decide(Failure(self._grace.rank, self.world_size, text, exit_code=code, stacks=True))
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -507,44 +496,27 @@ class RankMonitor:
                 self._drop(peer)
                 return
             peer.rank = int(message["rank"])
-            self._send(peer, {"at": self._place(), "moves": self._moves()})  # Accepted: it monitors rank 0 from now.
-            if self._shared.first is not None:
-                self._send(peer, {"first": self._shared.first.to_text()})
+            self._send(peer, {"accepted": True})  # It monitors rank 0 from now.
+            if self.first is not None:
+                self._send(peer, {"first": self.first.to_text()})
         elif "bye" in message:
             peer.left = True
-            if peer.rank is not None and "runs" not in message:
+            if "runs" not in message:
                 self._left.add(peer.rank)
-        elif "failed" in message and self.rank == 0:
-            failure = Failure.from_text(message["failed"])
-            if message["waited"]:
-                self._waited.setdefault(peer.rank, failure)
-            else:
-                self._decide(failure)
-        elif "first" in message and self.rank != 0:
-            self._adopt_failure(Failure.from_text(message["first"]))
-        elif "asked" in message and self.rank == 0:
-            self._grace.ask(int(message["asked"]), peer.rank)
-        elif "meets" in message and self.rank == 0:
-            with self._meeting:
-                peer.call = (int(message["meets"]), str(message["call"]))
-            self._check_call(0.0)
-        elif "met" in message and self.rank != 0:
-            self._take_answer(message)
-        elif "raises" in message and self.rank == 0 and peer.rank is not None:
-            self._take_moment(peer.rank, str(message["raises"]))
-        elif "together" in message and self.rank != 0:
-            self._take_together(message)
         elif "at" in message:
-            peer.place, peer.moves = int(message["at"]), int(message["moves"])
-            if "still" in message:
-                peer.still, peer.position = float(message["still"]), Position(*map(str, message["in"]))
+            peer.place, peer.moves, peer.still = int(message["at"]), int(message["moves"]), float(message["still"])
+            peer.position = Position(*map(str, message["in"]))
+        elif self.rank == 0:
+            self._handle_report(peer, message)
+        else:
+            self._take_decision(message)
 
     def _handle_lost(self, peer: _Peer) -> None:
         self._drop(peer)
-        if peer.rank is None or peer.left or self._shared.over:
+        if peer.rank is None or peer.left or self._over:
             return
         code = self._exit_code(peer.rank) if self.rank == 0 else None
-        self._report(Failure.from_exit_code(peer.rank, self.world_size, code))
+        self._decide_failure(Failure.from_exit_code(peer.rank, self.world_size, code))
 
     def _count_silence(self, passed: float) -> None:
         """Reports ranks that have been silent for too long as failed."""
@@ -552,63 +524,36 @@ class RankMonitor:
             peer.quiet += passed
             if peer.quiet <= (self._limit if peer.rank is not None else min(self._limit, _GREETING)):
                 continue
-            if self.rank != 0 and not peer.heard:
+            is_unknown = self.rank != 0 and not peer.heard
+            if is_unknown:
                 # Rank 0 has not accepted this rank, for lack of open files, and may be well. If it accepts later, it
                 # must not take the end of the connection for the end of this rank.
                 self._send(peer, {"bye": True, "runs": True})
-                self._drop(peer)
-                continue
             self._drop(peer)
-            if peer.rank is not None and not peer.left:
+            if peer.rank is not None and not peer.left and not is_unknown:
                 text = f"it sent no heartbeat for {self._limit:g} s (stopped? host or network down?)"
-                self._report(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
+                self._decide_failure(Failure(peer.rank, self.world_size, text, stacks=True, silent=True))
 
-    def _report(self, failure: Failure) -> None:
-        if self.rank == 0:
-            self._decide(failure)
-        else:
-            self._adopt_failure(failure)
-
-    def _decide(self, failure: Failure) -> Failure:
-        """Records, on rank 0, the first failure to come, and sends it to all ranks."""
-        with self._shared.lock:
-            new = self._shared.first is None
-            first = self._shared.first = self._shared.first or failure
-        if new:
-            for peer in list(self._peers):
-                if peer.rank is not None:
-                    self._send(peer, {"first": first.to_text()})
-            self._notify_here(first)
-        return first
-
-    def _adopt_failure(self, first: Failure) -> None:
-        with self._shared.lock:
-            new = self._shared.first is None
-            self._shared.first = self._shared.first or first
-        if new:
-            self._notify_here(first)
-
-    def _notify_here(self, first: Failure) -> None:
-        self._known.set()
-        with self._answered:
-            self._answered.notify_all()
-        if not self._shared.over and (first.rank != self.rank or not self._has_reported):
-            self._on_failure(first)
+    def _send_all(self, message: dict[str, Any]) -> None:
+        """Sends a message to all ranks that have a connection to this one, and have joined."""
+        for peer in self._ranks[1:]:
+            self._send(peer, message)
 
     def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.connection.fileno() < 0:
             return
-        line = json.dumps(message).encode() + b"\n"
-        with self._shared.lock:
+        with self._sending:
             try:
-                peer.connection.sendall(line)
+                peer.connection.sendall(json.dumps(message).encode() + b"\n")
             except OSError:
                 peer.received = b""  # The next read, or the silence, shows that it is gone.
 
     def _drop(self, peer: _Peer) -> None:
         if peer in self._peers:
             self._selector.unregister(peer.connection)
-            self._peers.remove(peer)
+            with self._changed:
+                self._peers.remove(peer)
+                self._changed.notify_all()
         peer.connection.close()
 
 
@@ -617,6 +562,7 @@ def _is_aside(hook: str) -> bool:
     return hook.startswith("on_") and not hook.partition(" of ")[2].endswith("Strategy")
 
 
+@functools.cache
 def _close_in_forks() -> None:
     """Makes processes forked from this one close their copies of its connections."""
 
@@ -624,9 +570,7 @@ def _close_in_forks() -> None:
         for connection in _OPEN:
             connection.close()
 
-    if not _FORKS and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=close_all)
-        _FORKS.append(True)
+    os.register_at_fork(after_in_child=close_all)
 
 
 def raise_open_files_limit(connections: int) -> tuple[int, int] | None:

@@ -12,26 +12,34 @@ import atexit
 import contextlib
 import ipaddress
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
-from dlo_framework.data.distributed_loader import without_repeats
+from dlo_framework.checkpoint import load, save
+from dlo_framework.data.evaluation import without_repeats
 from dlo_framework.distributed.failure import (
     Failure,
     RankFailed,
@@ -40,15 +48,13 @@ from dlo_framework.distributed.failure import (
     is_lost_connection,
     print_run_end,
     record_for_torchrun,
-    set_run_end,
 )
-from dlo_framework.distributed.forked_launcher import ForkedLauncher
-from dlo_framework.distributed.grace import GRACE, GracePeriod, ProgressCounter
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
-from dlo_framework.distributed.signals import SignalListener
+from dlo_framework.distributed.signals import GRACE, GracePeriod, ProgressCounter, SignalListener
 from dlo_framework.distributed.stacks import StackSampler, print_stack
 from dlo_framework.errors import DloError, is_agreed, mark_agreed
-from dlo_framework.random_streams import random_state, restore_random_state
+from dlo_framework.random_streams import random_state, restore_random_state, seed_generators
 from dlo_framework.strategy_contract import contract_of
 
 #: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
@@ -89,11 +95,11 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch: RankMonitor | None = None
+        self.monitor: RankMonitor | None = None
         self._trainer: Trainer | None = None
         self._rank, self._world = 0, 1
         self._raised = threading.Event()  # set once the main thread has left the run
-        self._handled = threading.Event()  # set once Lightning has called the callbacks' on_exception
+        self.handled = threading.Event()  # set once Lightning has called the callbacks' on_exception
         self._leaving = threading.Lock()
         self._running = False
         self._interrupts = 0
@@ -118,9 +124,9 @@ class RankLauncher(_SubprocessScriptLauncher):
                 f" {self.num_processes} and {self.num_nodes}; {error}"
             ) from error
         self._trainer = trainer
-        set_run_end(None)
+        RunEnd.last = None
         # New events: a thread of the last run may be about to look at its own.
-        self._raised, self._handled = threading.Event(), threading.Event()
+        self._raised, self.handled = threading.Event(), threading.Event()
         self._running = True
         self._interrupts = 0
         signals = SignalListener(self._on_signal)
@@ -159,10 +165,11 @@ class RankLauncher(_SubprocessScriptLauncher):
         if self._world == 1:
             return
         assert strategy.cluster_environment is not None
+        limit = strategy._timeout.total_seconds() if strategy._timeout is not None else float("inf")
         watch = RankMonitor(
             self._rank,
             self._world,
-            limit=strategy.timeout_seconds(),
+            limit=limit,
             on_failure=self._on_failure,
             exit_code=self._exit_code,
             place=self._place,
@@ -179,19 +186,15 @@ class RankLauncher(_SubprocessScriptLauncher):
             hosts = " or ".join(address.hosts)
             problem = f"rank {self._rank} could not connect to rank 0 on port {address.port} of {hosts}"
         if problem is not None:
-            print(
-                f"dlo: {problem}; if a rank fails, the others notice after {strategy.timeout_seconds():g} s"
-                " (timeout_minutes)",
-                file=sys.stderr,
-            )
-            watch.end(orderly=True)  # Closes its socket.
-        elif isinstance(address, Address):
-            self._watch = watch
+            fix = f"if a rank fails, the others notice after {limit:g} s (timeout_minutes)"
+            print(f"dlo: {problem}; {fix}", file=sys.stderr)
+        if problem is None and isinstance(address, Address):
+            self.monitor = watch
         else:
-            watch.end(orderly=True)
+            watch.end(orderly=True)  # Closes its socket.
 
     def _end_watch(self, *, orderly: bool) -> None:
-        watch, self._watch = self._watch, None
+        watch, self.monitor = self.monitor, None
         if watch is not None:
             watch.end(orderly=orderly)
 
@@ -211,20 +214,10 @@ class RankLauncher(_SubprocessScriptLauncher):
         except subprocess.TimeoutExpired:
             return None
 
-    def set_grace(self, seconds: float) -> None:
-        """Sets the seconds that a run may go on without progress after a stop signal."""
-        self.grace = seconds
-        if self._watch is not None:
-            self._watch.set_grace(seconds)
-
-    def meet(self, call: str) -> str:
-        """Waits until all ranks have made a call; returns where the missing ranks are, or an empty text."""
-        return self._watch.meet(call) if self._watch is not None else ""
-
     def _on_signal(self, signum: int) -> None:
         """Handles a stop signal in the listener's thread, because the main thread may be waiting in a collective."""
         self._interrupts += signum == signal.SIGINT
-        watch = self._watch
+        watch = self.monitor
         if self._interrupts < 2 or signum != signal.SIGINT:
             if watch is not None:
                 watch.ask(signum)
@@ -266,7 +259,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _make_end(self, failure: Failure) -> RunEnd:
         # The process that has started this one prints the failure, unless it was not told, was killed or hangs.
-        can_tell = self._watch is not None and (failure.rank != self._node_start() or failure.is_reported)
+        can_tell = self.monitor is not None and (failure.rank != self._node_start() or failure.is_reported)
         started = bool(self.children) or _launcher_pid() is not None
         return RunEnd(failure, self._rank, _launcher_pid() is not None and can_tell, by_launcher=started)
 
@@ -274,7 +267,9 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _handle_error(self, error: BaseException) -> BaseException:
         """Reports this rank's error to all ranks, or finds that another's came first; returns the error to raise."""
-        own = Failure.from_error(error, self._rank, self._world if self._watch else self.num_processes * self.num_nodes)
+        own = Failure.from_error(
+            error, self._rank, self._world if self.monitor else self.num_processes * self.num_nodes
+        )
         first = self._find_first(error, own)
         with self._leaving:
             self._raised.set()
@@ -293,15 +288,15 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._end_children(
                 _CHILDS_GRACE if first.stacks or interrupted else 2 * _CHILDS_GRACE if first.is_reported else 0.0
             )
-            set_run_end(self._make_end(first))
+            RunEnd.last = self._make_end(first)
             self._end_silent_parent(first)
             self._end_watch(orderly=False)
             self._disarm()
-        threading.Thread(target=self._abandon_unless, args=(self._handled, farewell, first), daemon=True).start()
+        threading.Thread(target=self._abandon_unless, args=(self.handled, farewell, first), daemon=True).start()
         return error if first == own or not is_lost_connection(error) else RankFailed(first)
 
     def _find_first(self, error: BaseException, own: Failure) -> Failure:
-        watch = self._watch
+        watch = self.monitor
         if watch is None:
             return self._failed_child() or own if is_lost_connection(error) else own
         if is_lost_connection(error):
@@ -312,22 +307,18 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _raises_together(self, error: BaseException) -> TypeGuard[Exception]:
         """Returns whether all ranks raise at the same moment, each with its state whole, so that they can save it."""
-        if self._watch is None or self._trainer is None:
+        if self.monitor is None or self._trainer is None:
             return False
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         may_save = isinstance(error, Exception) and not is_lost_connection(error)
         able = [callback for callback in callbacks if may_save and hasattr(callback, "moment_of_error")]
-        return self._watch.raises_together("".join(callback.moment_of_error(self._trainer) for callback in able))
+        return self.monitor.raises_together("".join(callback.moment_of_error(self._trainer) for callback in able))
 
     def _disarm(self) -> None:
         """Switches off Lightning's checkpoints on exceptions: all ranks must take part in a save, and some are dead."""
         for callback in self._trainer.checkpoint_callbacks if self._trainer is not None else []:
             if getattr(callback, "save_on_exception", False):
                 callback.save_on_exception = False  # type: ignore[attr-defined]
-
-    def handled(self) -> None:
-        """Notes that Lightning has called all callbacks' ``on_exception``."""
-        self._handled.set()
 
     # --- the processes that this one has started -----------------------------------------------------------
 
@@ -349,7 +340,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         while self._running and failure is None:
             time.sleep(0.2)
             failure = self._failed_child()
-        watch = self._watch
+        watch = self.monitor
         if failure is None or not self._running:
             return
         if watch is None:
@@ -359,7 +350,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     def _failed_child(self) -> Failure | None:
         """Returns the failure of a child rank that has ended with an error before the end of its run."""
-        watch = self._watch
+        watch = self.monitor
         for rank, child in enumerate(self.children, start=self._node_start() + 1):
             if child.poll() and not (watch is not None and watch.has_left(rank)):
                 return Failure.from_exit_code(rank, self.num_processes * self.num_nodes, child.returncode)
@@ -393,12 +384,75 @@ class RankLauncher(_SubprocessScriptLauncher):
             print(f"dlo: killed {len(late)} ranks that ran {_LAST:g} s longer than rank 0", file=sys.stderr)
 
 
+class ForkedLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of forked ranks, for strategies that shard weights too.
+
+    A notebook has no script that ranks could run, so that its process is forked, as under Lightning's `ddp_notebook`.
+    All ranks are copies; the notebook's own process waits, and gets their results. Its objects must not have used CUDA
+    before.
+
+    Lightning's (2.6.6) saves rank 0's ``state_dict``, which under a sharding strategy is not the model's. This one
+    saves a canonical checkpoint on all ranks, from which the notebook's module gets its weights. It overrides the two
+    private methods that collect and restore results.
+
+    Args:
+        strategy: Strategy of the run.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="fork")
+        self._folder = ""
+
+    def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Starts the ranks, calls the function on each, and returns rank 0's result once all have ended.
+
+        Raises:
+            DloError: Torch refuses backward in forked ranks, for what an earlier cell has done.
+        """
+        self._folder = tempfile.mkdtemp(prefix="dlo-notebook-")
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as error:
+            if "autograd's threading" not in str(error):
+                raise
+            raise DloError(
+                "ranks of a notebook must be forked before its process starts autograd's threads for devices, which an"
+                " earlier cell has started (a plan, a prediction of memory, or a backward on a GPU); restart the kernel"
+                " and train on several ranks first, or write a script (%%writefile train.py) and run it"
+            ) from error
+        finally:
+            shutil.rmtree(self._folder)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
+        """Saves the trained weights on all ranks, and returns rank 0's results."""
+        path = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            path = str(Path(self._folder) / "weights.ckpt")
+            save({"state_dict": trainer.strategy.lightning_module_state_dict()}, path, group=control_group(trainer))
+        if not trainer.is_global_zero:
+            return None
+        saver: Any = trainer.checkpoint_callback
+        best = getattr(saver, "best_model_path", None)
+        extra = {**self.get_extra_results(trainer), "seed": torch.initial_seed()}
+        return _WorkerOutput(best, path, trainer.state, results, extra)
+
+    def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: Trainer) -> None:
+        """Gives the notebook's trainer, module and random numbers what rank 0 and the trained weights have."""
+        saver: Any = trainer.checkpoint_callback
+        if worker_output.best_model_path is not None and saver is not None:
+            saver.best_model_path = str(worker_output.best_model_path)
+        if worker_output.weights_path is not None:
+            module = trainer.strategy.lightning_module
+            assert module is not None
+            module.configure_model()  # The ranks have built their own.
+            module.load_state_dict(load(worker_output.weights_path)["state_dict"], strict=False)
+        trainer.state = worker_output.trainer_state
+        self.update_main_process_results(trainer, worker_output.extra)
+        seed_generators(worker_output.extra["seed"])
+
+
 class WatchedRanks(DDPStrategy):
     """Lightning's DDPStrategy with processes that all end when one of them fails; the base of dlo's strategies."""
-
-    def timeout_seconds(self) -> float:
-        """Returns the time limit of a collective, in seconds."""
-        return self._timeout.total_seconds() if self._timeout is not None else float("inf")
 
     def process_dataloader(self, dataloader: object) -> object:
         """Returns a loader that, in evaluation, repeats no sample on any rank.
@@ -451,7 +505,9 @@ class WatchedRanks(DDPStrategy):
     def set_stop_grace(self, seconds: float) -> None:
         """Sets the seconds without progress after which a run that got a stop signal is ended where it waits."""
         if isinstance(self._launcher, RankLauncher):
-            self._launcher.set_grace(seconds)
+            self._launcher.grace = seconds
+            if self._launcher.monitor is not None:
+                self._launcher.monitor.grace.seconds = seconds
 
     def meet(self, call: str) -> str:
         """Waits until all ranks have made a call that needs all of them.
@@ -462,7 +518,8 @@ class WatchedRanks(DDPStrategy):
         Returns:
             Positions of the ranks that do not come; empty where all have come.
         """
-        return self._launcher.meet(call) if isinstance(self._launcher, RankLauncher) else ""
+        monitor = self._launcher.monitor if isinstance(self._launcher, RankLauncher) else None
+        return monitor.meet(call) if monitor is not None else ""
 
     def teardown(self) -> None:
         """Ends the run on this rank."""
@@ -472,7 +529,7 @@ class WatchedRanks(DDPStrategy):
     def handled(self) -> None:
         """Tells the launcher that callbacks have handled an exception, if there was one; called in ``teardown``."""
         if isinstance(self._launcher, RankLauncher):
-            self._launcher.handled()
+            self._launcher.handled.set()
 
 
 def set_collective_timeout(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:

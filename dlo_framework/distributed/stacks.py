@@ -5,6 +5,7 @@ The monitor's thread reads it once a second. Training itself records nothing, so
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
@@ -13,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple
 
 from dlo_framework.registry.registry import own_packages
 
@@ -172,10 +173,9 @@ class StackSampler:
 
 
 def _main_threads_cpu_seconds() -> float:
-    ident = threading.main_thread().ident
-    if ident is None or not hasattr(time, "pthread_getcpuclockid"):
+    if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
-    return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
 
 
 def print_stack(rank: int, world_size: int, error: BaseException | None = None) -> None:
@@ -187,28 +187,17 @@ def print_stack(rank: int, world_size: int, error: BaseException | None = None) 
         error: Exception with which the main thread has left the place; None where it is still there.
     """
     frame = main_frame()
-    lines, position = (_stack(frame), position_of(frame)) if error is None else _raised_in(error.__traceback__)
+    if error is None:
+        walk = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+        lines, position = traceback.StackSummary.extract(walk).format()[::-1], position_of(frame)
+    else:
+        # Its frames have returned, and no longer know their callers.
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        hook = next((found for frame in reversed(frames) if (found := hook_of(frame))), "")
+        position = Position(hook, _collective_of(frames[-1] if frames else None))
+        lines = traceback.format_tb(error.__traceback__)[-_MOST_FRAMES:]
     name = f"rank {rank} of {world_size}" if world_size > 1 else "this process"
     head = f"dlo: {name} (pid {os.getpid()} on {socket.gethostname()}) was {position}:\n"
-    text = head + "".join(lines)
     if sys.stderr is not None:
-        sys.stderr.write(text)
+        sys.stderr.write(head + "".join(lines))
         sys.stderr.flush()
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    return traceback.StackSummary.extract(_few(traceback.walk_stack(frame))).format()[::-1]
-
-
-def _few(walk: Any) -> Any:
-    for number, item in enumerate(walk):
-        if number == _MOST_FRAMES:
-            return
-        yield item
-
-
-def _raised_in(trace: TracebackType | None) -> tuple[list[str], Position]:
-    """Returns the innermost lines of an error's traceback, and the position at which it was raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]  # They have returned, and no longer know their callers.
-    hook = next((found for frame in reversed(frames) if (found := hook_of(frame))), "")
-    return traceback.format_tb(trace)[-_MOST_FRAMES:], Position(hook, _collective_of(frames[-1] if frames else None))

@@ -26,7 +26,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from dlo_framework.distributed.backward_buckets import BackwardBuckets
 from dlo_framework.distributed.checkpointing import BUCKETS, CanonicalStrategy
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_gradients, unused_message, unused_numbers
@@ -35,6 +34,7 @@ from dlo_framework.distributed.precision import keep_dtypes, with_sharded_clippi
 from dlo_framework.distributed.stacks import hook_frame, hook_of, own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.norms import collect_gradients, total_norm
+from dlo_framework.strategy_contract import with_strides_of
 
 #: Time limit of a collective; a rank that hangs ends the run after it.
 TIMEOUT = timedelta(minutes=10)
@@ -233,6 +233,90 @@ def _unreduced(buffer: Tensor) -> Any:
     return future
 
 
+class BackwardBuckets:
+    """Averages gradients over the ranks in buckets, in the order of backward, which is the same on all ranks.
+
+    They are handed over as soon as they are. DistributedDataParallel keeps buckets for all gradients during the run;
+    here a bucket exists from its last gradient to its step.
+
+    Args:
+        module: Module whose trainable parameters are equal on all ranks; its buffers are broadcast by :meth:`begin`.
+        ready: Function of the parameters of a bucket, called when their gradients are averaged. It must drop them.
+        size: Number of ranks.
+        bucket_bytes: Maximum bytes of a bucket, unless one parameter has more; by default DistributedDataParallel's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ready: Callable[[list[Tensor]], None],
+        size: int,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        self._module, self._ready, self._size = module, ready, size
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._names = {id(parameter): name for name, parameter in named}
+        #: Parameters in buckets of one dtype, in order.
+        self.buckets: list[list[Tensor]] = []
+        for _, parameter in reversed(named):
+            last = self.buckets[-1] if self.buckets else []
+            fits = sum(one.nbytes for one in last) + parameter.nbytes <= bucket_bytes
+            if last and last[0].dtype == parameter.dtype and fits:
+                last.append(parameter)
+            else:
+                self.buckets.append([parameter])
+        self._missing = [len(bucket) for bucket in self.buckets]
+        self._next = 0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._count(number))
+            for number, bucket in enumerate(self.buckets)
+            for parameter in bucket
+        ]
+
+    def begin(self) -> None:
+        """Prepares a backward: rank 0's buffers go to all ranks, as DistributedDataParallel does before a forward."""
+        self._missing, self._next = [len(bucket) for bucket in self.buckets], 0
+        for buffer in self._module.buffers() if self._size > 1 else ():
+            broadcast_values(buffer)
+
+    def finish(self) -> None:
+        """Ends a backward.
+
+        Raises:
+            DloError: Parameters have no gradient.
+        """
+        absent = [self._names[id(p)] for bucket in self.buckets[self._next :] for p in bucket if p.grad is None]
+        if self._next < len(self.buckets):
+            raise DloError(unused_message(sorted(absent), "step at the end of backward"))
+
+    def remove(self) -> None:
+        """Removes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, number: int) -> Callable[[Tensor], None]:
+        def count(_: Tensor) -> None:
+            self._missing[number] -= 1
+            while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+                self._average(self.buckets[self._next])
+                self._next += 1
+
+        return count
+
+    @torch.no_grad()
+    def _average(self, bucket: list[Tensor]) -> None:
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        if self._size > 1:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            for parameter in bucket:
+                parameter.grad = None
+            dist.all_reduce(flat.div_(self._size))
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad = with_strides_of(parameter, part.view_as(parameter))
+        self._ready(bucket)
+
+
 class ShardedStrategy(CanonicalStrategy, WatchedRanks):
     """Base class of strategies that shard a model's state over the ranks.
 
@@ -319,11 +403,28 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
                 if a logger is to upload checkpoints that are folders.
         """
         self.check_loggers(trainer.loggers)
-        _refuse_finetuning(trainer)
+        name = type(self).__name__
+        # Lightning's (2.6) compares each tensor of the optimizer with the module's parameters, and stores it by the
+        # name that the same object has in the module: both need an optimizer of the module's full parameters.
+        rule = f"the optimizer's parameters must stay the same during a run under {name}, which shards them first"
+        fix = (
+            " of Lightning, which looks for the module's full parameters in the optimizer; use dlo's own freezing"
+            " callback (dlo plugins), which unfreezes blocks in turn, strategy ddp, or train all parameters from the"
+            " start, some with a lower lr"
+        )
+        refused: list[tuple[Any, str, str]] = [(BaseFinetuning, rule, fix)]
         if not self._keeps_plain_parameters(self._module()):
-            _refuse_averages(trainer)
+            rule = f"an average of the weights under {name} must be taken of each rank's shards"
+            fix = ", which takes full parameters; use WeightEMA, or strategy ddp"
+            refused.append((StochasticWeightAveraging | WeightAveraging, rule, fix))
         if self.zero_stage == 3:  # On one rank too: pruning renames and assigns parameters that are watched.
-            _refuse_pruning(trainer)
+            rule = f"parameters under {name} must not be pruned between steps"
+            fix = "; use dlo's own pruning callback (dlo plugins), or ddp, zero1 or zero2"
+            refused.append((ModelPruning, rule, fix))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for kinds, rule, fix in refused:
+                if isinstance(callback, kinds):
+                    raise DloError(f"{rule}, got {type(callback).__name__}{fix}")
 
     def _keeps_plain_parameters(self, module: LightningModule) -> bool:
         """Returns whether a module's parameters are plain, full tensors on each rank after setup."""
@@ -448,43 +549,6 @@ class ShardedStrategy(CanonicalStrategy, WatchedRanks):
         self.accelerator.teardown()
         self._end_training_streams()
         self.handled()
-
-
-def _refuse_finetuning(trainer: Trainer) -> None:
-    """Refuses Lightning's callbacks that unfreeze during a run.
-
-    Lightning's (2.6) compares each tensor of the optimizer with the module's parameters, and stores it by the name that
-    the same object has in the module: both need an optimizer that steps the module's full parameters. Under DeepSpeed
-    Lightning refuses them itself.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):
-            raise DloError(
-                f"the optimizer's parameters must stay the same during a run under {type(trainer.strategy).__name__},"
-                f" which shards them first, got {type(callback).__name__} of Lightning, which looks for the module's"
-                " full parameters in the optimizer; use dlo's own freezing callback (dlo plugins), which unfreezes"
-                " blocks in turn, strategy ddp, or train all parameters from the start, some with a lower lr"
-            )
-
-
-def _refuse_averages(trainer: Trainer) -> None:
-    """Refuses Lightning's averages of the weights, which read and write full parameters."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise DloError(
-                f"an average of the weights under {type(trainer.strategy).__name__} must be taken of each rank's"
-                f" shards, got {type(callback).__name__}, which takes full parameters; use WeightEMA, or strategy ddp"
-            )
-
-
-def _refuse_pruning(trainer: Trainer) -> None:
-    """Refuses Lightning's pruning, which chooses and masks elements of full parameters between steps."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning):
-            raise DloError(
-                f"parameters under {type(trainer.strategy).__name__} must not be pruned between steps, got"
-                f" {type(callback).__name__}; use dlo's own pruning callback (dlo plugins), or ddp, zero1 or zero2"
-            )
 
 
 def _forward_guard(trainer_ref: weakref.ref[Trainer], module_ref: weakref.ref[LightningModule]) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from dlo_framework.atomic_file import open_atomic, write_atomic
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
 from dlo_framework.strategy_contract import contract_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_framework.distributed.fused_optimizers import prefer_fused
+from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed

@@ -13,8 +13,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from dlo_framework.copy_streams import CopyHandle
-from dlo_framework.distributed.backward_buckets import BackwardBuckets
-from dlo_framework.distributed.strategy import DataParallelStrategy, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import BackwardBuckets, DataParallelStrategy, use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_framework.testing import run_distributed

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from dlo_framework.distributed.step_override import StepOverride
+from dlo_framework.distributed.optimizer_steps import StepOverride
 
 
 @pytest.mark.parametrize("overrides", [False, True])

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +18,9 @@ from lightning.pytorch.trainer.call import _call_callback_hooks
 
 from dlo_framework.distributed import heartbeat
 from dlo_framework.distributed.failure import Failure
-from dlo_framework.distributed.grace import GracePeriod
 from dlo_framework.distributed.heartbeat import Address, RankMonitor
 from dlo_framework.distributed.launcher import LAUNCHER, RankLauncher
-from dlo_framework.distributed.signals import SignalListener
+from dlo_framework.distributed.signals import GracePeriod, SignalListener
 from dlo_framework.distributed.stacks import Position, StackSampler, position_of, print_stack
 from dlo_framework.stop import GracefulStop
 
@@ -136,13 +136,13 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
     monkeypatch.setattr(heartbeat.resource, "setrlimit", lambda _, limits: None)
     monkeypatch.setattr(heartbeat, "_open_files", lambda: 44)
     launcher = RankLauncher.__new__(RankLauncher)
-    launcher._watch, launcher._trainer, launcher.grace, told = None, None, 60.0, []
+    launcher.monitor, launcher._trainer, launcher.grace, told = None, None, 60.0, []
     strategy = SimpleNamespace(
         global_rank=0,
         world_size=1000,
         num_nodes=1,
         cluster_environment=SimpleNamespace(main_address="localhost"),
-        timeout_seconds=lambda: 1800.0,
+        _timeout=timedelta(minutes=30),
         broadcast=lambda served: told.append(served) or served,
     )
     gc.collect()
@@ -155,7 +155,7 @@ def test_more_ranks_than_files_are_allowed_are_not_watched_and_the_run_says_so(m
     )
     strategy.global_rank, strategy.broadcast = 7, lambda _: told[0]
     launcher.watch(strategy)
-    assert launcher._watch is None
+    assert launcher.monitor is None
     assert capsys.readouterr().err == ""
 
 

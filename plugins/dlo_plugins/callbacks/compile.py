@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dlo_framework.batches import batch_size, tree_leaves
 from dlo_framework.costs import FlopCounter, is_compiled
-from dlo_framework.distributed.fused_optimizers import IMPLEMENTATIONS
-from dlo_framework.distributed.step_override import StepOverride, take_bare_step
+from dlo_framework.distributed.optimizer_steps import IMPLEMENTATIONS, StepOverride, take_bare_step
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.task import Task

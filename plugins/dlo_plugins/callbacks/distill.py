@@ -23,7 +23,7 @@ from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.checkpoint import load
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.frozen_model import FrozenModel, build_on_meta, find_checkpoint
 from dlo_framework.placed_model import PlacedModel

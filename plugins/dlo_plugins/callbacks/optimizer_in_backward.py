@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dlo_framework.distributed.step_override import overriding_update
+from dlo_framework.distributed.optimizer_steps import overriding_update
 from dlo_framework.errors import DloError
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.strategy_contract import contract_of

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.gradient_check import check_backward_seen
+from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.norms import total_norm

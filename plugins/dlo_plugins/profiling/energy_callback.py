@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.agreement import run_on_all_ranks
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError
 from dlo_framework.watch.monitor import RunMonitor
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.costs import is_compiled
-from dlo_framework.distributed.control_group import control_group
+from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.strategy_contract import contract_of

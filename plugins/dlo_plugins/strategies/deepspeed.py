@@ -27,7 +27,7 @@ from dlo_framework.costs import is_compiled
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
-from dlo_framework.distributed.fused_optimizers import prefer_fused
+from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.distributed.strategy import ShardedStrategy
 from dlo_framework.errors import DloError
 from dlo_framework.local_memory import state_bytes

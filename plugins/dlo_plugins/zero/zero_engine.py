@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.distributed.fused_optimizers import prefer_fused
 from dlo_framework.distributed.meta_init import Initialiser
+from dlo_framework.distributed.optimizer_steps import prefer_fused
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import memory_of
 from dlo_framework.norms import collect_gradients, total_norm
