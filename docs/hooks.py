@@ -21,11 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUP = "dlo_framework.plugins."
 
 _DIRECTIVE = re.compile(r"^<!-- dlo: (.+) -->$", re.MULTILINE)
+_CLASS = re.compile(r"^::: (\S+)$(?!\n    options:)", re.MULTILINE)
+_PARAMETERS_ALONE = """    options:
+      members: false
+      show_bases: false
+      show_root_heading: false
+      show_root_toc_entry: false"""
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Returns a page with its directives replaced."""
-    return _DIRECTIVE.sub(lambda match: expand(*match.group(1).split()), markdown)
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Returns a page with its directives replaced, and on plug-ins' pages with the options of classes' parameters."""
+    filled = _DIRECTIVE.sub(lambda match: expand(*match.group(1).split()), markdown)
+    return _CLASS.sub(rf"\g<0>\n{_PARAMETERS_ALONE}", filled) if page.file.src_uri.startswith("plugins/") else filled
 
 
 def expand(name: str, *arguments: str) -> str:
@@ -60,9 +67,15 @@ def entry_points() -> dict[str, tuple[str, str]]:
     return found
 
 
-def page_of(name: str) -> str:
-    """Returns the file name of a plug-in's page: ``one-cycle.md`` for OneCycle."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower() + ".md"
+def places() -> dict[str, str]:
+    """Returns where each class is on the plug-ins' pages: ``module:Class`` to ``schedules.md#onecycle``."""
+    found = {}
+    for page in sorted((ROOT / "docs" / "plugins").glob("*.md")):
+        targets = _CLASS.findall(page.read_text(encoding="utf-8"))
+        for target in targets:
+            module, _, name = target.rpartition(".")
+            found[f"{module}:{name}"] = f"{page.name}#{name.lower()}" if len(targets) > 1 else page.name
+    return found
 
 
 def plugin_table() -> str:
@@ -72,9 +85,9 @@ def plugin_table() -> str:
     classes: dict[tuple[str, str], list[str]] = {}
     for name, registered in entry_points().items():
         classes.setdefault(registered, []).append(name)
-    rows = []
+    rows, places_of = [], places()
     for (kind, target), (name, *short) in classes.items():
-        names = ", ".join([f"[{name}]({page_of(name)})", *(f"`{alias}`" for alias in short)])
+        names = ", ".join([f"[{name}]({places_of[target]})", *(f"`{alias}`" for alias in short)])
         rows.append(f"| {names} | {kind} | {' '.join(read_summary(target).split())} |")
     return "\n".join(["| name | kind | what it does |", "|---|---|---|", *rows])
 
