@@ -36,8 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlo_framework.testing import run_distributed
 from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import GradientHook, HalfHook, OneBitHook, PowerSGD, PowerSGDHook
-from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb
 
 #: Steps before a variant compresses, and that are not measured.
 WARM_UP = 3

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.callbacks.batch_plan import LRDecay, grown_size, scheduled_size, window
+from dlo_plugins.callbacks.dynamic_batch_size import LRDecay, grown_size, scheduled_size, window
 from dlo_plugins.callbacks.run_position import parse_position
 
 FILE = Path(__file__).parents[1] / "images" / "dynamic-batch-size.svg"

@@ -117,7 +117,7 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 UPWARD = {
     (
         "dlo_plugins.strategies.deepspeed",
-        "dlo_plugins.callbacks.lr_schedule",
+        "dlo_plugins.callbacks.lr_curves",
     ): "finds the callbacks that set the learning rate",
 }
 

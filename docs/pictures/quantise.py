@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from dlo_plugins.quantisation.bit_schedule import BitSchedule, fitting_period
-from dlo_plugins.quantisation.grids import affine_grid, fake_quantise, symmetric_grid
+from dlo_plugins.callbacks.quantise import BitSchedule, fitting_period
+from dlo_plugins.quantisation.schemes import affine_grid, fake_quantise, symmetric_grid
 
 FILE = Path(__file__).parents[1] / "images" / "quantise.svg"
 STEPS = 1000

@@ -13,8 +13,7 @@ from dlo_plugins.compression.compressed_all_reduce import (
     pack_signs,
     subtract_compressed_,
 )
-from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb
 from support.compression_by_definition import average_in_one_process, compress
 
 

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
-from dlo_plugins.callbacks.batch_mix import BatchMix
-from dlo_plugins.callbacks.mixing import join_plans
+from dlo_plugins.callbacks.batch_mix import BatchMix, join_plans
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dlo_framework.data import Position, Window
 from dlo_framework.data.sampler import plan_epoch
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.batch_plan import (
+from dlo_plugins.callbacks.dynamic_batch_size import (
     LRDecay,
     NoiseEstimate,
     NoiseScale,

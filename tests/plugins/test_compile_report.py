@@ -17,8 +17,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing.training import leave_group
 from dlo_framework.watch.monitor import RunMonitor
 from dlo_plugins.appliers.compile_blocks import CUDA_GRAPHS, CompileBlocks, moving_parameter
-from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.compile_log import describe_break, without_compile_id
+from dlo_plugins.callbacks.compile import Compile, describe_break, without_compile_id
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 OFF = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)

@@ -12,8 +12,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.defaults import add_default_callbacks
 from dlo_framework.errors import DloError
 from dlo_framework.stop import RunStopped
-from dlo_plugins.callbacks.batch_plan import LRDecay, NoiseScale
-from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
+from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize, LRDecay, NoiseScale
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from support.trainers import quiet_trainer
 

@@ -9,9 +9,7 @@ from timm.optim import Lamb
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.compression.one_bit import frozen_denominators, limit_rms_
-from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb, frozen_denominators, limit_rms_
 
 SHAPES = [(6, 5), (5,), (5, 3), ()]
 

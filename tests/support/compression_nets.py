@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.resume import ExactResume
 from dlo_plugins.callbacks.gradient_compression import GradientCompression
-from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
 

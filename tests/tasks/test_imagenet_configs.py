@@ -45,7 +45,7 @@ def test_a_recipe_is_accepted_by_its_classes_and_builds(path):
     assert set(config["trainer"]) <= accepted(Trainer)
     assert config["model"]["class_path"] == "ImageClassifier"
     if config["model"]["init_args"].get("optimizer") == "OneBitAdam":
-        importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
+        importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
     task = ImageClassifier(**config["model"]["init_args"])
     data = config["data"]
     cls = getattr(importlib.import_module(DATA[data["class_path"]]), data["class_path"])

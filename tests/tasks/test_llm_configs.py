@@ -111,7 +111,7 @@ def test_a_recipe_is_accepted_by_its_classes(name: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(language_models, "read_config", lambda model, config: made)
         assert given["model"] in SIZES or name in SMALL
     if given.get("optimizer") == "OneBitAdam":
-        importlib.import_module("dlo_plugins.compression.one_bit_adam")  # As the run's callback does.
+        importlib.import_module("dlo_plugins.compression.one_bit")  # As the run's callback does.
     arguments = {**given, "lora": Lora(**given["lora"]) if "lora" in given else None}
     arguments["sampling"] = Sampling(**given["sampling"]) if "sampling" in given else None
     if "reference" in given:

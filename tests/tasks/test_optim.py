@@ -251,7 +251,7 @@ def test_any_class_can_be_named_by_its_path_or_once_it_is_imported():
     assert type(built) is torch.optim.RAdam
     assert [group["weight_decay"] for group in built.param_groups] == [0.2, 0.0]
     assert built.param_groups[0]["eps"] == 1e-5
-    from dlo_plugins.compression.one_bit_adam import OneBitAdam
+    from dlo_plugins.compression.one_bit import OneBitAdam
 
     built = optim.build_optimizer(nn.Linear(2, 2), "OneBitAdam", lr=0.1, weight_decay=0.2, args={"freeze_step": 3})
     assert isinstance(built, OneBitAdam)

@@ -25,6 +25,7 @@ from dlo_framework.strategy_contract import contract_of, plain_name
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.compression.compressed_all_reduce import BLOCK, CompressedAllReduce
 from dlo_plugins.compression.ddp_hooks import (
+    KEY,
     GradientHook,
     HalfHook,
     OneBitHook,
@@ -32,11 +33,12 @@ from dlo_plugins.compression.ddp_hooks import (
     PowerSGD,
     PowerSGDHook,
     average_tensors,
+    one_bit_state,
+    powersgd_state,
+    restore_one_bit,
+    restore_powersgd,
 )
-from dlo_plugins.compression.error_memory import KEY, one_bit_state, powersgd_state, restore_one_bit, restore_powersgd
-from dlo_plugins.compression.one_bit import OneBitOptimizer
-from dlo_plugins.compression.one_bit_adam import OneBitAdam
-from dlo_plugins.compression.one_bit_lamb import OneBitLamb
+from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
 METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")

@@ -24,7 +24,7 @@ from dlo_framework.errors import DloError, agreed_errors, check_choice, check_nu
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_plugins.mesh.parallelize import ParallelState
-from dlo_plugins.quantisation.layer_choice import leave_out, linear_layers
+from dlo_plugins.quantisation.quantised_layers import leave_out, linear_layers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from dlo_framework.errors import check_choice, check_number
 from dlo_framework.progress import optimizer_steps
-from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
+from dlo_plugins.callbacks.lr_curves import LearningRateSchedule
 
 Anneal = Literal["cos", "linear"]
 

@@ -1,46 +1,60 @@
 """Prunes weights while a model trains: magnitude, movement, gradual schedules and N:M patterns, under any strategy.
 
 - Gradual magnitude pruning: Zhu & Gupta, "To prune, or not to prune: exploring the efficacy of pruning for model
-  compression", 2017, arXiv 1710.01878.
+  compression", 2017, arXiv 1710.01878, equation 1.
 - Movement pruning: Sanh, Wolf & Rush, "Movement Pruning: Adaptive Sparsity by Fine-Tuning", 2020, arXiv 2005.07683. It
   departs from the paper in that scores are accumulated with rate 1 and not stepped by an optimizer, and that the kept
   fraction follows the schedule at intervals.
 - N:M patterns with SR-STE: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch",
   2021, arXiv 2102.04010.
+- Lottery tickets, the masks of the next round from a round's trained weights: Frankle & Carbin, "The Lottery Ticket
+  Hypothesis: Finding Sparse, Trainable Neural Networks", 2019, arXiv 1803.03635; rewinding to an early step: Frankle,
+  Dziugaite, Roy & Carbin, "Linear Mode Connectivity and the Lottery Ticket Hypothesis", 2020, arXiv 1912.05671.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.atomic_file import write_atomic
-from dlo_framework.checkpoint import check
-from dlo_framework.checkpoint.loading import LazyStateDict
+from dlo_framework.checkpoint import check, load, save
+from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
 from dlo_framework.distributed.step_primitives import prepend_post_hook
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, check_choice, check_number
+from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
 from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fraction_at
 from dlo_framework.rehearsal import run_folder
-from dlo_framework.shards import Shard, local_data, shard_maker
+from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
 from dlo_framework.watch.media import draw_figure, log_figure, log_scalars
 from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.mesh.mesh_description import prepare_model
-from dlo_plugins.pruning.layers import PrunableLayer, check_pattern, select_layers
-from dlo_plugins.pruning.nm_pattern import NMPattern, check_kernels, use_sparse_kernels
-from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShard, PrunedShards
-from dlo_plugins.pruning.tickets import PRUNING, check_fraction, cubic_sparsity, read_masks
+from dlo_plugins.pruning.layers import (
+    NMPattern,
+    PrunableLayer,
+    check_kernels,
+    check_pattern,
+    select_layers,
+    use_sparse_kernels,
+)
+from dlo_plugins.pruning.pruned_shards import MASKS, Keys, PrunedShard, PrunedShards, find_cut, order_keys
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Prune(Callback):
@@ -424,8 +438,6 @@ class Prune(Callback):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        from dlo_plugins.pruning.sparsity_plot import draw_training
-
         figure = draw_figure("Prune", lambda: draw_training(self._curve, layers))
         if figure is not None:
             log_figure(trainer, "prune/report", figure)
@@ -533,3 +545,157 @@ class TicketStart(Callback):
                 f"ticket: --rewind must be before the run's end, got step {self.step} in a run of"
                 f" {trainer.global_step} steps; use {max(0, trainer.global_step // 10)}"
             )
+
+
+def cubic_sparsity(progress: float, final: float, initial: float = 0.0) -> float:
+    """Returns the sparsity at a point of the schedule: ``s_f + (s_i - s_f) (1 - progress)^3``.
+
+    It rises fast at first, while many weights are redundant, and slowly at the end.
+
+    Args:
+        progress: Fraction of the way from the schedule's begin to its end; values outside [0, 1] are clamped.
+        final: Sparsity at the end.
+        initial: Sparsity at the begin.
+    """
+    left = 1.0 - min(1.0, max(0.0, progress))
+    return final + (initial - final) * left**3
+
+
+def ticket_sparsity(round_number: int, amount: float) -> float:
+    """Returns the sparsity after rounds that each prune a fraction of the remaining weights: ``1 - (1 - amount)^n``.
+
+    Args:
+        round_number: Number of rounds so far; 0 gives a dense model.
+        amount: Fraction of the remaining weights that each round prunes.
+    """
+    return 1.0 - (1.0 - amount) ** round_number
+
+
+def check_fraction(value: float, what: str, usual: str) -> None:
+    """Checks that a fraction of the weights is in (0, 1).
+
+    Raises:
+        DloError: If it is not.
+    """
+    check_number(what, value, "above 0 and below 1, a fraction of the weights", usual)
+
+
+#: Key of the state of pruning in a checkpoint.
+PRUNING = "pruning"
+#: Key of the trained weights in a checkpoint whose ``state_dict`` is their average.
+TRAINED = "current_model_state"
+
+
+def magnitude_masks(
+    weights: Mapping[str, Tensor], before: Mapping[str, Tensor], sparsity: float, scope: str
+) -> dict[str, Tensor]:
+    """Returns masks that prune a fraction of the weights, those with the smallest magnitudes.
+
+    Args:
+        weights: Full weights by name.
+        before: Masks of the round, by name; true for kept weights. What they prune stays pruned.
+        sparsity: Fraction to prune of all weights; at least that of ``before``.
+        scope: ``global`` to compare all weights, ``layer`` to compare each layer's own.
+
+    Returns:
+        bool masks by name; true for kept weights.
+    """
+    names = sorted(weights)
+    sizes = [weights[name].numel() for name in names]
+    offsets = [sum(sizes[:number]) for number in range(len(names))]
+    per_layer = scope == "layer"
+
+    def keys(name: str) -> Tensor:
+        pruned = ~before[name] if name in before else None
+        return order_keys(weights[name].abs(), pruned).flatten()
+
+    def indices(number: int) -> Tensor:
+        return torch.arange(offsets[number], offsets[number] + sizes[number])
+
+    counts = torch.tensor([round(sparsity * size) for size in (sizes if per_layer else [sum(sizes)])])
+    parts = [Keys(partial(keys, name), number if per_layer else 0) for number, name in enumerate(names)]
+    where = [partial(indices, number) for number in range(len(names))]
+    cut = find_cut(parts, where, counts, lambda values: values)
+    return {
+        name: ~cut.is_pruned(keys(name), where[number], parts[number].group).view(weights[name].shape)
+        for number, name in enumerate(names)
+    }
+
+
+def next_masks(checkpoint: str | Path, names: Sequence[str], sparsity: float, scope: str) -> dict[str, Tensor]:
+    """Returns the masks of the next round, from the trained weights of a round's checkpoint.
+
+    Args:
+        checkpoint: Checkpoint of the round, saved under any strategy.
+        names: Names of the weights to prune.
+        sparsity: Fraction of them to prune, that of earlier rounds included.
+        scope: ``global`` or ``layer``.
+
+    Raises:
+        DloError: If the checkpoint lacks a weight.
+    """
+    content = load(checkpoint, level="size")
+    state = as_lazy_state_dict(content.get(TRAINED) or content["state_dict"])
+    absent = next((name for name in names if name not in state), None)
+    if absent is not None:
+        raise DloError(
+            f"checkpoint must hold the pruned weights, got {checkpoint} without {absent}{did_you_mean(absent, state)}"
+        )
+    saved = content.get(PRUNING, {}).get(MASKS, {})
+    before = as_lazy_state_dict(saved)
+    weights = {name: state[name].float() for name in names}
+    return magnitude_masks(weights, {name: before[name].bool() for name in names if name in before}, sparsity, scope)
+
+
+def save_masks(masks: Mapping[str, Tensor], path: Path) -> None:
+    """Writes masks as a checkpoint that `Prune` starts with."""
+    shards = {name: FlatShard(mask.flatten(), mask.shape, 0) for name, mask in masks.items()}
+    save({"state_dict": {}, PRUNING: {MASKS: shards}}, path, about={"kind": "masks"})
+
+
+def read_masks(path: str | Path) -> LazyStateDict:
+    """Returns the masks of a checkpoint, which are read lazily.
+
+    Raises:
+        DloError: If it holds none.
+    """
+    found = load(path, level="size").get(PRUNING) or {}
+    if MASKS not in found:
+        raise DloError(
+            f"Prune: masks must name a checkpoint of a pruned run, got {path} without masks; train one first"
+        )
+    return as_lazy_state_dict(found[MASKS])
+
+
+def kept_fraction(masks: Mapping[str, Tensor]) -> float:
+    """Returns the fraction of weights that masks keep."""
+    return sum(int(masks[name].sum()) for name in masks) / sum(masks[name].numel() for name in masks)
+
+
+def draw_training(curve: Sequence[Mapping[str, Any]], layers: Mapping[str, float]) -> Figure:
+    """Returns a figure of a run: the metric over the sparsity at each validation, and each layer's sparsity.
+
+    Where the sparsity is always the same, as with a pattern, the metric is over the steps.
+
+    Args:
+        curve: Points with ``step``, ``sparsity``, ``metric`` and ``value``, in the order of the run.
+        layers: Fraction of each weight that is pruned at the end.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    by_step = len({point["sparsity"] for point in curve}) == 1
+    places = [point["step"] if by_step else 100 * point["sparsity"] for point in curve]
+    left.plot(places, [point["value"] for point in curve], "o-", markersize=3)
+    left.set_xlabel("step" if by_step else "pruned weights, percent")
+    left.set_ylabel(curve[-1]["metric"] if curve else "")
+    left.set_title("validation while weights are pruned")
+    names = list(layers)
+    right.bar(range(len(names)), [100 * layers[name] for name in names])
+    right.set_ylim(0, 100)
+    right.set_ylabel("pruned, percent")
+    right.set_title("layers at the end")
+    shown = range(0, len(names), max(1, len(names) // 12))
+    right.set_xticks(list(shown), [names[number].removesuffix(".weight") for number in shown], rotation=90, fontsize=6)
+    return figure

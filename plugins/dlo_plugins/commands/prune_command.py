@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if output.exists() and any(output.iterdir()):
         raise DloError(f"prune: --output must be a new or empty folder, got {output}; choose another")
     with prepared_process(found):
-        from dlo_plugins.commands.pruned_run import PrunedRun
+        from dlo_plugins.pruning.structured import PrunedRun
 
         run = PrunedRun(found)
         print(run.write(amounts, output))

@@ -8,13 +8,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.units import parse_fraction
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _HELP = """Find lottery tickets: train, prune the smallest weights, rewind the others to early values, train again.
 
@@ -167,7 +171,7 @@ class Rounds:
         path = self.folder / f"masks_{number}.ckpt"
         if path.exists():
             return path
-        from dlo_plugins.pruning.tickets import next_masks, save_masks, ticket_sparsity
+        from dlo_plugins.callbacks.prune import next_masks, save_masks, ticket_sparsity
 
         names = json.loads((self.folder / "layers.json").read_text())
         checkpoint = self._checkpoint(f"round_{number - 1}")
@@ -207,7 +211,7 @@ class Rounds:
 
     def points(self, last: int) -> list[dict[str, Any]]:
         """Returns the results of the rounds so far: kept fraction, metric, seconds; of tickets and of new weights."""
-        from dlo_plugins.pruning.tickets import kept_fraction, read_masks
+        from dlo_plugins.callbacks.prune import kept_fraction, read_masks
 
         found = []
         for number in range(last + 1):
@@ -235,7 +239,6 @@ class Rounds:
         """Writes ``ticket.json`` and ``ticket.png``, and the picture for TensorBoard."""
         from dlo_framework.atomic_file import write_atomic
         from dlo_framework.watch.media import draw_figure
-        from dlo_plugins.pruning.sparsity_plot import draw_tickets, log_to_tensorboard
 
         points = self.points(last)
         write_atomic(self.folder / "ticket.json", json.dumps({**self.settings, "points": points}, indent=1) + "\n")
@@ -257,3 +260,47 @@ class Rounds:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def draw_tickets(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """Returns a figure of the rounds of `dlo ticket`: the metric over the kept weights, and the time that they took.
+
+    Args:
+        points: Results with ``kind`` (``ticket`` or ``reinit``), ``kept``, ``metric``, ``value`` and ``seconds``.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for kind, label in (("ticket", "rewound weights"), ("reinit", "new random weights")):
+        own = [point for point in points if point["kind"] == kind and point["value"] is not None]
+        if own:
+            left.plot([100 * point["kept"] for point in own], [point["value"] for point in own], "o-", label=label)
+    left.set_xscale("log")
+    left.invert_xaxis()
+    kept = sorted({100 * point["kept"] for point in points})
+    left.set_xticks(kept, [f"{value:.3g}" for value in kept])
+    left.minorticks_off()
+    left.set_xlabel("kept weights, percent")
+    left.set_ylabel(points[-1]["metric"] if points else "")
+    left.set_title("how much?")
+    if left.lines:
+        left.legend()
+    tickets = [point for point in points if point["kind"] == "ticket"]
+    total = 0.0
+    for point in tickets:
+        right.bar(point["round"], point["seconds"], bottom=total, color="tab:blue")
+        total += point["seconds"]
+    right.set_xticks([point["round"] for point in tickets])
+    right.set_xlabel("round")
+    right.set_ylabel("seconds of training so far")
+    right.set_title("what time does it cost?")
+    return figure
+
+
+def log_to_tensorboard(figure: Figure, folder: Path, tag: str, step: int) -> None:
+    """Writes a figure as TensorBoard's event into a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_figure(tag, figure, global_step=step, close=False)

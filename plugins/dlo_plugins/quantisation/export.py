@@ -21,9 +21,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.quantisation.conversion import computes_in_bf16
-from dlo_plugins.quantisation.grids import affine_grid, levels, symmetric_grid
-from dlo_plugins.quantisation.schemes import QuantisationOptions, Scheme, folder_config, folder_weight, lacks
+from dlo_plugins.quantisation.quantised_layers import computes_in_bf16
+from dlo_plugins.quantisation.schemes import (
+    QuantisationOptions,
+    Scheme,
+    affine_grid,
+    folder_config,
+    folder_weight,
+    lacks,
+    levels,
+    symmetric_grid,
+)
 
 
 class PortableLinear(nn.Module):
@@ -99,7 +107,7 @@ class PortableInt4Linear(nn.Module):
 def make_portable(
     model: nn.Module, names: Sequence[str], scheme: Scheme, group_size: int, input_scales: dict[str, Tensor] | None
 ) -> None:
-    """Replaces layers of a float model by portable ones, in place; arguments as in :func:`.conversion.convert`."""
+    """Replaces layers of a float model by portable ones, in place; see :func:`.quantised_layers.convert`."""
     for name in names:
         parent, _, own = name.rpartition(".")
         layer = model.get_submodule(name)
@@ -294,7 +302,7 @@ def _export_folder(
         config = TorchAoConfig(folder_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
         if options.scheme.grid == "symmetric" or (options.scheme.is_grouped and device.type != "cuda"):
-            # By the range of `grids`, which transformers then reads from the file.
+            # By the range of `symmetric_grid`, which transformers then reads from the file.
             weights = dict(AutoModelForCausalLM.from_pretrained(plain, device_map=str(device)).named_parameters())
             for name in chosen:
                 weight = folder_weight(weights[f"{name}.weight"].detach(), options.scheme, options.group_size)

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
-from dlo_plugins.quantisation.grids import (
+from dlo_plugins.quantisation.schemes import (
     Grid,
+    Scheme,
     affine_grid,
     fake_quantise,
     float8_grid,
@@ -33,7 +34,6 @@ from dlo_plugins.quantisation.grids import (
     symmetric_scale,
     traced_fake_quantise,
 )
-from dlo_plugins.quantisation.schemes import Scheme
 from dlo_plugins.tensor.projections import RowProduct
 
 #: Attribute of a layer with the bits of its weight, where they are not the same in all layers.

@@ -161,7 +161,7 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
             DloError: The JSON has a scheduler and so has a callback; or it has an optimizer alone, and the task's
                 scheduler is for the task's own.
         """
-        from dlo_plugins.callbacks.lr_schedule import LearningRateSchedule
+        from dlo_plugins.callbacks.lr_curves import LearningRateSchedule
 
         super().check_model(module, datamodule, trains=trains, callbacks=callbacks)
         if not trains:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.commands.pruned_run import _check_weights, prune_weights
-from dlo_plugins.pruning.structured import channel_scores, kept_units, prune_channels
+from dlo_plugins.pruning.structured import _check_weights, channel_scores, kept_units, prune_channels, prune_weights
 from dlo_tasks.imagenet.classifier import ImageClassifier
 
 COATNET = {"embed_dim": [16, 32, 32, 32], "depths": [1, 2, 1, 1], "stem_width": 16, "transformer_dim_head": 16}

@@ -15,10 +15,17 @@ from torch.utils.data import DataLoader
 from dlo_framework.distributed.strategy import _refuse_pruning, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.prune import Prune, TicketStart
+from dlo_plugins.callbacks.prune import (
+    Prune,
+    TicketStart,
+    cubic_sparsity,
+    kept_fraction,
+    next_masks,
+    read_masks,
+    save_masks,
+)
 from dlo_plugins.callbacks.start_from import StartFrom
-from dlo_plugins.pruning.nm_pattern import NMPattern, check_kernels, follows_pattern
-from dlo_plugins.pruning.tickets import cubic_sparsity, kept_fraction, next_masks, read_masks, save_masks
+from dlo_plugins.pruning.layers import NMPattern, check_kernels, follows_pattern
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.pruned_nets import masks_of, weights_of
 from support.trainers import quiet_trainer

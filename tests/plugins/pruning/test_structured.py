@@ -8,8 +8,14 @@ from torch import nn
 
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.commands.pruned_run import _check_weights, prune_weights
-from dlo_plugins.pruning.structured import find_units, kept_units, remove_units, unit_scores
+from dlo_plugins.pruning.structured import (
+    _check_weights,
+    find_units,
+    kept_units,
+    prune_weights,
+    remove_units,
+    unit_scores,
+)
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 

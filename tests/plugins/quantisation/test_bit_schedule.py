@@ -1,6 +1,6 @@
 import pytest
 
-from dlo_plugins.quantisation.bit_schedule import BitSchedule, fitting_period
+from dlo_plugins.callbacks.quantise import BitSchedule, fitting_period
 
 
 def by_definition(start: int, target: int, period: int, steps: int) -> int:

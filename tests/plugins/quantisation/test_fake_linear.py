@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dlo_plugins.quantisation.fake_linear import FakeQuantiser
-from dlo_plugins.quantisation.grids import traced_fake_quantise
-from dlo_plugins.quantisation.schemes import SCHEMES
+from dlo_plugins.quantisation.schemes import SCHEMES, traced_fake_quantise
 
 
 def example() -> tuple[nn.Linear, torch.Tensor]:

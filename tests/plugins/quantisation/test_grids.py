@@ -7,7 +7,7 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig
 from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
 
-from dlo_plugins.quantisation.grids import (
+from dlo_plugins.quantisation.schemes import (
     Grid,
     affine_grid,
     fake_quantise,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dlo_framework.errors import DloError
-from dlo_plugins.quantisation.layer_choice import choose_layers
+from dlo_plugins.quantisation.quantised_layers import choose_layers
 from dlo_plugins.quantisation.schemes import SCHEMES
 
 INT8, INT4 = SCHEMES["int8"], SCHEMES["int4_weights"]

@@ -16,10 +16,9 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.quantise import Quantise
+from dlo_plugins.callbacks.quantise import BitSchedule, Quantise
 from dlo_plugins.quantisation import report as reports
 from dlo_plugins.quantisation import schemes
-from dlo_plugins.quantisation.bit_schedule import BitSchedule
 from dlo_plugins.quantisation.export import program_device, program_input
 from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
 from dlo_plugins.quantisation.schemes import QuantisationOptions
