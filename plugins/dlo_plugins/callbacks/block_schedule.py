@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError, agreed_errors
@@ -47,9 +47,7 @@ class BlockSchedule(Callback, ABC):
         self._handles: list[BlockHandle] = []
         self._names: list[str] = []
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the strategy, the other callbacks and the model, before processes start.
 
         Raises:

@@ -333,9 +333,7 @@ class Compile(Callback):
             self._refuse_accumulation(trainer)  # A callback may change it during a run.
             torch.compiler.cudagraph_mark_step_begin()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Counts the compilations of the batch."""
         self._ran = self._ran or self._on
         self._counting = False

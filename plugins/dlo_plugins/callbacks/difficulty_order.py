@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.data import Draw, Position, ResumableDataModule
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
@@ -72,9 +72,7 @@ class DifficultyOrder(Callback):
 
     # --- before training -----------------------------------------------------------------------------------
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the data and the file, before processes start.
 
         Raises:

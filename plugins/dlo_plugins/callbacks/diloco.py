@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -87,9 +87,7 @@ class DiLoCo(Callback):
 
     # --- before training -----------------------------------------------------------------------------------
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the strategy, the precision and the other callbacks, before processes start.
 
         Raises:
@@ -133,9 +131,7 @@ class DiLoCo(Callback):
 
     # --- training ------------------------------------------------------------------------------------------
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Takes an outer step at the end of a period."""
         if trainer.global_step - self._stepped >= self.period:
             self._outer_step(trainer, pl_module)

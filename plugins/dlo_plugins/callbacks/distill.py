@@ -529,9 +529,7 @@ class Distill(BatchTransform):
             value = (value.detach() * weight).float()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Logs the means since the last record, every `trainer.log_every_n_steps` steps."""
         for name in self._computed:
             self._counts[name] = self._counts.get(name, 0) + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -61,9 +61,7 @@ class ExpertBalance(Callback):
         #: Optimizer steps of the logs, and the balance of each router by name.
         self.history: list[tuple[int, dict[str, LayerBalance]]] = []
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks that the model has a mixture of experts, before processes start.
 
         Raises:
@@ -79,9 +77,7 @@ class ExpertBalance(Callback):
         self._loads, self._handles = watch_loads(pl_module)
         self._last_step, self.history = trainer.global_step, []
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Logs the balance if the batch ended an optimizer step that is due."""
         step = trainer.global_step
         if step == self._last_step:

@@ -207,9 +207,7 @@ class Freeze(BlockSchedule):
             of_tensor = {id(tensor): factors[units[name]] for name, tensor in tensors.items()}
             self._factors[id(stepped)].divide(lambda tensor: of_tensor.get(id(tensor), 1.0))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Restores the parameter groups after a step that the loss scaler skipped."""
         for factors in self._factors.values():
             factors.restore()

@@ -290,9 +290,7 @@ class GradientCompression(Callback):
 
     # --- training ------------------------------------------------------------------------------------------
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Averages the weights at the end of a period, and logs the sent bytes."""
         steps = trainer.global_step
         if self.hook is None or steps == self._steps:

@@ -180,9 +180,7 @@ class AdaptiveGradientClipping(Callback):
         if logs:
             self._clipped = (scales < 1)[is_used].float().mean()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Logs the fraction of units that were clipped."""
         clipped, self._clipped = self._clipped, None
         if clipped is not None:

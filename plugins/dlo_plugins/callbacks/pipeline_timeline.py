@@ -55,9 +55,7 @@ class PipelineTimeline(Callback):
         if trainer.global_step == self.step and not self._recording:
             self._recording = _pipeline(trainer).record = True
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Plots the recorded step."""
         pipeline = _pipeline(trainer)
         if not pipeline.record:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -169,9 +169,7 @@ class Prune(Callback):
 
     # --- before processes start ----------------------------------------------------------------------------
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the options against the model and the run, before any process starts.
 
         Raises:
@@ -359,9 +357,7 @@ class Prune(Callback):
             return None
         return cubic_sparsity((now - begin) / (end - begin), final)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Masks the weights under DeepSpeed, and after a step that the loss scaler skipped."""
         if self.shards is None:
             return
@@ -498,9 +494,7 @@ class TicketStart(Callback):
         self.folder, self.step, self.skip = Path(folder), step, skip
         self._saved_at = -1
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the step and the patterns, before any process starts.
 
         Raises:
@@ -523,9 +517,7 @@ class TicketStart(Callback):
             write_atomic(self.folder / LAYERS, json.dumps([layer.name for layer in layers], indent=1) + "\n")
         self._save_at(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Saves the state at the step."""
         self._save_at(trainer)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -185,9 +185,7 @@ class Quantise(Callback):
 
     # --- before training -----------------------------------------------------------------------------------
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks the run's device and model, before processes start.
 
         Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dlo_framework.checkpoint import check, load
 from dlo_framework.strategy_contract import contract_of
@@ -25,9 +27,7 @@ class StartFrom(Callback):
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = checkpoint
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks that the checkpoint exists, before any process starts.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from timm.layers import DropPath
 from torch import nn
 from torchvision.ops import StochasticDepth as TorchvisionDepth
@@ -78,9 +78,7 @@ class StochasticDepthSchedule(Callback):
         self._clock = StepFraction()
         self._rates: list[tuple[nn.Module, str, float]] = []
 
-    def check_run(
-        self, trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None = None
-    ) -> None:
+    def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
         """Checks that the model has rates that can be multiplied, before processes start.
 
         Raises:
