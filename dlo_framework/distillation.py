@@ -10,39 +10,12 @@ Shapes: n samples or tokens, C classes (the vocabulary of a language model), c c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class ClassShard(Protocol):
-    """Slice of the classes on this rank; :class:`~dlo_framework.distributed.vocab_parallel.VocabularyShard` is one."""
-
-    @property
-    def communicator(self) -> Any:
-        """Collectives of the ranks that share the classes, with `sum` and `maximum`."""
-
-    @property
-    def first(self) -> int:
-        """First class of this rank."""
-
-    @property
-    def count(self) -> int:
-        """Number of classes of this rank, c."""
-
-    @property
-    def size(self) -> int:
-        """Number of all classes, C."""
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """Returns the logits of all classes, `[n, C]`, from those of the ranks, `[n, c]`."""
-
-    def locate_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the targets' columns in this rank's logits, and a mask of its own targets."""
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Returns the classes of the highest logits, `[n]`."""
+from dlo_framework.distributed.vocab_parallel import VocabularyShard
 
 
 class LogitLoss(ABC):
@@ -50,7 +23,7 @@ class LogitLoss(ABC):
 
     @abstractmethod
     def losses_and_slope(
-        self, student: Tensor, teacher: Tensor, shard: ClassShard | None = None, *, need_slope: bool
+        self, student: Tensor, teacher: Tensor, shard: VocabularyShard | None = None, *, need_slope: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the losses, `[n, 1]`, and their gradients with respect to the student's logits, `[n, c]`.
 
@@ -74,7 +47,7 @@ class Distilled(NamedTuple):
     agreement: Tensor
 
 
-def logit_losses(loss: LogitLoss, student: Tensor, teacher: Tensor, shard: ClassShard | None = None) -> Tensor:
+def logit_losses(loss: LogitLoss, student: Tensor, teacher: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """Returns the losses of samples, `[n]` in float32 at least; their gradient reaches the student alone.
 
     Args:
@@ -87,7 +60,7 @@ def logit_losses(loss: LogitLoss, student: Tensor, teacher: Tensor, shard: Class
     return found
 
 
-def agreements(student: Tensor, teacher: Tensor, shard: ClassShard | None = None) -> Tensor:
+def agreements(student: Tensor, teacher: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """Returns whether both models have the highest logit at the same class, bool `[n]`.
 
     Args:
@@ -102,7 +75,7 @@ def agreements(student: Tensor, teacher: Tensor, shard: ClassShard | None = None
 
 class _LogitLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, loss: LogitLoss, shard: ClassShard | None) -> Tensor:
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, loss: LogitLoss, shard: VocabularyShard | None) -> Tensor:
         dtype = torch.promote_types(student.dtype, torch.float32)
         with torch.autocast(student.device.type, enabled=False):
             # Copies, because a loss may overwrite its arguments.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class BlockSchedule(Callback, ABC):
 
     def __init__(self) -> None:
         self._clock = StepFraction()
-        self._handles: list[BlockHandle] = []
+        self._removers: list[Callable[[], None]] = []
         self._names: list[str] = []
 
     def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
@@ -78,7 +79,7 @@ class BlockSchedule(Callback, ABC):
         self._names = self.choose_blocks(blocks)
         for number, name in enumerate(self._names):
             block = blocks.model.get_submodule(name)
-            self._handles.append(handle_calls(block, self.handler(number, name, block), self.order))
+            self._removers.append(handle_calls(block, self.handler(number, name, block), self.order))
         return blocks
 
     @abstractmethod
@@ -126,17 +127,15 @@ class BlockSchedule(Callback, ABC):
                 self.check_trainer(trainer)
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for remove in self._removers:
+            remove()
+        self._removers = []
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Makes the blocks run as before."""
         self._remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Makes the blocks run as before."""
-        self._remove()
+    on_exception = on_train_end
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress at the last step."""
@@ -203,11 +202,9 @@ class ModelBlocks:
         return {name: self._unit(plain_name(name)) for name in names}
 
     def _unit(self, name: str) -> int:
-        if not name.startswith(self._prefix):
-            return len(self.names) + 1
         inner = name.removeprefix(self._prefix)
         tied = next((group for group in self.plan.tied if inner in group), (inner,))
-        return max(self._own_unit(one) for one in tied)
+        return max(self._own_unit(one) for one in tied) if name.startswith(self._prefix) else len(self.names) + 1
 
     def _own_unit(self, name: str) -> int:
         for number, block in enumerate(self.names, start=1):
@@ -228,44 +225,27 @@ class _Chain:
     def __call__(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = own
         for _, handler in reversed(self.handlers):
-            call = _Link(handler, call)
+            call = partial(_call_handler, handler, call)
         return call(*args, **kwargs)
 
 
-class _Link:
-    """Call of a handler, with the call that it may make."""
-
-    def __init__(self, handler: Handler, inner: Callable[..., Any]) -> None:
-        self.handler, self.inner = handler, inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.handler(self.inner, args, kwargs)
+def _call_handler(handler: Handler, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return handler(inner, args, kwargs)
 
 
-class BlockHandle:
-    """Handle of a block's handler.
-
-    Args:
-        block: Block.
-        handler: Handler of its calls.
-    """
-
-    def __init__(self, block: nn.Module, handler: Handler) -> None:
-        self._block, self._handler = block, handler
-
-    def remove(self) -> None:
-        """Removes the handler; the block's class is its own again after the last one."""
-        chain = self._block.__dict__.get(_CHAIN)
-        if chain is None:
-            return
-        chain.handlers = [(order, handler) for order, handler in chain.handlers if handler is not self._handler]
-        if not chain.handlers:
-            del self._block.__dict__[_CHAIN]
-            restore_calls(self._block)
+def _remove_handler(block: nn.Module, removed: Handler) -> None:
+    """Removes a handler; the block's class is its own again after the last one."""
+    chain = block.__dict__.get(_CHAIN)
+    if chain is None:
+        return
+    chain.handlers = [(order, handler) for order, handler in chain.handlers if handler is not removed]
+    if not chain.handlers:
+        del block.__dict__[_CHAIN]
+        restore_calls(block)
 
 
-def handle_calls(block: nn.Module, handler: Handler, order: int) -> BlockHandle:
-    """Adds a handler to the calls of a block.
+def handle_calls(block: nn.Module, handler: Handler, order: int) -> Callable[[], None]:
+    """Adds a handler to the calls of a block; returns a function that removes it.
 
     Args:
         block: Block.
@@ -277,7 +257,7 @@ def handle_calls(block: nn.Module, handler: Handler, order: int) -> BlockHandle:
         chain = block.__dict__[_CHAIN] = _Chain()
         intercept_calls(block, chain)
     chain.handlers = sorted([*chain.handlers, (order, handler)], key=lambda pair: pair[0])
-    return BlockHandle(block, handler)
+    return partial(_remove_handler, block, handler)
 
 
 def call_with_forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,15 +272,13 @@ def call_with_forward(block: nn.Module, forward: Callable[..., Any], *args: Any,
         *args: Arguments of the call.
         **kwargs: Arguments by name.
     """
-    own = block.__dict__.get("forward")
+    own = {key: value for key, value in block.__dict__.items() if key == "forward"}
     block.__dict__["forward"] = forward
     try:
         return nn.Module._call_impl(block, *args, **kwargs)
     finally:
-        if own is None:
-            del block.__dict__["forward"]
-        else:
-            block.__dict__["forward"] = own
+        del block.__dict__["forward"]
+        block.__dict__.update(own)
 
 
 class _PassGradient(torch.autograd.Function):

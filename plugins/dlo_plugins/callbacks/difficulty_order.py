@@ -61,9 +61,7 @@ class DifficultyOrder(Callback):
         check_number("DifficultyOrder: start", start, "above 0 and at most 1", "the paper has 0.01")
         check_choice("DifficultyOrder: growth", growth, ("root", "linear"), "leave it out for root")
         self.scores, self.metric, self.start, self.growth = scores, metric, start, growth
-        self.until = parse_position(until, "DifficultyOrder: until")
-        if not self.until.value:
-            raise DloError(f"DifficultyOrder: until must be above 0, got {until!r}; the default is '50%'")
+        self.until = parse_position(until, "DifficultyOrder: until", at_zero=False)
         self.needs_max_epochs = any_percentage([self.until])
         self._max_epochs = float("inf")
         self._known: np.ndarray | None = None

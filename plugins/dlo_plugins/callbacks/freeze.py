@@ -105,14 +105,12 @@ class Freeze(BlockSchedule):
         self.method = method
         self.t0 = 0.5 if t0 is None else t0
         self.cubic, self.scale_lr = cubic is not False, scale_lr is not False
-        self.every = None if every is None else parse_position(every, "Freeze: every")
+        self.every = None
+        if every is not None:
+            self.every = parse_position(every, "Freeze: every", in_samples=False, at_zero=False)
         self.lr_decay = 1.0 if lr_decay is None else lr_decay
         check_number("Freeze: t0", self.t0, "above 0 and below 1", "the paper has 0.5 to 0.8")
         check_number("Freeze: lr_decay", self.lr_decay, "at least 1", "the paper has 2.6")
-        if self.every is not None and (self.every.unit == "samples" or not self.every.value):
-            raise DloError(
-                f"Freeze: every must be a number of epochs or a percentage above 0, got {every!r}; write '1 epochs'"
-            )
         self.needs_max_epochs = self.every is not None and self.every.unit == "epochs"
         self._factors: dict[int, GroupFactors] = {}
         self._schedule: UnitSchedule | None = None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,8 +38,8 @@ from dlo_framework.progress import check_end, epochs_of_run, epochs_seen, fracti
 from dlo_framework.rehearsal import run_folder
 from dlo_framework.shards import FlatShard, Shard, local_data, shard_maker
 from dlo_framework.strategy_contract import ForeignStrategy, contract_of
-from dlo_framework.watch.media import draw_figure, log_figure, log_scalars
-from dlo_plugins.callbacks.run_position import RunPosition, parse_position, run_fraction
+from dlo_framework.watch.media import log_scalars, save_figure
+from dlo_plugins.callbacks.run_position import parse_position, run_fraction
 from dlo_plugins.callbacks.schedule_free import ScheduleFree
 from dlo_plugins.mesh.mesh_description import prepare_model
 from dlo_plugins.pruning.layers import (
@@ -51,7 +50,7 @@ from dlo_plugins.pruning.layers import (
     select_layers,
     use_sparse_kernels,
 )
-from dlo_plugins.pruning.pruned_shards import MASKS, Keys, PrunedShard, PrunedShards, find_cut, order_keys
+from dlo_plugins.pruning.pruned_shards import MASKS, PrunedShard, PrunedShards, order_keys
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,16 +114,13 @@ class Prune(Callback):
     ) -> None:
         self.method, self.amount, self.scope, self.schedule = method, amount, scope, schedule
         self.pattern = NMPattern.parse(pattern)
-        self.begin, self.end = (_parse(point, key) for point, key in ((begin, "begin"), (end, "end")))
+        self.begin = parse_position(begin, "Prune: begin", in_samples=False)
+        self.end = parse_position(end, "Prune: end", in_samples=False)
         self.every = every if every is not None else 1 if self.pattern else 20
         self.skip, self.decay, self.masks, self.kernels = skip, decay, masks, kernels
         self._check_values()
         self.layers: list[PrunableLayer] = []
-        self.shards: PrunedShards | None = None
-        self._items: list[PrunedShard] = []  # Where a snapshot of the run finds the tensors.
         self._handle: RemovableHandle | None = None
-        self._pending: Any = None  # Masks of a checkpoint, until the optimizer's tensors hold values.
-        self._restored = self._steps = False
         self._reset()
 
     def _check_values(self) -> None:
@@ -136,7 +132,8 @@ class Prune(Callback):
         ):
             check_choice(f"Prune: {key}", value, known)
         if self.amount is not None:
-            check_fraction(self.amount, "Prune: amount", "0.8 prunes four of five")
+            rule = "above 0 and below 1, a fraction of the weights"
+            check_number("Prune: amount", self.amount, rule, "0.8 prunes four of five")
         if self.pattern is None and self.amount is None and self.masks is None:
             raise DloError("Prune: amount must be set without a pattern or masks, got none; 0.8 prunes four of five")
         if self.pattern is not None and self.amount is not None:
@@ -147,9 +144,7 @@ class Prune(Callback):
         check_number("Prune: every", self.every, "at least 1 step", "set 20")
         check_number("Prune: decay", self.decay, "at least 0", "the paper has 2e-4")
         if self.begin.unit == self.end.unit and self.begin.value >= self.end.value and self.schedule == "gradual":
-            raise DloError(
-                f"Prune: begin must be before end, got {_show(self.begin)} and {_show(self.end)}; set an earlier begin"
-            )
+            raise DloError(f"Prune: begin must be before end, got {self.begin} and {self.end}; set an earlier begin")
         if self.kernels == "semi_structured" and self.pattern != NMPattern(2, 4):
             raise DloError(
                 f"Prune: kernels: semi_structured must have pattern: '2:4', got '{self.pattern or 'none'}'; set the"
@@ -157,6 +152,10 @@ class Prune(Callback):
             )
 
     def _reset(self) -> None:
+        self.shards: PrunedShards | None = None
+        self._items: list[PrunedShard] = []  # Where a snapshot of the run finds the tensors.
+        self._pending: Any = None  # Masks of a checkpoint, until the optimizer's tensors hold values.
+        self._restored = self._steps = False
         self._last: int | None = None
         self._done = False
         self._curve: list[dict[str, Any]] = []
@@ -207,13 +206,13 @@ class Prune(Callback):
         begin, end = self._bounds(trainer)
         if begin >= 1:
             raise DloError(
-                f"Prune: begin must be before the end of training, got {_show(self.begin)} of"
+                f"Prune: begin must be before the end of training, got {self.begin} of"
                 f" {epochs_of_run(trainer):g} epochs; set '50%' or less"
             )
         if self.schedule == "gradual" and not begin < end <= 1:
             raise DloError(
-                f"Prune: end must be after begin and within the run, got {_show(self.end)} with begin"
-                f" {_show(self.begin)} in {epochs_of_run(trainer):g} epochs; set '75%'"
+                f"Prune: end must be after begin and within the run, got {self.end} with begin"
+                f" {self.begin} in {epochs_of_run(trainer):g} epochs; set '75%'"
             )
 
     # --- the run's begin and end ---------------------------------------------------------------------------
@@ -221,8 +220,6 @@ class Prune(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets an earlier run."""
         self._remove_hook()
-        self.shards, self._items, self._pending = None, [], None
-        self._restored = self._steps = False
         self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -282,11 +279,11 @@ class Prune(Callback):
             self._prepare(trainer)
         shards, self._steps = self.shards, True
         assert shards is not None
-        if shards.keeps_dense and self.trains_pruned:
+        if self._trains_aside(shards):
             shards.restore_dense(self.decay)
             self._restored = True
             return
-        if shards.keeps_dense and self.method == "movement":
+        if shards.keeps_dense:
             shards.accumulate_movement()
         shards.mask_gradients()
 
@@ -324,10 +321,7 @@ class Prune(Callback):
         self._restored = False
         sparsity = self._due(trainer, step)
         if sparsity is None:
-            if shards.keeps_dense and self.trains_pruned:
-                shards.reapply()
-            else:
-                shards.apply()
+            (shards.reapply if self._trains_aside(shards) else shards.apply)()
             return
         if self.pattern is not None:
             shards.choose_pattern(self.pattern)
@@ -336,9 +330,12 @@ class Prune(Callback):
         self._last = step
         if self._done and shards.keeps_dense:
             shards.freeze()
-        if not (shards.keeps_dense and self.trains_pruned):
+        if not self._trains_aside(shards):
             shards.mask_optimizer_state()
         log_scalars(trainer, {"prune/sparsity": shards.target}, step)
+
+    def _trains_aside(self, shards: PrunedShards) -> bool:
+        return shards.keeps_dense and self.trains_pruned
 
     def _due(self, trainer: Trainer, step: int) -> float | None:
         """Returns the sparsity of a choice that is due after a step; None if none is."""
@@ -369,13 +366,9 @@ class Prune(Callback):
         self._restored = self._steps = False
 
     def _after_deepspeed_step(self, trainer: Trainer) -> None:
-        shards = self.shards
-        assert shards is not None
         if trainer.global_step == self._counted:
             return
-        self._counted = trainer.global_step
-        before = self._last
-        trained_aside = self._restored
+        self._counted, before, trained_aside = trainer.global_step, self._last, self._restored
         self._after_step(trainer, 0)
         if trained_aside or self._last != before:
             contract_of(trainer.strategy).refresh()
@@ -417,14 +410,9 @@ class Prune(Callback):
         value = trainer.callback_metrics.get(metric)
         if value is None:
             return
-        point = {
-            "step": trainer.global_step,
-            "sparsity": self.shards.target if self.shards is not None else 0.0,
-            "metric": metric,
-            "value": float(value),
-            "time": time.time(),
-        }
-        self._curve.append(point)
+        sparsity = self.shards.target if self.shards is not None else 0.0
+        point = {"step": trainer.global_step, "sparsity": sparsity, "metric": metric}
+        self._curve.append({**point, "value": float(value), "time": time.time()})
 
     def _report(self, trainer: Trainer, layers: dict[str, float]) -> None:
         """Writes the report and its picture, and logs the picture."""
@@ -434,14 +422,11 @@ class Prune(Callback):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        figure = draw_figure("Prune", lambda: draw_training(self._curve, layers))
-        if figure is not None:
-            log_figure(trainer, "prune/report", figure)
-        report = {"sparsity": sparsity, "layers": layers, "curve": self._curve}
         if folder.is_dir() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            report = {"sparsity": sparsity, "layers": layers, "curve": self._curve}
             write_atomic(folder / "pruning.json", json.dumps(report, indent=1) + "\n")
-            if figure is not None:
-                figure.savefig(folder / "pruning.png", dpi=120)
+            path, draw = folder / "pruning.png", lambda: draw_training(self._curve, layers)
+            save_figure(trainer, "Prune", "prune/report", path, draw)
         rank_zero_info(f"Prune: {sparsity:.1%} of {sum(self.shards.sizes):,} weights in {len(layers)} layers are zero")
 
     # --- evaluation ----------------------------------------------------------------------------------------
@@ -455,17 +440,6 @@ class Prune(Callback):
             rank_zero_info(f"Prune: {count} of {len(names)} layers run torch's semi-structured kernels")
 
     on_test_start = on_predict_start = on_validation_start
-
-
-def _parse(point: str | float, key: str) -> RunPosition:
-    found = parse_position(point, f"Prune: {key}")
-    if found.unit == "samples":
-        raise DloError(f"Prune: {key} must be in epochs or percent, got {point!r}; write '10%' or '3 epochs'")
-    return found
-
-
-def _show(point: RunPosition) -> str:
-    return f"{point.value:.0%}" if point.unit == "runs" else f"{point.value:g} epochs"
 
 
 #: Files in the folder of the rounds.
@@ -563,15 +537,6 @@ def ticket_sparsity(round_number: int, amount: float) -> float:
     return 1.0 - (1.0 - amount) ** round_number
 
 
-def check_fraction(value: float, what: str, usual: str) -> None:
-    """Checks that a fraction of the weights is in (0, 1).
-
-    Raises:
-        DloError: If it is not.
-    """
-    check_number(what, value, "above 0 and below 1, a fraction of the weights", usual)
-
-
 #: Key of the state of pruning in a checkpoint.
 PRUNING = "pruning"
 #: Key of the trained weights in a checkpoint whose ``state_dict`` is their average.
@@ -593,25 +558,15 @@ def magnitude_masks(
         bool masks by name; true for kept weights.
     """
     names = sorted(weights)
-    sizes = [weights[name].numel() for name in names]
-    offsets = [sum(sizes[:number]) for number in range(len(names))]
-    per_layer = scope == "layer"
-
-    def keys(name: str) -> Tensor:
-        pruned = ~before[name] if name in before else None
-        return order_keys(weights[name].abs(), pruned).flatten()
-
-    def indices(number: int) -> Tensor:
-        return torch.arange(offsets[number], offsets[number] + sizes[number])
-
-    counts = torch.tensor([round(sparsity * size) for size in (sizes if per_layer else [sum(sizes)])])
-    parts = [Keys(partial(keys, name), number if per_layer else 0) for number, name in enumerate(names)]
-    where = [partial(indices, number) for number in range(len(names))]
-    cut = find_cut(parts, where, counts, lambda values: values)
-    return {
-        name: ~cut.is_pruned(keys(name), where[number], parts[number].group).view(weights[name].shape)
-        for number, name in enumerate(names)
-    }
+    masks: dict[str, Tensor] = {}
+    for group in [[name] for name in names] if scope == "layer" else [names]:
+        keys = [order_keys(weights[name].abs(), ~before[name] if name in before else None).flatten() for name in group]
+        order = torch.cat(keys).argsort(stable=True)  # Of equal weights the first are pruned.
+        kept = torch.ones_like(order, dtype=torch.bool)
+        kept[order[: round(sparsity * len(order))]] = False
+        parts = kept.split([weights[name].numel() for name in group])
+        masks |= {name: part.view(weights[name].shape) for name, part in zip(group, parts, strict=True)}
+    return masks
 
 
 def next_masks(checkpoint: str | Path, names: Sequence[str], sparsity: float, scope: str) -> dict[str, Tensor]:

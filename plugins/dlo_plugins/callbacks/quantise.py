@@ -130,9 +130,7 @@ class Quantise(Callback):
         check_choice("Quantise: when", when, WHEN)
         found = find_scheme(scheme)
         self.when, self.export, self.reports = when, tuple(export or ()), report
-        self.start = parse_position(start, "Quantise: start")
-        if self.start.unit == "samples":
-            raise DloError(f"Quantise: start must be a share of training or a number of epochs, got {start}; set '50%'")
+        self.start = parse_position(start, "Quantise: start", in_samples=False)
         if found.activations == "static" and when == "aware":
             raise DloError(
                 "Quantise: when must be post for scheme int8_static, got aware: its scales of activations come from the"

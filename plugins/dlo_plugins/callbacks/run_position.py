@@ -45,20 +45,27 @@ class RunPosition:
             return at.epoch * at.size + at.samples - self.value
         return at.epochs - self.value * (max_epochs if self.unit == "runs" else 1.0)
 
+    def __str__(self) -> str:
+        return f"{self.value:.0%}" if self.unit == "runs" else f"{self.value:g} {self.unit}"
+
     def epochs(self, size: int, max_epochs: float) -> float:
         """Returns the point in epochs of ``size`` samples, in a run of ``max_epochs``."""
         return self.value * {"epochs": 1.0, "runs": max_epochs, "samples": 1 / size}[self.unit]
 
 
-def parse_position(point: str | int | float, what: str) -> RunPosition:
+def parse_position(
+    point: str | int | float, what: str, *, in_samples: bool = True, at_zero: bool = True
+) -> RunPosition:
     """Returns the point for a config's value: ``3`` or ``"3 epochs"``, ``"50%"``, ``"500_000 samples"``.
 
     Args:
         point: Value of the config; a number without a unit counts epochs.
         what: Name of the option, for the message.
+        in_samples: Whether the option takes samples.
+        at_zero: Whether the option takes the run's start.
 
     Raises:
-        DloError: If it has another form, or is a percentage above 100.
+        DloError: If it has another form, is a percentage above 100, or one that the option does not take.
     """
     found = _FORM.fullmatch(str(point).strip())
     if found is None:
@@ -66,9 +73,13 @@ def parse_position(point: str | int | float, what: str) -> RunPosition:
             f"{what}: a point must be like 3, '3 epochs', '50%' or '500000 samples', got {point!r}; write it so"
         )
     value, unit = float(found[1].replace("_", "")), (found[2] or "epochs").lower()
+    if unit == "%" and value > 100:
+        raise DloError(f"{what}: a point must be within the run, got {point!r}; set '100%' or less")
+    if unit.startswith("sample") and not in_samples:
+        raise DloError(f"{what} must be in epochs or percent, got {point!r}; write '10%' or '3 epochs'")
+    if not value and not at_zero:
+        raise DloError(f"{what} must be above 0, got {point!r}; write '50%' or '1 epochs'")
     if unit == "%":
-        if value > 100:
-            raise DloError(f"{what}: a point must be within the run, got {point!r}; set '100%' or less")
         return RunPosition(value / 100, "runs")
     return RunPosition(value, "samples" if unit.startswith("sample") else "epochs")
 

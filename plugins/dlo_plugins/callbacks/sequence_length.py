@@ -83,19 +83,17 @@ class SequenceLength(BatchTransform):
         check_choice("SequenceLength: method", method, METHODS, "leave it out for split")
         check_number("SequenceLength: multiple", multiple, "at least 1", "leave it out")
         self.start, self.method, self.multiple, self.seed = start, method, multiple, seed
-        self.until = parse_position(until, "SequenceLength: until")
+        self.until = parse_position(until, "SequenceLength: until", in_samples=False, at_zero=start is None)
         self.steps = {
-            parse_position(point, "SequenceLength: lengths"): [value] if isinstance(value, int) else list(value)
+            parse_position(point, "SequenceLength: lengths", in_samples=False): (
+                [value] if isinstance(value, int) else list(value)
+            )
             for point, value in (lengths or {}).items()
         }
         if lengths is not None and all(point.value for point in self.steps):
             raise DloError(
                 f"SequenceLength: lengths must have the first length of the run under 0, got {lengths}; add 0: 64"
             )
-        if any(point.unit == "samples" for point in (self.until, *self.steps)):
-            raise DloError("SequenceLength: points must be in epochs or percent, got samples; write '60%'")
-        if start is not None and not self.until.value:
-            raise DloError(f"SequenceLength: until must be above 0, got {until!r}; the default is '60%'")
         for size in [start, *(size for sizes in self.steps.values() for size in sizes)]:
             check_number("SequenceLength: a length", size, f"at least {multiple}, the multiple", f"set {multiple}")
         if not all(self.steps.values()):

@@ -72,9 +72,7 @@ class TokenDrop(BlockSchedule):
         check_number("TokenDrop: start", start, "above 0 and below 1", "0.5 is the default")
         check_number("TokenDrop: multiple", multiple, "at least 1", "leave it out")
         self.start, self.multiple, self.skip, self.seed = start, multiple, list(skip or []), seed
-        self.until = parse_position(until, "TokenDrop: until")
-        if self.until.unit == "samples" or not self.until.value:
-            raise DloError(f"TokenDrop: until must be in epochs or percent and above 0, got {until!r}; write '70%'")
+        self.until = parse_position(until, "TokenDrop: until", in_samples=False, at_zero=False)
         self.needs_max_epochs = self.until.unit == "epochs"
         self._until = 1.0
         self._always = 0

@@ -55,7 +55,7 @@ import itertools
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,19 +65,7 @@ from torch.optim.adam import adam
 
 from dlo_framework.errors import DloError, check_number
 from dlo_framework.optimizers import run_closure, trust_ratio
-
-
-class MomentumAverage(Protocol):
-    """Mean over the ranks, as :class:`~.compressed_all_reduce.CompressedAllReduce` computes it."""
-
-    def average(self, tensors: list[Tensor]) -> None:
-        """Replaces tensors in place by their mean, compressed or not, the same on all ranks."""
-
-    def mean(self, value: Tensor) -> Tensor:
-        """Returns the mean of a scalar over the ranks."""
-
-    def reset(self) -> None:
-        """Drops the state that is kept between means."""
+from dlo_plugins.compression.compressed_all_reduce import CompressedAllReduce
 
 
 class OneBitOptimizer(Optimizer):
@@ -124,7 +112,7 @@ class OneBitOptimizer(Optimizer):
             )
         check_settings(name, defaults)
         self.freeze_step, self.refresh_every = freeze_step, refresh_every
-        self.communicator: MomentumAverage | None = None
+        self.communicator: CompressedAllReduce | None = None
         self.own: list[Tensor] | None = None
         self._steps: int | None = 0
         self._warned = False

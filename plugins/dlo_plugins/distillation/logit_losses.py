@@ -31,11 +31,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dlo_framework.distillation import ClassShard, LogitLoss
+from dlo_framework.distillation import LogitLoss
+from dlo_framework.distributed.vocab_parallel import VocabularyShard
 from dlo_framework.errors import DloError, check_choice, check_number
 
 #: Names of the distances.
 LogitLossName = Literal["kl", "cross_entropy", "reverse_kl", "jsd", "wasserstein", "mse", "hard"]
+
+#: Losses `[n, 1]`, and their gradients with respect to the student's logits over T, `[n, c]`.
+Losses = tuple[Tensor, Tensor | None]
+Shard = VocabularyShard | None
 
 #: Distances that do not use the temperature.
 WITHOUT_TEMPERATURE = ("mse", "hard")
@@ -69,21 +74,23 @@ class LogitDistance(LogitLoss):
         check_number("Distill: beta", self.beta, "above 0 and below 1", "loss: kl for 0, loss: reverse_kl for 1")
 
     def losses_and_slope(
-        self, student: Tensor, teacher: Tensor, shard: ClassShard | None = None, *, need_slope: bool
+        self, student: Tensor, teacher: Tensor, shard: Shard = None, *, need_slope: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the losses, `[n, 1]`, and their gradients, `[n, c]`; overwrites the logits."""
         if self.name == "mse":
             return _mse(student, teacher, shard, need_slope)
         if self.name == "hard":
             return _hard(student, teacher, shard, need_slope)
+        for logits in (student, teacher):
+            logits.div_(self.temperature)
         if self.name == "wasserstein":
-            return _wasserstein(student.div_(self.temperature), teacher.div_(self.temperature), shard, need_slope, self)
-        log_q, log_p = _log_softmax_of_both(student.div_(self.temperature), teacher.div_(self.temperature), shard)
+            return _wasserstein(student, teacher, self.temperature, shard, need_slope)
+        log_q, log_p = _log_softmax_of_both(student, teacher, shard)
         losses, slope = _DIVERGENCES[self.name](log_q, log_p, self.beta, shard, need_slope)
         return losses * self.temperature**2, None if slope is None else slope.mul_(self.temperature)
 
 
-def _log_softmax_of_both(student: Tensor, teacher: Tensor, shard: ClassShard | None) -> tuple[Tensor, Tensor]:
+def _log_softmax_of_both(student: Tensor, teacher: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of both, written over the logits."""
     highest = torch.cat([student.amax(dim=1, keepdim=True), teacher.amax(dim=1, keepdim=True)], dim=1)
     if shard is not None:
@@ -96,15 +103,12 @@ def _log_softmax_of_both(student: Tensor, teacher: Tensor, shard: ClassShard | N
     return student, teacher
 
 
-def _sum(partial: Tensor, shard: ClassShard | None) -> Tensor:
+def _sum(partial: Tensor, shard: Shard) -> Tensor:
     """Returns sums over this rank's classes, `[n, k]`, summed over the ranks."""
-    if shard is None:
-        return partial
-    found: Tensor = shard.communicator.sum(partial)
-    return found
+    return partial if shard is None else shard.communicator.sum(partial)
 
 
-def _sum_classes(values: Tensor, shard: ClassShard | None) -> Tensor:
+def _sum_classes(values: Tensor, shard: Shard) -> Tensor:
     """Returns the sum over all classes of values `[n, c]`, `[n, 1]`."""
     return _sum(values.sum(dim=1, keepdim=True), shard)
 
@@ -113,34 +117,26 @@ def _sum_classes(values: Tensor, shard: ClassShard | None) -> Tensor:
 # respect to s / T.
 
 
-def _kl(
-    log_q: Tensor, log_p: Tensor, beta: float, shard: ClassShard | None, need_slope: bool
-) -> tuple[Tensor, Tensor | None]:
+def _kl(log_q: Tensor, log_p: Tensor, beta: float, shard: Shard, need_slope: bool) -> Losses:
     p = log_p.exp()
     losses = _sum_classes(log_p.sub_(log_q).mul_(p), shard)
     return losses, log_q.exp_().sub_(p) if need_slope else None
 
 
-def _cross_entropy(
-    log_q: Tensor, log_p: Tensor, beta: float, shard: ClassShard | None, need_slope: bool
-) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy(log_q: Tensor, log_p: Tensor, beta: float, shard: Shard, need_slope: bool) -> Losses:
     p = log_p.exp_()
     losses = -_sum_classes(p * log_q, shard)
     return losses, log_q.exp_().sub_(p) if need_slope else None
 
 
-def _reverse_kl(
-    log_q: Tensor, log_p: Tensor, beta: float, shard: ClassShard | None, need_slope: bool
-) -> tuple[Tensor, Tensor | None]:
+def _reverse_kl(log_q: Tensor, log_p: Tensor, beta: float, shard: Shard, need_slope: bool) -> Losses:
     q = log_q.exp()
     ratio = log_q.sub_(log_p)
     losses = _sum_classes(q * ratio, shard)
     return losses, q.mul_(ratio.sub_(losses)) if need_slope else None
 
 
-def _jsd(
-    log_q: Tensor, log_p: Tensor, beta: float, shard: ClassShard | None, need_slope: bool
-) -> tuple[Tensor, Tensor | None]:
+def _jsd(log_q: Tensor, log_p: Tensor, beta: float, shard: Shard, need_slope: bool) -> Losses:
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * p + (1 - beta) * q).log_().clamp_(min=-torch.finfo(p.dtype).max)
     to_student = log_q.sub_(log_m).mul_(q)  # 0, not NaN, where q underflows: log_q and log_m are finite.
@@ -153,7 +149,7 @@ def _jsd(
     return losses, to_student.sub_(q.mul_(both[:, 1:])).mul_(1 - beta)
 
 
-_DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+_DIVERGENCES: dict[str, Callable[..., Losses]] = {
     "kl": _kl,
     "cross_entropy": _cross_entropy,
     "reverse_kl": _reverse_kl,
@@ -161,15 +157,13 @@ _DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
 }
 
 
-def _wasserstein(
-    student: Tensor, teacher: Tensor, shard: ClassShard | None, need_slope: bool, loss: LogitDistance
-) -> tuple[Tensor, Tensor | None]:
+def _wasserstein(student: Tensor, teacher: Tensor, temperature: float, shard: Shard, need_slope: bool) -> Losses:
     if shard is not None:
         student, teacher = shard.gather(student), shard.gather(teacher)
     q = torch.softmax(student, dim=1)
     sorted_q, order = q.sort(dim=1, descending=True)
     apart = sorted_q.sub_(torch.softmax(teacher, dim=1).sort(dim=1, descending=True).values)
-    losses = apart.abs().sum(dim=1, keepdim=True) * loss.temperature
+    losses = apart.abs().sum(dim=1, keepdim=True) * temperature
     if not need_slope:
         return losses, None
     signs = torch.empty_like(q).scatter_(1, order, apart.sign_())
@@ -177,14 +171,14 @@ def _wasserstein(
     return losses, slope if shard is None else slope.narrow(1, shard.first, shard.count)
 
 
-def _mse(student: Tensor, teacher: Tensor, shard: ClassShard | None, need_slope: bool) -> tuple[Tensor, Tensor | None]:
+def _mse(student: Tensor, teacher: Tensor, shard: Shard, need_slope: bool) -> Losses:
     classes = student.shape[1] if shard is None else shard.size
     apart = student.sub_(teacher)
     losses = _sum_classes(apart.square(), shard) / classes
     return losses, apart.mul_(2 / classes) if need_slope else None
 
 
-def _hard(student: Tensor, teacher: Tensor, shard: ClassShard | None, need_slope: bool) -> tuple[Tensor, Tensor | None]:
+def _hard(student: Tensor, teacher: Tensor, shard: Shard, need_slope: bool) -> Losses:
     if shard is None:
         columns = teacher.argmax(dim=1, keepdim=True)
         own = torch.ones_like(columns, dtype=torch.bool)

@@ -78,7 +78,7 @@ def test_the_output_is_that_of_the_formula(tmp_path):
     drop = LayerDrop(theta=0.5)
     block = Block()
     drop._probabilities, drop._kept = [1.0, 0.75], [True, True]
-    handle = handle_calls(block, drop.handler(1, "1", block), 20)
+    remove = handle_calls(block, drop.handler(1, "1", block), 20)
     x = torch.randn(2, 3, requires_grad=True)
     torch.testing.assert_close(block(x), x + block.layer(x) / 0.75)
     drop._kept = [True, False]
@@ -90,7 +90,7 @@ def test_the_output_is_that_of_the_formula(tmp_path):
     torch.testing.assert_close(x.grad, torch.ones_like(x))
     block.eval()
     torch.testing.assert_close(block(x), x + block.layer(x))
-    handle.remove()
+    remove()
     assert type(block) is Block
     assert "_dlo_block_chain" not in block.__dict__
 
@@ -105,14 +105,14 @@ def test_handlers_of_several_callbacks_are_nested():
 
         return call
 
-    handles = [handle_calls(block, handler(name), order) for name, order in (("b", 2), ("a", 1), ("c", 3))]
+    removers = [handle_calls(block, handler(name), order) for name, order in (("b", 2), ("a", 1), ("c", 3))]
     block(torch.zeros(1, 2))
     assert calls == ["a", "b", "c"]
-    handles[0].remove()
+    removers[0]()
     block(torch.zeros(1, 2))
     assert calls[3:] == ["a", "c"]
-    handles[1].remove()
-    handles[2].remove()
+    removers[1]()
+    removers[2]()
     assert type(block) is nn.Linear
 
 

@@ -146,7 +146,7 @@ def test_a_run_resumes_in_the_middle_of_a_step(folder, tmp_path):
         (lambda: SequenceLength(4), "a length must be at least 8, the multiple, got 4"),
         (lambda: SequenceLength(lengths={"10%": 8}), "lengths must have the first length of the run under 0"),
         (lambda: SequenceLength(lengths={0: []}), "a list of lengths must not be empty"),
-        (lambda: SequenceLength(8, until="9 samples"), "points must be in epochs or percent, got samples"),
+        (lambda: SequenceLength(8, until="9 samples"), "until must be in epochs or percent, got"),
         (lambda: SequenceLength(8, until=0), "until must be above 0, got 0"),
         (lambda: SequenceLength(8, multiple=0), "multiple must be at least 1, got 0"),
     ],

@@ -153,7 +153,7 @@ def test_a_run_resumes_exactly(folder, tmp_path):
     [
         (lambda: TokenDrop(1.0), "start must be above 0 and below 1, got 1.0"),
         (lambda: TokenDrop(multiple=0), "multiple must be at least 1, got 0"),
-        (lambda: TokenDrop(until="9 samples"), "until must be in epochs or percent and above 0"),
+        (lambda: TokenDrop(until="9 samples"), "until must be in epochs or percent, got '9 samples'"),
     ],
 )
 def test_a_wrong_value_is_refused(make, message):

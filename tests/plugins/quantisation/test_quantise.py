@@ -17,7 +17,7 @@ from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.quantise import BitSchedule, Quantise
-from dlo_plugins.quantisation import report as reports
+from dlo_plugins.quantisation import post_training as reports
 from dlo_plugins.quantisation import schemes
 from dlo_plugins.quantisation.export import program_device, program_input
 from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
@@ -258,7 +258,7 @@ def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: s
         ({"scheme": "int9"}, "got int9; did you mean 'int8'"),
         ({"when": "awear"}, "got awear; did you mean 'aware'"),
         ({"start": "150%"}, "a point must be within the run"),
-        ({"start": "100 samples"}, "start must be a share of training or a number of epochs"),
+        ({"start": "100 samples"}, "start must be in epochs or percent, got"),
         ({"scheme": "int8", "group_size": 64}, "group_size must be unset for scheme int8"),
         ({"scheme": "int4_weights", "group_size": 50}, "one of 32, 64, 128, got 50; set 64"),
         ({"scheme": "int8_static", "when": "aware"}, "when must be post for scheme int8_static"),

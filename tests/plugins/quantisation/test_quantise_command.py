@@ -9,7 +9,7 @@ import torch
 
 from dlo_framework import runs
 from dlo_framework.cli.main import main
-from dlo_plugins.quantisation import report as reports
+from dlo_plugins.quantisation import post_training as reports
 from dlo_plugins.quantisation.schemes import affine_grid, fake_quantise, symmetric_grid
 from support.texts import lines, sentences
 
