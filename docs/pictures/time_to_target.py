@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from dlo_plugins.callbacks.time_to_target import first_reaching
+from dlo_plugins.callbacks.time_to_target import reaches
 
 FILE = Path(__file__).parents[1] / "images" / "time-to-target.svg"
 TARGET = 0.97
@@ -58,7 +58,7 @@ ACCURACY = [
 def main() -> None:
     """Draws the metric over samples, the target, and the point where the run stops."""
     evaluations = [{"value": value, "samples": SAMPLES * (epoch + 1)} for epoch, value in enumerate(ACCURACY)]
-    reached = first_reaching(evaluations, TARGET, "max")
+    reached = next(one for one in evaluations if reaches(one["value"], TARGET, "max"))
     assert reached is not None
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     plt.rcParams |= {"axes.edgecolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlo_plugins.callbacks.low_precision import SCHEMES, lacks
+from dlo_plugins.callbacks.low_precision import SCHEMES
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 
 
@@ -14,7 +14,7 @@ from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
 @pytest.mark.parametrize("tokens", [128, 19])
 def test_a_layer_computes_as_its_emulation(scheme: str, tokens: int) -> None:
     device = torch.device("cuda", 0)
-    missing = lacks(SCHEMES[scheme], device)
+    missing = SCHEMES[scheme].lacks(device)
     if missing:
         pytest.skip(f"{scheme}: {missing}")
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
 from dlo_plugins.callbacks.compile import Compile
-from dlo_plugins.callbacks.low_precision import SCHEMES, LowPrecision, check_device
+from dlo_plugins.callbacks.low_precision import SCHEMES, LowPrecision
 from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward, multiply, multiply_rows, round_rows
 from dlo_plugins.strategies.fsdp import FSDPStrategy
@@ -150,15 +150,15 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("scheme", "capability", "message"),
     [
+        ("fp8", None, r"fp8 must have a cuda device \(CUDA of .* 8.9 or more\), got cpu, .*; set scheme: int8, or"),
         (
-            "fp8",
-            None,
-            r"must be CUDA of compute capability 8.9 or more for scheme fp8, got a CPU; set scheme: int8, or",
+            "mxfp8",
+            (9, 0),
+            r"10.0 or more\), got compute capability 9.0; set scheme: fp8_rowwise, or emulate",
         ),
-        ("mxfp8", (9, 0), r"capability 10.0 or more for scheme mxfp8, got 9.0; set scheme: fp8_rowwise, or emulate"),
-        ("fp8_rowwise", (8, 9), r"got 8.9; set scheme: fp8,"),
-        ("fp8", (8, 0), r"got 8.0; set scheme: int8,"),
-        ("int8", (7, 0), r"7.5 or more or a CPU for scheme int8, got 7.0; leave LowPrecision out$"),
+        ("fp8_rowwise", (8, 9), r"got compute capability 8.9; set scheme: fp8,"),
+        ("fp8", (8, 0), r"got compute capability 8.0; set scheme: int8,"),
+        ("int8", (7, 0), r"a cuda or cpu device .* 7.5 or more\), got .* 7.0; leave the callback out$"),
         ("fp8", (9, 0), None),
         ("mxfp8", (10, 0), None),
     ],
@@ -166,15 +166,16 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
 def test_a_device_without_the_kernels_is_refused_with_the_nearest_scheme(
     scheme: str, capability: Any, message: str | None
 ) -> None:
-    device = torch.device("cpu" if capability is None else "cuda")
+    trainer: Any = mock.Mock(callbacks=[])
+    trainer.strategy.root_device = torch.device("cpu" if capability is None else "cuda")
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         if message is None:
-            check_device(SCHEMES[scheme], device, False)
+            LowPrecision(scheme, min_features=8).check_run(trainer, task())
             return
         with pytest.raises(DloError, match=message):
-            check_device(SCHEMES[scheme], device, False)
+            LowPrecision(scheme).check_run(trainer, task())
         if SCHEMES[scheme].emulated:
-            check_device(SCHEMES[scheme], device, True)
+            LowPrecision(scheme, emulate=True, min_features=8).check_run(trainer, task())
 
 
 def test_a_scheme_without_kernels_is_refused_before_ranks_start() -> None:

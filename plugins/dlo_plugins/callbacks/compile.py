@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -100,7 +100,16 @@ class Compile(Callback):
         loss: bool = False,
         optimizer: bool = False,
     ) -> None:
-        _check_arguments(scope, mode, backend, evaluate, max_sizes)
+        for name, given, known in (
+            ("scope", scope, ("model", "blocks")),
+            ("mode", mode, get_args(Mode)),
+            ("evaluate", evaluate, ("eager", "compiled")),
+            ("backend", backend, torch.compiler.list_backends(exclude_tags=())),
+        ):
+            check_choice(f"Compile: {name}", given, known)
+        if mode != "default" and backend != "inductor":
+            raise DloError(f"Compile: backend must be inductor for mode {mode}, got {backend}; leave one of them out")
+        check_number("Compile: max_sizes", max_sizes, "at least 1", "16 is the default")
         self.scope = scope
         self.mode = mode
         self.dynamic = dynamic
@@ -115,7 +124,7 @@ class Compile(Callback):
         self._parts: dict[str, nn.Module] = {}
         self._calls: list[Callable[..., Any] | None] = []
         self._on = False
-        self._cuda_graphs = False
+        self._cuda_graphs = self._fixed_shapes = False
         self._counting = False
         self._before = 0.0  # seconds of compiling before this run
         self._counter: FlopCounter | None = None
@@ -169,10 +178,14 @@ class Compile(Callback):
                 f"Compile: loss: true must have a Task, whose loss is a method, got {type(pl_module).__name__}; leave"
                 " it out, or derive from dlo_framework.Task"
             )
-        if stage == "fit":
-            self._refuse_other_shapes(trainer)
+        self._fixed_shapes = self._cuda_graphs and self.optimizer  # The whole step replays CUDA graphs.
+        for other in trainer.callbacks if stage == "fit" and self._fixed_shapes else ():  # type: ignore[attr-defined]
+            if getattr(other, "changes_batch_shapes", False):
+                self._refuse_shapes(type(other).__name__)
         if self.backend == "inductor":
-            self._undo.enter_context(environment(CACHE, str(self._cache())))
+            before = os.environ.get(CACHE)
+            self._undo.callback(_set_cache, before)
+            _set_cache(str(self._cache()))
 
     def _cache(self) -> Path:
         """Makes the cache folder, and returns it."""
@@ -194,48 +207,20 @@ class Compile(Callback):
                 f" mode: {CUDA_GRAPHS[self.mode]}"
             )
 
-    @property
-    def _fixed_shapes(self) -> bool:
-        """Whether the whole step replays CUDA graphs."""
-        return self._cuda_graphs and self.optimizer
-
-    def _refuse_other_shapes(self, trainer: Trainer) -> None:
-        if not self._fixed_shapes:
-            return
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if getattr(other, "changes_batch_shapes", False):
-                raise DloError(
-                    f"Compile: batches must keep their shapes for optimizer: true with mode {self.mode}, whose CUDA"
-                    f" graphs have fixed ones, got {type(other).__name__}; set mode: {CUDA_GRAPHS[self.mode]}"
-                )
+    def _refuse_shapes(self, got: str, also: str = "") -> None:
+        raise DloError(
+            f"Compile: batches must keep their shapes for optimizer: true with mode {self.mode}, whose CUDA graphs have"
+            f" fixed ones, got {got}; set mode: {CUDA_GRAPHS[self.mode]}{also}"
+        )
 
     def _check_shapes(self, batch: Any) -> None:
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]
         if self._shapes is not None and shapes != self._shapes:
-            raise DloError(
-                f"Compile: batches must keep their shapes for optimizer: true with mode {self.mode}, whose CUDA"
-                f" graphs have fixed ones, got {shapes} after {self._shapes}; set mode: {CUDA_GRAPHS[self.mode]}, or"
-                " pad documents to one length"
-            )
+            self._refuse_shapes(f"{shapes} after {self._shapes}", ", or pad documents to one length")
         self._shapes = shapes
 
-    def _refuse_moving(self, pl_module: LightningModule) -> None:
-        name = moving_parameter(self._parts) if self._cuda_graphs else None
-        if name is not None:
-            strategy = type(pl_module.trainer.strategy).__name__
-            self._parts = {}
-            raise DloError(
-                f"Compile: parameters must keep their memory for mode {self.mode}, which replays a CUDA graph, got"
-                f" {strategy}, which gathers {name} for each use; set mode: {CUDA_GRAPHS[self.mode]}, or a strategy"
-                " that keeps full parameters on each rank: ddp, zero1 or zero2"
-            )
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compiles the model, which is built and on its device; no batch has run yet."""
-        self._begin(pl_module)
-
-    def _begin(self, pl_module: LightningModule) -> None:
-        """Sets the modules to run compiled; torch compiles them when they first run."""
+        """Sets the modules to run compiled; torch compiles them when they first run. No batch has run yet."""
         if self._parts:
             return
         if is_compiled(pl_module):
@@ -243,8 +228,15 @@ class Compile(Callback):
                 f"Compile: modules must not be compiled already, got torch.compile in {type(pl_module).__name__};"
                 " remove it, or this callback"
             )
-        self._parts = modules_to_compile(pl_module, self.scope)
-        self._refuse_moving(pl_module)
+        parts = modules_to_compile(pl_module, self.scope)
+        name = moving_parameter(parts) if self._cuda_graphs else None
+        if name is not None:
+            raise DloError(
+                f"Compile: parameters must keep their memory for mode {self.mode}, which replays a CUDA graph, got"
+                f" {type(trainer.strategy).__name__}, which gathers {name} for each use; set mode:"
+                f" {CUDA_GRAPHS[self.mode]}, or a strategy that keeps full parameters on each rank: ddp, zero1 or zero2"
+            )
+        self._parts = parts
         # Each module needs code for each size, and more code where it evaluates.
         limit = self.max_sizes * len(self._parts) * (2 if self.evaluate == "compiled" else 1)
         dynamo = torch._dynamo.config
@@ -368,7 +360,7 @@ class Compile(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches to the mode of ``evaluate``."""
         if self.evaluate == "compiled":
-            self._begin(pl_module)
+            self.on_fit_start(trainer, pl_module)
         self._largest = {}
         self._switch(self.evaluate == "compiled")
 
@@ -415,31 +407,10 @@ def is_partial(trainer: Trainer, batch: Any) -> bool:
     return isinstance(full, int) and batch_size(batch) < full
 
 
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable inside the block, and restores it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def _check_arguments(scope: str, mode: str, backend: str, evaluate: str, max_sizes: int) -> None:
-    for name, given, known in (
-        ("scope", scope, ("model", "blocks")),
-        ("mode", mode, ("default", *CUDA_GRAPHS, "max-autotune-no-cudagraphs")),
-        ("evaluate", evaluate, ("eager", "compiled")),
-        ("backend", backend, torch.compiler.list_backends(exclude_tags=())),
-    ):
-        check_choice(f"Compile: {name}", given, known)
-    if mode != "default" and backend != "inductor":
-        raise DloError(f"Compile: backend must be inductor for mode {mode}, got {backend}; leave one of them out")
-    check_number("Compile: max_sizes", max_sizes, "at least 1", "16 is the default")
+def _set_cache(folder: str | None) -> None:
+    os.environ.pop(CACHE, None)
+    if folder is not None:
+        os.environ[CACHE] = folder
 
 
 #: Values of parameter groups that a step does not read, or that are set for it.
@@ -483,28 +454,19 @@ class CompiledOptimizer:
         if is_in_torch_dispatch_mode():  # Such as a count of FLOPs, under which torch.compile compiles nothing.
             self._step_without_hooks()
             return
-        self._move_steps()
-        self._replace_views()
+        if not self._moved:  # Compiled code needs the step counts on the parameters' device.
+            self._moved = True
+            for parameter, state in self.optimizer.state.items():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(parameter.device)
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and parameter.grad._is_view():
+                parameter.grad = parameter.grad.detach()  # Of a DDP bucket: torch 2.11 needs a tensor that is no view.
         with self._compilable():
             self._compiled()
 
     def _step_without_hooks(self) -> None:
         take_bare_step(self.optimizer)
-
-    def _move_steps(self) -> None:
-        """Moves step counts to the parameters' device, where compiled code needs them; once."""
-        if self._moved:
-            return
-        self._moved = True
-        for parameter, state in self.optimizer.state.items():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device)
-
-    def _replace_views(self) -> None:
-        """Replaces gradients that are views, as of a DDP bucket, by tensors of the same memory: torch 2.11 needs it."""
-        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter.grad._is_view():
-                parameter.grad = parameter.grad.detach()
 
     @contextlib.contextmanager
     def _compilable(self) -> Iterator[None]:
@@ -588,33 +550,36 @@ class CompileLog:
     """
 
     def __init__(self) -> None:
-        self.graphs = 0
+        self._running, self._since = False, 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.graphs, self.seconds, self.grown = 0, 0.0, False
         self.breaks: Counter[str] = Counter()
         self.recompiles: Counter[str] = Counter()
         self.given_up: Counter[str] = Counter()
-        self.seconds = 0.0
-        self.grown = False
-        self._running = False
-        self._since = 0.0
         self._seen_breaks = 0
         self._last: Any = None
 
     def start(self) -> None:
         """Sets all counts to 0, and begins to count."""
-        self.graphs, self.seconds = 0, 0.0
-        self.breaks, self.recompiles, self.given_up = Counter(), Counter(), Counter()
+        self._clear()
         self._seen_breaks = len(_graph_breaks())
         compilations = _compilations()
         self._last = compilations[-1] if compilations else None
-        self._running, self.grown = True, False
-        _add_timers(self._began, self._ended)
+        self._running = True
+        # Around each outermost compilation (torch 2.11 to 2.15: private).
+        torch._dynamo.callback.on_compile_start(self._began)
+        torch._dynamo.callback.on_compile_end(self._ended)
 
     def stop(self) -> None:
         """Counts the compilations since the last call of :meth:`drain`, and ends."""
         if self._running:
             self.drain()
             self._running = False
-            _remove_timers(self._began, self._ended)
+            handler: Any = vars(torch._dynamo.callback)["callback_handler"]
+            handler.remove_start_callback(self._began)
+            handler.remove_end_callback(self._ended)
 
     def _began(self, *_: Any) -> None:
         self._since = time.perf_counter()
@@ -709,16 +674,3 @@ def _graph_breaks() -> list[Any]:
     from torch._dynamo.utils import graph_break_reasons
 
     return graph_break_reasons
-
-
-def _add_timers(began: Callable[..., None], ended: Callable[..., None]) -> None:
-    """Makes torch call ``began`` and ``ended`` around each outermost compilation (2.11 to 2.15: private)."""
-    torch._dynamo.callback.on_compile_start(began)
-    torch._dynamo.callback.on_compile_end(ended)
-
-
-def _remove_timers(began: Callable[..., None], ended: Callable[..., None]) -> None:
-    """Undoes :func:`_add_timers`."""
-    handler: Any = vars(torch._dynamo.callback)["callback_handler"]
-    handler.remove_start_callback(began)
-    handler.remove_end_callback(ended)

@@ -17,7 +17,6 @@ steps.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -113,7 +112,7 @@ class Freeze(BlockSchedule):
         check_number("Freeze: lr_decay", self.lr_decay, "at least 1", "the paper has 2.6")
         self.needs_max_epochs = self.every is not None and self.every.unit == "epochs"
         self._factors: dict[int, GroupFactors] = {}
-        self._schedule: UnitSchedule | None = None
+        self._schedule: FreezeOutSchedule | UnfreezeSchedule | None = None
         self._blocks: ModelBlocks | None = None
         self.frozen = 0
 
@@ -280,19 +279,7 @@ class GroupFactors:
 _ROUNDING = 1e-9
 
 
-class UnitSchedule(ABC):
-    """Schedule of a number of units."""
-
-    @abstractmethod
-    def frozen(self, fraction: float) -> int:
-        """Returns the number of units, counted from below, that do not train after a fraction of training."""
-
-    @abstractmethod
-    def factors(self, fraction: float) -> list[float]:
-        """Returns the factor of the learning rate of each unit after a fraction of training."""
-
-
-class FreezeOutSchedule(UnitSchedule):
+class FreezeOutSchedule:
     """Anneals the rate of each unit to 0 along half a cosine, the lower units' sooner; at 0 the unit is frozen.
 
     Args:
@@ -319,7 +306,7 @@ class FreezeOutSchedule(UnitSchedule):
         ]
 
 
-class UnfreezeSchedule(UnitSchedule):
+class UnfreezeSchedule:
     """Trains the highest unit from the start, and one more from above after each interval.
 
     Args:

@@ -25,6 +25,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.quantisation.quantised_layers import leave_out, linear_layers
+from dlo_plugins.quantisation.schemes import Kernels
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,78 +35,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProductScheme:
+class ProductScheme(Kernels):
     """Scheme of the three matrix products of a linear layer.
 
     Attributes:
-        name: Name in configs.
-        text: Description for messages.
         multiple: Number that must divide the input and the output features of a layer.
-        capability: Least compute capability of a CUDA device with its kernels.
-        on_cpu: Whether a CPU has its kernels.
         emulated: Whether torchao can emulate it on any device.
     """
 
-    name: str
-    text: str
     multiple: int
-    capability: tuple[int, int]
-    on_cpu: bool = False
     emulated: bool = True
 
 
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        ProductScheme("int8", "int8, a scale per row", 1, (7, 5), on_cpu=True, emulated=False),
-        ProductScheme("fp8", "float8, a scale per tensor", 16, (8, 9)),
-        ProductScheme("fp8_rowwise", "float8, a scale per row", 16, (9, 0)),
-        ProductScheme("mxfp8", "float8, a scale per 32 elements", 32, (10, 0)),
+        ProductScheme("int8", "int8, a scale per row", (7, 5), ("cuda", "cpu"), 1, emulated=False),
+        ProductScheme("fp8", "float8, a scale per tensor", (8, 9), ("cuda",), 16),
+        ProductScheme("fp8_rowwise", "float8, a scale per row", (9, 0), ("cuda",), 16),
+        ProductScheme("mxfp8", "float8, a scale per 32 elements", (10, 0), ("cuda",), 32),
     )
 }
 #: Schemes to name in place of one that a device lacks, the nearest first.
 _NEAREST = ("fp8_rowwise", "fp8", "int8")
-
-
-def find_scheme(name: str) -> ProductScheme:
-    """Returns a scheme by its name.
-
-    Raises:
-        DloError: There is none; the message has the nearest.
-    """
-    check_choice("LowPrecision: scheme", name, SCHEMES)
-    return SCHEMES[name]
-
-
-def check_device(scheme: ProductScheme, device: torch.device, emulate: bool) -> None:
-    """Checks that a device computes a scheme.
-
-    Raises:
-        DloError: It does not; the message has the nearest scheme that works.
-    """
-    missing = "" if emulate else lacks(scheme, device)
-    if not missing:
-        return
-    works = next((name for name in _NEAREST if not lacks(SCHEMES[name], device)), None)
-    major, minor = scheme.capability
-    also = " or a CPU" if scheme.on_cpu else ""
-    slow = ", or emulate: true, which is slow and shows the numerics" if scheme.emulated else ""
-    raise DloError(
-        f"LowPrecision: the device must be CUDA of compute capability {major}.{minor} or more{also} for scheme"
-        f" {scheme.name}, got {missing}; {f'set scheme: {works}' if works else 'leave LowPrecision out'}{slow}"
-    )
-
-
-def lacks(scheme: ProductScheme, device: torch.device) -> str:
-    """Returns what a device lacks for a scheme; empty if it has the kernels."""
-    if device.type == "cpu":
-        return "" if scheme.on_cpu else "a CPU"
-    if device.type != "cuda":
-        return f"{device.type}, which has no kernels for it"
-    if torch.version.hip is not None:
-        return ""  # torch's own error names the architecture.
-    found = torch.cuda.get_device_capability(device)
-    return "" if found >= scheme.capability else f"{found[0]}.{found[1]}"
 
 
 class LowPrecision(Callback):
@@ -137,7 +89,8 @@ class LowPrecision(Callback):
         min_features: int = 64,
         emulate: bool = False,
     ) -> None:
-        self.scheme, self.emulate = find_scheme(scheme), emulate
+        check_choice("LowPrecision: scheme", scheme, SCHEMES)
+        self.scheme, self.emulate = SCHEMES[scheme], emulate
         if emulate and not self.scheme.emulated:
             raise DloError(
                 f"LowPrecision: emulate must be false for scheme {scheme}, which runs on CPUs, got true; remove it"
@@ -209,10 +162,16 @@ class LowPrecision(Callback):
         Raises:
             DloError: The device has no kernels, a pattern matches no layer, or no layer is left.
         """
-        check_device(self.scheme, trainer.strategy.root_device, self.emulate)
+        self._check_device(trainer)
         self._check_callbacks(trainer)
         if (checkable := checkable_module(module)) is not None:
             self.choose_layers(*model_and_plan(checkable))
+
+    def _check_device(self, trainer: Trainer) -> None:
+        also = ", or emulate: true, which is slow and shows the numerics" if self.scheme.emulated else ""
+        if not self.emulate:
+            others = [SCHEMES[name] for name in _NEAREST]
+            self.scheme.check("LowPrecision", trainer.strategy.root_device, others, also)
 
     def _check_callbacks(self, trainer: Trainer) -> None:
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -228,7 +187,7 @@ class LowPrecision(Callback):
         """Checks the run."""
         self._remove()
         if stage != "fit":
-            check_device(self.scheme, trainer.strategy.root_device, self.emulate)
+            self._check_device(trainer)
         else:
             with agreed_errors():
                 if isinstance(pl_module, Task):

@@ -45,38 +45,10 @@ def reaches(value: float, target: float, mode: Direction) -> bool:
     return bool(single >= goal if mode == "max" else single <= goal)
 
 
-def first_reaching(evaluations: list[Evaluation], target: float, mode: Direction) -> Evaluation | None:
-    """Returns the first evaluation whose ``value`` is at the target or past it."""
-    return next((one for one in evaluations if reaches(one["value"], target, mode)), None)
-
-
 def best_of(evaluations: list[Evaluation], mode: Direction) -> Evaluation | None:
     """Returns the earliest evaluation with the best ``value``; None if all values are NaN."""
     numbers = [one for one in evaluations if not math.isnan(one["value"])]
     return (max if mode == "max" else min)(numbers, key=lambda one: one["value"]) if numbers else None
-
-
-def mllog_line(
-    key: str, value: Any, time_ms: int, event: str = "POINT_IN_TIME", metadata: dict[str, Any] | None = None
-) -> str:
-    """Returns a line of MLPerf's log.
-
-    Args:
-        key: Key of the line, for example ``run_start``.
-        value: JSON value.
-        time_ms: Time in milliseconds since 1970.
-        event: Type of the event: ``INTERVAL_START``, ``INTERVAL_END`` or ``POINT_IN_TIME``.
-        metadata: Further JSON values.
-    """
-    line = {
-        "namespace": "",
-        "time_ms": time_ms,
-        "event_type": event,
-        "key": key,
-        "value": value,
-        "metadata": metadata or {},
-    }
-    return f":::MLLOG {json.dumps(line)}"
 
 
 class TimeToTarget(Callback):
@@ -142,6 +114,11 @@ class TimeToTarget(Callback):
         self._samples = state_dict["samples"]
         self.evaluations = [dict(one) for one in state_dict["evaluations"]]
 
+    @property
+    def reached(self) -> Evaluation | None:
+        """First evaluation whose value is at the target or past it."""
+        return next((one for one in self.evaluations if reaches(one["value"], self.target, self.mode)), None)
+
     # --- the run -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -163,11 +140,10 @@ class TimeToTarget(Callback):
         self._init_seconds += time.perf_counter() - self._built[1]
         self._began, self._in_epoch = time.perf_counter(), False
         self._log_start(trainer)
-        if first_reaching(self.evaluations, self.target, self.mode) is not None:
-            trainer.should_stop = True
+        trainer.should_stop |= self.reached is not None
 
     def _log_start(self, trainer: Trainer) -> None:
-        self._log(trainer, "init_start", None, "INTERVAL_START", time_s=self._built[0])
+        self._log(trainer, "init_start", time_s=self._built[0])
         batch = getattr(trainer.train_dataloader, "batch_size", None)
         steps = trainer.accumulate_grad_batches
         if isinstance(batch, int):
@@ -176,15 +152,15 @@ class TimeToTarget(Callback):
         seed = os.environ.get("PL_GLOBAL_SEED")
         if seed is not None:
             self._log(trainer, "seed", int(seed))
-        self._log(trainer, "init_stop", None, "INTERVAL_END")
+        self._log(trainer, "init_stop")
         metadata = {"metric": self.metric, "target": self.target, "seconds_before": self._before}
-        self._log(trainer, "run_start", None, "INTERVAL_START", metadata)
+        self._log(trainer, "run_start", metadata=metadata)
         self._open = True
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the epoch's start."""
         self._in_epoch = True
-        self._log(trainer, "epoch_start", None, "INTERVAL_START", {"epoch_num": trainer.current_epoch + 1})
+        self._log(trainer, "epoch_start", metadata={"epoch_num": trainer.current_epoch + 1})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Logs the start of an epoch that is resumed in the middle, for which Lightning calls no hook."""
@@ -194,7 +170,7 @@ class TimeToTarget(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the epoch's end."""
         self._in_epoch = False
-        self._log(trainer, "epoch_stop", None, "INTERVAL_END", {"epoch_num": trainer.current_epoch + 1})
+        self._log(trainer, "epoch_stop", metadata={"epoch_num": trainer.current_epoch + 1})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -206,26 +182,25 @@ class TimeToTarget(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the validation's start."""
         if self._open:
-            self._log(trainer, "eval_start", None, "INTERVAL_START", self._place())
+            self._log(trainer, "eval_start", metadata=self._place())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the metric, and stops the run if it is at its target."""
         if not self._open or trainer.state.fn != "fit":
             return
-        value = self._value(trainer)
+        value, reached_before = self._value(trainer), self.reached
         if value is not None:
-            reached_before = first_reaching(self.evaluations, self.target, self.mode) is not None
             self.evaluations.append({"value": value, **self._spent(trainer), "steps": trainer.global_step})
             self._log(trainer, "eval_accuracy", value, metadata={**self._place(), "metric": self.metric})
-        self._log(trainer, "eval_stop", None, "INTERVAL_END", self._place())
-        if value is not None and not reached_before and reaches(value, self.target, self.mode):
+        self._log(trainer, "eval_stop", metadata=self._place())
+        if reached_before is None and self.reached is not None:
             trainer.should_stop = True
             self._report(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the result, and reports a target that was not reached."""
         self._close(trainer)
-        if first_reaching(self.evaluations, self.target, self.mode) is None:
+        if self.reached is None:
             self._report(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -253,8 +228,7 @@ class TimeToTarget(Callback):
 
     def result(self) -> dict[str, Any]:
         """Returns the content of ``time_to_target.json``: the cost of the target, or of the full run if not reached."""
-        reached = first_reaching(self.evaluations, self.target, self.mode)
-        best = best_of(self.evaluations, self.mode)
+        reached, best = self.reached, best_of(self.evaluations, self.mode)
         at = reached or (self.evaluations[-1] if self.evaluations else {})
         return {
             "metric": self.metric,
@@ -269,8 +243,7 @@ class TimeToTarget(Callback):
 
     def _report(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the result, and logs it if the target was reached."""
-        reached = first_reaching(self.evaluations, self.target, self.mode)
-        sign = ">=" if self.mode == "max" else "<="
+        reached, sign = self.reached, ">=" if self.mode == "max" else "<="
         goal = f"{self.metric} {sign} {self.target:g}"
         if reached is None:
             best = best_of(self.evaluations, self.mode)
@@ -288,7 +261,7 @@ class TimeToTarget(Callback):
         self._before, self._began = self.seconds, None
         result = self.result()
         status = "success" if result["reached"] else "aborted"
-        self._log(trainer, "run_stop", None, "INTERVAL_END", {"status": status, **self._place()})
+        self._log(trainer, "run_stop", metadata={"status": status, **self._place()})
         self._open = False
         if trainer.is_global_zero and self._folder is not None:
             write_atomic(self._folder / RESULT, f"{json.dumps(result, indent=2)}\n")
@@ -297,17 +270,25 @@ class TimeToTarget(Callback):
         self,
         trainer: Trainer,
         key: str,
-        value: Any,
-        event: str = "POINT_IN_TIME",
+        value: Any = None,
         metadata: dict[str, Any] | None = None,
         time_s: float | None = None,
     ) -> None:
-        """Adds a line to ``mlperf.log``, on rank 0."""
-        if trainer.is_global_zero and self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            line = mllog_line(key, value, int(1000 * (time.time() if time_s is None else time_s)), event, metadata)
-            with (self._folder / LOG).open("a") as file:
-                file.write(line + "\n")
+        """Adds a line to ``mlperf.log``, on rank 0; a key that ends in ``_start`` or ``_stop`` bounds an interval."""
+        if not trainer.is_global_zero or self._folder is None:
+            return
+        event = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+        line = {
+            "namespace": "",
+            "time_ms": int(1000 * (time.time() if time_s is None else time_s)),
+            "event_type": event,
+            "key": key,
+            "value": value,
+            "metadata": metadata or {},
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / LOG).open("a") as file:
+            file.write(f":::MLLOG {json.dumps(line)}\n")
 
 
 def metric_direction(metric: str) -> Direction | None:

@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dlo_framework.optimizers import run_closure
 
 _NUMBERED = re.compile(r"^(.+)\.(\d+)$")
-
-
-def flatten_lists(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state with ``key.0``, ``key.1``, ... in place of each list under ``key``."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, list) and value:
-            found |= {f"{key}.{number}": item for number, item in enumerate(value)}
-        else:
-            found[key] = value
-    return found
-
-
-def restore_lists(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state from which :func:`flatten_lists` made ``state``."""
-    found: dict[str, Any] = {}
-    lists: dict[str, dict[int, Any]] = {}
-    for key, value in state.items():
-        match = _NUMBERED.match(key)
-        if match is None:
-            found[key] = value
-        else:
-            lists.setdefault(match[1], {})[int(match[2])] = value
-    return found | {key: [items[number] for number in sorted(items)] for key, items in lists.items()}
 
 
 class FlatState(Optimizer):
@@ -46,12 +20,26 @@ class FlatState(Optimizer):
     """
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the flat form of a parameter's state."""
-        return flatten_lists(state)
+        """Returns a parameter's state with ``key.0``, ``key.1``, ... in place of each list under ``key``."""
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, list) and value:
+                found |= {f"{key}.{number}": item for number, item in enumerate(value)}
+            else:
+                found[key] = value
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's state from its flat form."""
-        return restore_lists(state)
+        """Returns the state from which :meth:`flatten` made ``state``."""
+        found: dict[str, Any] = {}
+        lists: dict[str, dict[int, Any]] = {}
+        for key, value in state.items():
+            match = _NUMBERED.match(key)
+            if match is None:
+                found[key] = value
+            else:
+                lists.setdefault(match[1], {})[int(match[2])] = value
+        return found | {key: [items[number] for number in sorted(items)] for key, items in lists.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in its flat form."""
@@ -73,19 +61,12 @@ class FullMatrices(FlatState):
     def step(self, closure: Any = None) -> Any:
         """Takes a step."""
         loss = run_closure(closure)
-        with _without_empty(p for group in self.param_groups for p in group["params"]):
+        empty = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.numel() == 0]
+        for parameter, _ in empty:
+            parameter.grad = None
+        try:
             super().step()
+        finally:
+            for parameter, gradient in empty:
+                parameter.grad = gradient
         return loss
-
-
-@contextmanager
-def _without_empty(parameters: Iterable[Tensor]) -> Any:
-    """Hides the gradients of tensors without elements."""
-    empty = [(p, p.grad) for p in parameters if p.numel() == 0 and p.grad is not None]
-    for parameter, _ in empty:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in empty:
-            parameter.grad = gradient

@@ -63,45 +63,6 @@ def make_buffer(like: Tensor, bits: int | str, *, signed: bool, block_size: int)
     return made
 
 
-def flatten_quantised(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state with codes and scales in place of each quantised tensor."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, _TYPES):
-            found |= {key + _CODES: value.codes, key + _SCALE: value.scale}
-            if isinstance(value, OptimState4bit):
-                found[key + _SHAPE] = list(value.shape)
-        else:
-            found[key] = value
-    return found
-
-
-def restore_quantised(state: Mapping[str, Any], bits: int | str, block_size: int) -> dict[str, Any]:
-    """Returns the state from which :func:`flatten_quantised` made ``state``.
-
-    Moments in full precision, or in another number of bits, are quantised.
-
-    Args:
-        state: Flat form of a parameter's state.
-        bits: 8, 4 or ``fp8``.
-        block_size: Number of consecutive elements with one scale.
-    """
-    inner = (_CODES, _SCALE, _SHAPE)
-    found = {key: value for key, value in state.items() if not key.endswith(inner)}
-    for key in [key.removesuffix(_CODES) for key in state if key.endswith(_CODES)]:
-        found[key] = _join(key, state[key + _CODES], state[key + _SCALE], state.get(key + _SHAPE))
-    for key in [key for key in found if key.endswith(("exp_avg", "exp_avg_sq"))]:
-        full = _in_full(found[key])
-        wanted = make_buffer(full, bits, signed=key == "exp_avg", block_size=block_size)
-        if type(wanted) is not type(found[key]):
-            found[key] = wanted.copy_(full)
-    return found
-
-
-def _in_full(value: Tensor) -> Tensor:
-    return value.dequantize() if isinstance(value, _TYPES) else value
-
-
 def _join(key: str, codes: Tensor, scale: Tensor, shape: list[int] | None) -> Tensor:
     """Returns the quantised tensor of codes and scales; its type is that of the codes."""
     scale = scale.to(codes.device)
@@ -132,11 +93,27 @@ class QuantisedState(FlatState):
 
     def flatten(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a parameter's state with codes and scales in place of each quantised tensor."""
-        return flatten_quantised(state)
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, _TYPES):
+                found |= {key + _CODES: value.codes, key + _SCALE: value.scale}
+                if isinstance(value, OptimState4bit):
+                    found[key + _SHAPE] = list(value.shape)
+            else:
+                found[key] = value
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a parameter's state with quantised tensors."""
-        return restore_quantised(state, self.bits, self.block_size)
+        """Returns a parameter's state; moments in full precision, or in another number of bits, are quantised."""
+        found = {key: value for key, value in state.items() if not key.endswith((_CODES, _SCALE, _SHAPE))}
+        for key in [key.removesuffix(_CODES) for key in state if key.endswith(_CODES)]:
+            found[key] = _join(key, state[key + _CODES], state[key + _SCALE], state.get(key + _SHAPE))
+        for key in [key for key in found if key.endswith(("exp_avg", "exp_avg_sq"))]:
+            full = found[key].dequantize() if isinstance(found[key], _TYPES) else found[key]
+            wanted = make_buffer(full, self.bits, signed=key == "exp_avg", block_size=self.block_size)
+            if type(wanted) is not type(found[key]):
+                found[key] = wanted.copy_(full)
+        return found
 
 
 class _TorchAO(QuantisedState):

@@ -28,7 +28,6 @@ from dlo_plugins.quantisation.schemes import (
     affine_grid,
     folder_config,
     folder_weight,
-    lacks,
     levels,
     symmetric_grid,
 )
@@ -261,7 +260,7 @@ def export_model(
 def program_device(scheme: Scheme, device: torch.device) -> torch.device:
     """Returns the device of a program: the CPU, unless weights that were converted on a device run there alone."""
     cpu = torch.device("cpu")
-    return device if scheme.is_grouped or lacks(scheme, cpu) else cpu
+    return device if scheme.is_grouped or scheme.lacks(cpu) else cpu
 
 
 def program_input(value: Tensor, scheme: Scheme, device: torch.device) -> Tensor:

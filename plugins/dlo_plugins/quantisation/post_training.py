@@ -32,7 +32,7 @@ from dlo_plugins.quantisation.quantised_layers import (
     observed_inputs,
     tensor_bytes,
 )
-from dlo_plugins.quantisation.schemes import QuantisationOptions, lacks
+from dlo_plugins.quantisation.schemes import QuantisationOptions
 
 #: Rounds of the latency measurement; the first one warms up.
 ROUNDS = 30
@@ -274,7 +274,7 @@ class PostTraining:
             self.trainer = self._make_trainer("bf16-mixed")
         report.after = self._evaluate(module, None)
         cpu = torch.device("cpu")
-        runs_on_cpu, inputs = not lacks(scheme, cpu), self._inputs(module)
+        runs_on_cpu, inputs = not scheme.lacks(cpu), self._inputs(module)
         chooses = options.exports_faster and not options.targets and runs_on_cpu
         for target in both_files(module, inputs) if chooses else options.targets:
             path = folder / target

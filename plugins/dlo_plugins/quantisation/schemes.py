@@ -21,7 +21,7 @@ Shapes: [..., K] values; K = G groups of S.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -185,28 +185,69 @@ _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """Scheme of quantisation.
+class Kernels:
+    """Kernels of a scheme.
 
     Attributes:
-        name: Name in configs.
-        bits: Bits of a weight.
-        grid: Levels of the weights: ``symmetric``, one scale per output feature around 0; ``affine``, one scale and
-            one float offset per group of input features; ``float8``, one scale per output feature.
-        activations: Quantisation of a layer's input: ``dynamic``, a scale per token, computed in each forward;
-            ``static``, one scale per layer from calibration data; None to leave it.
-        text: Description for tables.
+        name: Name of the scheme in configs.
+        text: Description for tables and messages.
         capability: Least compute capability of a CUDA device with its kernels.
         devices: Types of device with kernels.
     """
 
     name: str
+    text: str
+    capability: tuple[int, int]
+    devices: tuple[str, ...]
+
+    def lacks(self, device: torch.device) -> str:
+        """Returns what a device lacks for the scheme; empty if it has kernels for it."""
+        if device.type not in self.devices:
+            return f"{device.type}, which has no kernels for it"
+        if device.type == "cuda" and torch.version.hip is None:  # torch's own error names another architecture.
+            found = torch.cuda.get_device_capability(device)
+            if found < self.capability:
+                return f"compute capability {found[0]}.{found[1]}"
+        return ""
+
+    def check(self, callback: str, device: torch.device, others: Iterable[Kernels], also: str = "") -> None:
+        """Checks that a device has kernels for the scheme.
+
+        Args:
+            callback: Name of the callback, for the message.
+            device: Device of the run.
+            others: Schemes to name in place of this one, the nearest first.
+            also: Another remedy, for the message.
+
+        Raises:
+            DloError: If it has not; the message has the nearest scheme that works.
+        """
+        missing = self.lacks(device)
+        if not missing:
+            return
+        works = next((other.name for other in others if not other.lacks(device)), None)
+        needed = f"a {' or '.join(self.devices)} device"
+        if "cuda" in self.devices:
+            needed += f" (CUDA of compute capability {self.capability[0]}.{self.capability[1]} or more)"
+        fix = f"set scheme: {works}" if works else "leave the callback out"
+        raise DloError(f"{callback}: scheme {self.name} must have {needed}, got {missing}; {fix}{also}")
+
+
+@dataclass(frozen=True)
+class Scheme(Kernels):
+    """Scheme of quantisation.
+
+    Attributes:
+        bits: Bits of a weight.
+        grid: Levels of the weights: ``symmetric``, one scale per output feature around 0; ``affine``, one scale and
+            one float offset per group of input features; ``float8``, one scale per output feature.
+        activations: Quantisation of a layer's input: ``dynamic``, a scale per token, computed in each forward;
+            ``static``, one scale per layer from calibration data; None to leave it.
+    """
+
     bits: int
     grid: Literal["symmetric", "affine", "float8"]
     activations: Literal["dynamic", "static"] | None
-    text: str
-    capability: tuple[int, int]
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
     @property
     def is_grouped(self) -> bool:
@@ -214,14 +255,18 @@ class Scheme:
         return self.grid == "affine"
 
 
+_BOTH = ("cpu", "cuda")
+_PER_TOKEN, _CALIBRATED = "weights and activations, scales per token", "weights and activations, calibrated scales"
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("int8", 8, "symmetric", "dynamic", "int8 weights and activations, scales per token", (8, 0)),
-        Scheme("int8_static", 8, "symmetric", "static", "int8 weights and activations, calibrated scales", (8, 0)),
-        Scheme("int8_weights", 8, "symmetric", None, "int8 weights", (7, 0)),
-        Scheme("int4_weights", 4, "affine", None, "int4 weights in groups", (8, 0)),
-        Scheme("fp8", 8, "float8", "dynamic", "float8 weights and activations, scales per token", (8, 9), ("cuda",)),
+        Scheme("int8", f"int8 {_PER_TOKEN}", (8, 0), _BOTH, 8, "symmetric", "dynamic"),
+        Scheme(
+            "int8_static", "int8 weights and activations, calibrated scales", (8, 0), _BOTH, 8, "symmetric", "static"
+        ),
+        Scheme("int8_weights", "int8 weights", (7, 0), _BOTH, 8, "symmetric", None),
+        Scheme("int4_weights", "int4 weights in groups", (8, 0), _BOTH, 4, "affine", None),
+        Scheme("fp8", f"float8 {_PER_TOKEN}", (8, 9), ("cuda",), 8, "float8", "dynamic"),
     )
 }
 #: Schemes to try in place of one that a device lacks, the nearest first.
@@ -238,33 +283,9 @@ def find_scheme(name: str) -> Scheme:
     return SCHEMES[name]
 
 
-def lacks(scheme: Scheme, device: torch.device) -> str:
-    """Returns what a device lacks for a scheme; empty if it has kernels for it."""
-    if device.type not in scheme.devices:
-        return f"{device.type}, which has no kernels for it"
-    if device.type == "cuda" and torch.version.hip is None:
-        found = torch.cuda.get_device_capability(device)
-        if found < scheme.capability:
-            return f"compute capability {found[0]}.{found[1]}"
-    return ""
-
-
 def check_device(scheme: Scheme, device: torch.device) -> None:
-    """Checks that a device has kernels for a scheme.
-
-    Raises:
-        DloError: If it has not; the message has the nearest scheme that works.
-    """
-    missing = lacks(scheme, device)
-    if not missing:
-        return
-    others = (SCHEMES[name] for name in (*_NEAREST.get(scheme.name, ()), *SCHEMES))
-    works = next((other.name for other in others if not lacks(other, device)), None)
-    needed = f"a {' or '.join(scheme.devices)} device"
-    if "cuda" in scheme.devices:
-        needed += f" (CUDA of compute capability {scheme.capability[0]}.{scheme.capability[1]} or more)"
-    fix = f"set scheme: {works}" if works else "leave the callback out"
-    raise DloError(f"Quantise: scheme {scheme.name} must have {needed}, got {missing}; {fix}")
+    """Checks that a device has kernels for a scheme of `Quantise`; see :meth:`Kernels.check`."""
+    scheme.check("Quantise", device, (SCHEMES[name] for name in (*_NEAREST.get(scheme.name, ()), *SCHEMES)))
 
 
 def check_torchao() -> None:
