@@ -8,7 +8,6 @@ the second paper: the noise is measured from one micro-batch of each step on eac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar, get_args
@@ -116,7 +115,7 @@ class DynamicBatchSize(Callback):
         elif self.decay is not None:
             size, left = grown_size(self.decay, self._first, at, self._max_epochs)
         else:
-            size = scheduled_size(self.steps, self._first, at, self._max_epochs)
+            size = value_at(self.steps, at, self._max_epochs) or self._first
         if self.follow_image_size:
             size = math.floor(size * self._area_factor(at))
         return size, left * lr_factor(self.lr_rule, size, self._first)
@@ -268,7 +267,7 @@ class DynamicBatchSize(Callback):
         size, self._factor = self.size_at(Position(trainer.current_epoch, start, self._samples(trainer)))
         trainer.accumulate_grad_batches = self._window
         if is_logged(trainer, trainer.global_step + 1):
-            self._log(trainer, {"batch/size": float(size), "batch/lr_factor": self._factor})
+            log_scalars(trainer, {"batch/size": float(size), "batch/lr_factor": self._factor})
 
     def _spans(self, trainer: Trainer) -> list[Span]:
         planned = planned_batches(trainer)
@@ -290,9 +289,6 @@ class DynamicBatchSize(Callback):
         if planned_batches(trainer) is not None:
             return int(trainer.train_dataloader.batch_sampler.size)  # type: ignore[union-attr]
         return int(trainer.num_training_batches) * self._first
-
-    def _log(self, trainer: Trainer, scalars: dict[str, float]) -> None:
-        log_scalars(trainer, scalars)
 
     # --- the noise scale -----------------------------------------------------------------------------------
 
@@ -320,7 +316,7 @@ class DynamicBatchSize(Callback):
         if scale is not None:
             doublings = math.floor(math.log2(max(1.0, self.noise.multiple * scale / self._first)))
             self._size = max(self._size, min(self._first * 2**doublings, self.noise.max_batch_size))
-            self._log(trainer, {"batch/noise_scale": scale})
+            log_scalars(trainer, {"batch/noise_scale": scale})
 
     # --- state ---------------------------------------------------------------------------------------------
 
@@ -603,12 +599,6 @@ def noise_and_signal(small: Number, large: Number, sizes: tuple[float, float]) -
     signal = (many * large - few * small) / (many - few)
     noise = (small - large) / (1 / few - 1 / many)
     return noise, signal
-
-
-def scheduled_size(steps: Mapping[RunPosition, int], first: int, at: Position, max_epochs: float) -> int:
-    """Returns the batch size of an explicit schedule: ``first`` before its first point."""
-    found = value_at(steps, at, max_epochs)
-    return first if found is None else found
 
 
 def grown_size(decay: LRDecay, first: int, at: Position, max_epochs: float) -> tuple[int, float]:

@@ -18,6 +18,7 @@ the result does not depend on the number of ranks. Each pass sends 16 KB per thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,18 +76,12 @@ class PrunedShard:
 
     def indices(self, box: Box) -> Tensor:
         """Returns the indices in the model of a box's elements, int64 in its shape."""
-        return self.offset + box_indices(box, self.shape)
-
-
-def box_indices(box: Box, shape: Sequence[int]) -> Tensor:
-    """Returns the indices in a row-major tensor of a box's elements, int64 in the box's shape."""
-    found = torch.zeros((), dtype=torch.int64)
-    stride = 1
-    for dim in range(len(shape) - 1, -1, -1):
-        along = (torch.arange(box.sizes[dim]) + box.offsets[dim]) * stride
-        found = found + along.view(-1, *(1,) * (len(shape) - 1 - dim))
-        stride *= shape[dim]
-    return found
+        found, stride = torch.tensor(self.offset), 1
+        for dim in range(len(self.shape) - 1, -1, -1):
+            along = (torch.arange(box.sizes[dim]) + box.offsets[dim]) * stride
+            found = found + along.view(-1, *(1,) * (len(self.shape) - 1 - dim))
+            stride *= self.shape[dim]
+        return found
 
 
 #: Keys in a checkpoint's ``pruning``.
@@ -137,17 +132,20 @@ class PrunedShards:
             name: (tuple(shard.shape), [box for box, _ in held_boxes(shard) if box.numel])
             for name, shard in shards.items()
         }
-        holders = self._gather(mine)
-        self.names = sorted({name for held in holders for name in held})
-        shapes = {name: shape for held in holders for name, (shape, _) in held.items()}
-        self.shapes = {name: tuple(shapes[name]) for name in self.names}
-        self.sizes = [torch.Size(self.shapes[name]).numel() for name in self.names]
+        shapes: dict[str, tuple[int, ...]] = {}
+        owners: dict[str, dict[Box, int]] = {}  # First rank that holds each box of each weight.
+        for rank, held in enumerate(self._gather(mine)):
+            for name, (shape, boxes) in held.items():
+                shapes[name] = tuple(shape)
+                for box in boxes:
+                    owners.setdefault(name, {}).setdefault(box, rank)
+        self.names = sorted(shapes)
+        self.shapes = {name: shapes[name] for name in self.names}
+        self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         self.target = 0.0
-        owners = _owners(holders)
         self.items: list[PrunedShard] = []
         for number, name in enumerate(self.names):
-            boxes = [box for (known, box) in owners if known == name]
-            if not is_tiling(self.shapes[name], boxes):
+            if not is_tiling(self.shapes[name], list(owners.get(name, {}))):
                 raise DloError(
                     f"Prune: the ranks' tensors must make up each weight under {type(contract).__name__}, got"
                     f" {name} with gaps or overlaps; use ddp, zero1 to zero3, fsdp or MeshStrategy"
@@ -166,13 +164,13 @@ class PrunedShards:
                     number=number,
                     make=shard_maker(shards[name]),
                     boxes=[box for box, _ in pairs],
-                    owned=[bool(box.numel) and owners[name, box] == self.rank for box, _ in pairs],
+                    owned=[bool(box.numel) and owners[name][box] == self.rank for box, _ in pairs],
                     pruned=torch.zeros_like(values, dtype=torch.bool),
                     dense=torch.zeros_like(values) if keeps_dense else None,
                     scores=torch.zeros_like(values, dtype=torch.float32) if accumulates else None,
                 )
             )
-        self._exchange: dict[NMPattern, GroupExchange] = {}
+        self._exchange: GroupExchange | None = None
 
     def _gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
@@ -294,10 +292,10 @@ class PrunedShards:
     @torch.no_grad()
     def choose_pattern(self, pattern: NMPattern) -> None:
         """Chooses the pruned weights by an N:M pattern: the smallest M - N of each group; called on all ranks."""
-        if pattern not in self._exchange:
-            self._exchange[pattern] = GroupExchange(self.items, pattern, self._gather)
+        if self._exchange is None:
+            self._exchange = GroupExchange(self.items, pattern, self._gather)
         scores = [self._score(item).float() for item in self.items]
-        for item, kept in zip(self.items, self._exchange[pattern].masks(scores, self.device), strict=True):
+        for item, kept in zip(self.items, self._exchange.masks(scores, self.device), strict=True):
             self._set_pruned(item, ~kept)
         self.target = pattern.sparsity
 
@@ -371,26 +369,28 @@ class PrunedShards:
             Elements, the memory itself, and whether each is pruned.
         """
         known = {item.name: item for item in self.items}
-        same = torch.tensor(
-            [int(_boxes_of(held.get(name)) == _own_boxes(known.get(name))) for name in self.names],
-            dtype=torch.int64,
-            device=self.device,
-        )
+
+        def is_same(name: str) -> bool:
+            shard, item = held.get(name), known.get(name)
+            theirs = [box for box, _ in held_boxes(shard) if box.numel] if isinstance(shard, Shard) else []
+            return theirs == [box for box in (item.boxes if item is not None else ()) if box.numel]
+
+        same = torch.tensor([int(is_same(name)) for name in self.names], dtype=torch.int64, device=self.device)
         agreed = (self.sum_ranks(same) == self.world_size).tolist()
-        for name, is_same in zip(self.names, agreed, strict=True):
+        for name, has_own_mask in zip(self.names, agreed, strict=True):
             item, shard = known.get(name), held.get(name)
-            if is_same:
+            if has_own_mask:
                 if item is not None and shard is not None:
                     yield local_data(shard), item.pruned.view_as(local_data(shard))
                 continue
             full = torch.zeros(self.shapes[name], dtype=torch.uint8, device=self.device)
             for box, view in item.views(item.pruned, owned=True) if item is not None else ():
-                full[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] = view.to(full)
+                full[box_slices(box)] = view.to(full)
             full = self.sum_ranks(full)
             if shard is not None:
                 target = torch.zeros_like(local_data(shard), dtype=torch.bool)
                 for box, view in held_boxes(shard_maker(shard)(target)):
-                    view.copy_(full[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))])
+                    view.copy_(full[box_slices(box)])
                 yield local_data(shard), target
 
 
@@ -399,22 +399,9 @@ def _concat(parts: list[Tensor], item: PrunedShard) -> Tensor:
     return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _owners(holders: Sequence[Mapping[str, tuple[Any, list[Box]]]]) -> dict[tuple[str, Box], int]:
-    """Returns the first rank that holds each box of each weight."""
-    owners: dict[tuple[str, Box], int] = {}
-    for rank, held in enumerate(holders):
-        for name, (_, boxes) in held.items():
-            for box in boxes:
-                owners.setdefault((name, box), rank)
-    return owners
-
-
-def _boxes_of(shard: Any) -> list[Box]:
-    return [box for box, _ in held_boxes(shard) if box.numel] if isinstance(shard, Shard) else []
-
-
-def _own_boxes(item: PrunedShard | None) -> list[Box]:
-    return [box for box in item.boxes if box.numel] if item is not None else []
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """Returns the index of a box in its full tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
 
 
 class GroupExchange:
@@ -432,10 +419,9 @@ class GroupExchange:
     def __init__(self, items: Sequence[PrunedShard], pattern: NMPattern, gather: Callable[[Any], list[Any]]) -> None:
         self.items, self.pattern = items, pattern
         ids = [(self._ids(item, *part), own) for item, part, own in self._incomplete()]
-        self._mine = np.concatenate([found for found, _ in ids]) if ids else np.zeros(0, np.int64)
-        counted = [found for found, own in ids if own]
-        self._counted = np.concatenate([np.full(len(found), own) for found, own in ids]) if ids else np.zeros(0, bool)
-        everyone = gather(np.concatenate(counted) if counted else np.zeros(0, np.int64))
+        self._mine = np.concatenate([np.zeros(0, np.int64), *(found for found, _ in ids)])
+        self._counted = np.concatenate([np.zeros(0, bool), *(np.full(len(found), own) for found, own in ids)])
+        everyone = gather(self._mine[self._counted])
         self._lengths = [len(found) for found in everyone]
         merged = np.concatenate(everyone)
         self.exchanged = len(merged)
@@ -444,20 +430,19 @@ class GroupExchange:
 
     def _incomplete(self) -> Iterator[tuple[PrunedShard, tuple[Box, int, int], bool]]:
         """Yields the ranges along the input dim of boxes in whose groups elements are missing."""
-        m = self.pattern.m
         for item in self.items:
             for box, own in zip(item.boxes, item.owned, strict=True):
                 if not box.numel:
                     continue
-                begin, end = box.offsets[item.input_dim], box.offsets[item.input_dim] + box.sizes[item.input_dim]
-                first, last = -(-begin // m) * m, end // m * m
-                if first >= last:
-                    yield item, (box, begin, end), own
-                    continue
-                if begin < first:
-                    yield item, (box, begin, first), own
-                if last < end:
-                    yield item, (box, last, end), own
+                begin, end, first, last = self._bounds(item, box)
+                parts = ((begin, first), (last, end)) if first < last else ((begin, end),)
+                yield from ((item, (box, start, stop), own) for start, stop in parts if start < stop)
+
+    def _bounds(self, item: PrunedShard, box: Box) -> tuple[int, int, int, int]:
+        """Returns begin and end of a box along the input dim, and of the full groups in it."""
+        begin, m = box.offsets[item.input_dim], self.pattern.m
+        end = begin + box.sizes[item.input_dim]
+        return begin, end, -(-begin // m) * m, end // m * m
 
     def _ids(self, item: PrunedShard, box: Box, begin: int, end: int) -> np.ndarray:
         """Returns the numbers of elements, in which those of a group are consecutive."""
@@ -478,13 +463,11 @@ class GroupExchange:
             device: Device of communication.
         """
         kept = [torch.zeros_like(item.pruned) for item in self.items]
-        m = self.pattern.m
         for item, score, mask in zip(self.items, scores, kept, strict=True):
             for (box, view), (_, target) in zip(item.views(score), item.views(mask), strict=True):
                 if not box.numel:
                     continue
-                begin, end = box.offsets[item.input_dim], box.offsets[item.input_dim] + box.sizes[item.input_dim]
-                first, last = -(-begin // m) * m, end // m * m
+                begin, _, first, last = self._bounds(item, box)
                 if first < last:
                     inner = (item.input_dim, first - begin, last - first)
                     target.narrow(*inner).copy_(nm_mask(view.narrow(*inner), self.pattern, item.input_dim))
@@ -508,11 +491,9 @@ class GroupExchange:
         sent = torch.zeros(max(self._lengths), device=device)
         counted = torch.from_numpy(self._counted).to(device)
         sent[: int(counted.sum())] = mine[counted]
-        if len(self._lengths) > 1:
-            received = [torch.empty_like(sent) for _ in self._lengths]
+        received = [torch.empty_like(sent) for _ in self._lengths] if len(self._lengths) > 1 else [sent]
+        if len(received) > 1:
             dist.all_gather(received, sent)
-        else:
-            received = [sent]
         merged = torch.cat([part[:length] for part, length in zip(received, self._lengths, strict=True)])
         groups = merged[self._order.to(device)].view(-1, self.pattern.m)
         mask = keep_largest(groups, self.pattern.n).flatten()[self._places.to(device)]
@@ -560,23 +541,10 @@ class Keys:
     group: int
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """Thresholds of the groups, int64 tensors ``[groups]``.
+def find_threshold(parts: Sequence[Keys], counts: Tensor, bits: int, sum_ranks: Sum) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the key of the k-th smallest element of each group, and how many keys are smaller and equal on all ranks.
 
-    Attributes:
-        value: Key of the k-th smallest element; -1 if k is 0.
-        below: Number of elements with a smaller key, on all ranks.
-        equal: Number of elements with this key, on all ranks.
-    """
-
-    value: Tensor
-    below: Tensor
-    equal: Tensor
-
-
-def find_threshold(parts: Sequence[Keys], counts: Tensor, bits: int, sum_ranks: Sum) -> Threshold:
-    """Returns the key of the k-th smallest element of each group.
+    The results are int64 ``[groups]``; the key is -1 if k is 0.
 
     Args:
         parts: Keys of this rank's elements.
@@ -600,7 +568,7 @@ def find_threshold(parts: Sequence[Keys], counts: Tensor, bits: int, sum_ranks: 
         below = below + upto[rows, digit] - equal
         prefix = prefix << _PASS_BITS | digit
     none = counts == 0
-    return Threshold(prefix.masked_fill(none, -1), below.masked_fill(none, 0), equal.masked_fill(none, 0))
+    return prefix.masked_fill(none, -1), below.masked_fill(none, 0), equal.masked_fill(none, 0)
 
 
 @dataclass(frozen=True)
@@ -642,21 +610,20 @@ def find_cut(parts: Sequence[Keys], indices: Sequence[Callable[[], Tensor]], cou
         counts: Number k of each group, int64 ``[groups]``.
         sum_ranks: Function that returns the sum of a tensor over all ranks; called on all of them.
     """
-    found = find_threshold(parts, counts, SCORE_BITS, sum_ranks)
-    wanted = counts - found.below  # Number of pruned elements among those equal to the threshold.
+    value, below, number_equal = find_threshold(parts, counts, SCORE_BITS, sum_ranks)
+    wanted = counts - below  # Number of pruned elements among those equal to the threshold.
 
     def tied(part: Keys, where: Callable[[], Tensor]) -> Keys:
         def compute() -> Tensor:
             keys = part.compute()
-            equal = keys == found.value[part.group].to(keys.device)
+            equal = keys == value[part.group].to(keys.device)
             return where().to(keys.device)[equal] if bool(equal.any()) else keys[:0]
 
         return Keys(compute, part.group)
 
     every = torch.full_like(counts, (1 << INDEX_BITS) - 1)
-    if bool((wanted < found.equal).any()):
+    last = every
+    if bool((wanted < number_equal).any()):
         ties = [tied(part, where) for part, where in zip(parts, indices, strict=True)]
-        last = find_threshold(ties, wanted, INDEX_BITS, sum_ranks).value
-    else:
-        last = every
-    return Cut(found.value, torch.where(wanted < found.equal, last, every).masked_fill(counts == 0, -1))
+        last = find_threshold(ties, wanted, INDEX_BITS, sum_ranks)[0]
+    return Cut(value, torch.where(wanted < number_equal, last, every).masked_fill(counts == 0, -1))

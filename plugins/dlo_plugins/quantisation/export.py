@@ -283,12 +283,17 @@ def _export_folder(
     device: torch.device,
 ) -> None:
     """Writes the folder of ``dlo checkpoint export``, with its linear layers quantised by transformers."""
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     if path.exists():
-        shutil.rmtree(path) if _is_export(path) else _refuse(path)
+        config_file = path / "config.json"
+        if not config_file.is_file() or "quantization_config" not in config_file.read_text():
+            raise DloError(
+                f"Quantise: export must name a new folder, got {path}, which exists; remove it, or choose another"
+            )
+        shutil.rmtree(path)
     checkpoint: dict[str, Any] = {"state_dict": {f"model.{name}": t for name, t in float_model.state_dict().items()}}
     module.on_save_checkpoint(checkpoint)
     with tempfile.TemporaryDirectory() as place:
@@ -296,7 +301,7 @@ def _export_folder(
         type(module).export_folder(checkpoint, plain)
         chosen = {name.removesuffix(".base_layer") for name in names}
         with torch.device("meta"):
-            layers = AutoModelForCausalLM.from_config(_config(plain)).named_modules()
+            layers = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain)).named_modules()
         left = [name for name, layer in layers if isinstance(layer, nn.Linear) and name not in chosen]
         config = TorchAoConfig(folder_config(options.scheme, options.group_size, device), modules_to_not_convert=left)
         model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map=str(device))
@@ -308,17 +313,3 @@ def _export_folder(
                 model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         shutil.copytree(plain, path, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
         model.save_pretrained(path)
-
-
-def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder)
-
-
-def _is_export(path: Path) -> bool:
-    return (path / "config.json").is_file() and "quantization_config" in (path / "config.json").read_text()
-
-
-def _refuse(path: Path) -> None:
-    raise DloError(f"Quantise: export must name a new folder, got {path}, which exists; remove it, or choose another")

@@ -28,7 +28,6 @@ Shapes: T tokens, K input features, N output features.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
 
@@ -81,8 +80,8 @@ def multiply_rows(a: Tensor, b: Tensor, group: str = "") -> Tensor:
     """
     (rounded_a, scales_a), (rounded_b, scales_b) = round_rows(a, group), round_rows(b, group)
     if a.device.type == "cuda":
-        rounded_a = _pad_to(rounded_a, max(_CUDA_ROWS, _multiple(len(a))), _multiple(a.shape[1]))
-        rounded_b = _pad_to(rounded_b, _multiple(len(b)), _multiple(b.shape[1]))
+        rounded_a = _pad(F.pad(rounded_a, (0, 0, 0, max(0, _CUDA_ROWS - len(a)))), _CUDA_MULTIPLE)
+        rounded_b = _pad(rounded_b, _CUDA_MULTIPLE)
     product = torch._int_mm(rounded_a, rounded_b.t())[: len(a), : len(b)]
     return product.float() * scales_a * scales_b.t()
 
@@ -98,14 +97,6 @@ def round_rows(x: Tensor, group: str = "") -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(1, keepdim=True)
     scales = (maximum(largest, group) if group else largest) / 127
     return (x / scales.masked_fill(scales == 0, 1)).round().to(torch.int8).contiguous(), scales
-
-
-def _multiple(size: int) -> int:
-    return -(-size // _CUDA_MULTIPLE) * _CUDA_MULTIPLE
-
-
-def _pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
-    return F.pad(x, (0, columns - x.shape[1], 0, rows - len(x))) if x.shape != (rows, columns) else x
 
 
 #: Multiple of the dims that float8 kernels take, and the elements of an MX block.
@@ -135,7 +126,7 @@ def multiply_float8(
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
-    cast = _float8_cast(rowwise, emulate)
+    cast = _Float8Cast.of(rowwise, emulate)
     factors = [_as_float(one, halves=rowwise and not emulate) for one in (a, b)]
     rows, columns = len(a), len(b)
     if not emulate:
@@ -182,6 +173,11 @@ def multiply_mx(a: Tensor, b: Tensor, emulate: bool) -> Tensor:
 class _Float8Cast:
     """torchao's settings of the casts and products of one recipe."""
 
+    @classmethod
+    @functools.lru_cache(maxsize=4)
+    def of(cls, rowwise: bool, emulate: bool) -> _Float8Cast:
+        return cls(rowwise, emulate)
+
     def __init__(self, rowwise: bool, emulate: bool) -> None:
         from torchao.float8.config import ScalingGranularity, e4m3_dtype, e5m2_dtype
         from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
@@ -197,11 +193,6 @@ class _Float8Cast:
         # Fast accumulation in the output alone, as in the recipes.
         of_output, of_gradients = (ScaledMMConfig(emulate, fast, False, False) for fast in (True, False))
         self.config = LinearMMConfig(of_output, of_gradients, of_gradients)
-
-
-@functools.lru_cache(maxsize=4)
-def _float8_cast(rowwise: bool, emulate: bool) -> _Float8Cast:
-    return _Float8Cast(rowwise, emulate)
 
 
 def _as_float(x: Tensor, halves: bool) -> Tensor:
@@ -248,17 +239,6 @@ def multiply(
     return multiply_float8(a, b, roles, scheme == "fp8_rowwise", emulate, sliced, group)
 
 
-@dataclass(frozen=True)
-class _Products:
-    """Settings of a layer's products."""
-
-    scheme: str
-    weight_gradient: bool
-    emulate: bool
-    sliced: SlicedDim = None
-    group: str = ""
-
-
 class LowPrecisionForward:
     """Forward of linear layers with rounded factors; installed in layers by :meth:`install`.
 
@@ -272,7 +252,7 @@ class LowPrecisionForward:
     """
 
     def __init__(self, scheme: str, weight_gradient: bool = True, emulate: bool = False) -> None:
-        self._products = _Products(scheme, weight_gradient, emulate)
+        self._settings = scheme, weight_gradient, emulate
         self.layers: list[nn.Module] = []
 
     def install(self, layer: nn.Module, sliced: SlicedDim = None, group: str = "") -> None:
@@ -284,7 +264,7 @@ class LowPrecisionForward:
             group: Name of the process group that slices it.
         """
         torch.compiler.allow_in_graph(_LowPrecisionLinear)  # Compiled blocks then have no graph break here.
-        layer.__dict__[_PRODUCTS] = replace(self._products, sliced=sliced, group=group)
+        layer.__dict__[_PRODUCTS] = (*self._settings, sliced, group)
         # A method of a function, which torch.compile (2.11) traces, bound to the layer: so is that of a deep copy.
         layer.__dict__[_attribute(layer)] = MethodType(forward, layer)
         self.layers.append(layer)
@@ -302,10 +282,8 @@ def forward(layer: Any, x: Tensor) -> Tensor:
 
     Its name is that of the method which it replaces: a bound method is pickled by its name.
     """
-    products: _Products = layer.__dict__[_PRODUCTS]
     dtype = autocast_dtype(x.device.type) or x.dtype
-    settings = products.scheme, products.weight_gradient, products.emulate, products.sliced, products.group
-    found: Tensor = _LowPrecisionLinear.apply(x, layer.weight, dtype, *settings)
+    found: Tensor = _LowPrecisionLinear.apply(x, layer.weight, dtype, *layer.__dict__[_PRODUCTS])
     if layer.bias is None or isinstance(layer, RowProduct):
         return found
     return found + layer.bias.to(found.dtype)
