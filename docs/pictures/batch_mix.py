@@ -17,7 +17,6 @@ from torch import Tensor
 from dlo_plugins.callbacks.batch_mix import (
     MixPlan,
     clipped_boxes,
-    correct_lambda,
     mix_images,
     mix_targets,
     to_device,
@@ -40,8 +39,8 @@ def plans() -> dict[str, MixPlan]:
     """Returns each technique's plan for the same lambda."""
     partner, lam, weight = np.array([1, 0]), np.full(2, LAM), np.full(2, 1 - LAM)
     boxes = clipped_boxes(lam, *(np.full(2, place) for place in CENTRE), HEIGHT, WIDTH)
-    cut_lam, cut_weight = correct_lambda(lam, weight, np.array([True, True]), boxes, HEIGHT * WIDTH)
-    return {"MixUp": MixPlan(partner, lam, weight, None), "CutMix": MixPlan(partner, cut_lam, cut_weight, boxes)}
+    cut_lam = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / (HEIGHT * WIDTH)
+    return {"MixUp": MixPlan(partner, lam, weight, None), "CutMix": MixPlan(partner, cut_lam, np.ones(2), boxes)}
 
 
 def draw() -> Image.Image:

@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from dlo_framework.data import Position
-from dlo_plugins.callbacks.dynamic_batch_size import LRDecay, grown_size, scheduled_size, window
-from dlo_plugins.callbacks.run_position import parse_position
+from dlo_plugins.callbacks.dynamic_batch_size import LRDecay, grown_size, window
+from dlo_plugins.callbacks.run_position import parse_position, value_at
 
 FILE = Path(__file__).parents[1] / "images" / "dynamic-batch-size.svg"
 EPOCHS, SAMPLES, FIRST, LIMIT = 60, 1000, 64, 128
@@ -24,7 +24,7 @@ def main() -> None:
     """Draws the schedule with its micro-batches (left), and growth in place of decay (right)."""
     places = [Position(epoch, part, SAMPLES) for epoch in range(EPOCHS) for part in range(0, SAMPLES, 50)]
     percent = [100 * at.epochs / EPOCHS for at in places]
-    sizes = [scheduled_size(STEPS, FIRST, at, EPOCHS) for at in places]
+    sizes = [value_at(STEPS, at, EPOCHS) or FIRST for at in places]
     grown = [grown_size(DECAY, FIRST, at, EPOCHS) for at in places]
     plt.rcParams |= {"svg.hashsalt": "dlo", "font.size": 9, "text.color": "#808080", "axes.labelcolor": "#808080"}
     plt.rcParams |= {"axes.edgecolor": "#808080", "xtick.color": "#808080", "ytick.color": "#808080"}

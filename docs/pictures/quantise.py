@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from dlo_plugins.callbacks.quantise import BitSchedule, fitting_period
+from dlo_plugins.callbacks.quantise import fitting_period, scheduled_bits
 from dlo_plugins.quantisation.schemes import affine_grid, fake_quantise, symmetric_grid
 
 FILE = Path(__file__).parents[1] / "images" / "quantise.svg"
@@ -29,8 +29,7 @@ def main() -> None:
     left.set(xlabel="weight", title="rounded weight")
     left.legend(frameon=False)
     for start, colour in ((8, "#2e8b57"), (12, "#d9822b")):
-        schedule = BitSchedule(start, 4, fitting_period(start, 4, STEPS))
-        bits = [schedule.bits(step) for step in range(STEPS)]
+        bits = [scheduled_bits(start, 4, fitting_period(start, 4, STEPS), step) for step in range(STEPS)]
         right.step(range(STEPS), bits, where="post", color=colour, label=f"start_bits {start}")
     right.set(xlabel="optimizer step after start", title="bits of a weight, int4_weights", ylim=(0, 13))
     right.legend(frameon=False)

@@ -14,10 +14,9 @@ from dlo_plugins.callbacks.dynamic_batch_size import (
     NoiseScale,
     grown_size,
     noise_and_signal,
-    scheduled_size,
     window,
 )
-from dlo_plugins.callbacks.run_position import check_max_epochs, parse_position
+from dlo_plugins.callbacks.run_position import check_max_epochs, parse_position, value_at
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_a_percentage_of_a_run_without_an_end_is_refused():
 
 def test_an_explicit_schedule_holds_from_each_point_on():
     steps = {parse_position(point, "x"): size for point, size in {"50%": 512, "800 samples": 1024}.items()}
-    sizes = [scheduled_size(steps, 256, Position(epoch, 0, 100), 10) for epoch in range(10)]
+    sizes = [value_at(steps, Position(epoch, 0, 100), 10) or 256 for epoch in range(10)]
     assert sizes == [256] * 5 + [512] * 3 + [1024] * 2
 
 

@@ -177,7 +177,9 @@ class BatchMix(BatchTransform):
         self._trainer, self._checked, self._classes = trainer, False, None
         if trainer.current_epoch == 0:  # Also after a fit that raised. A resumed state is loaded after this.
             self._batches = self._steps = 0
-            self._run_seed = _seed_of_run() if self.seed is None else self.seed
+            # Of seed_everything, or else of torch's generator: equal on all ranks.
+            run_seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed())
+            self._run_seed = run_seed if self.seed is None else self.seed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns if no batch will be mixed."""
@@ -304,12 +306,6 @@ def _setting(module: LightningModule, name: str) -> Any:
     """Returns a module's attribute or else its hyperparameter of that name; None without either."""
     value = getattr(module, name, None)
     return value if isinstance(value, int | float) else module.hparams.get(name)
-
-
-def _seed_of_run() -> int:
-    """Returns the seed of ``seed_everything``, or else that of torch's generator: equal on all ranks."""
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return int(seed) if seed else torch.initial_seed()
 
 
 def _get_entry(batch: Any, key: int | str) -> Any:
@@ -452,18 +448,12 @@ def draw_plan(recipe: MixRecipe, size: int, height: int, width: int, random: np.
             centre_y, centre_x = random.integers(0, height, size=count), random.integers(0, width, size=count)
             drawn = clipped_boxes(lam, centre_y, centre_x, height, width)
         boxes = np.where(is_cut[:, None], drawn, np.array([0, height, 0, width]))
-        lam, weight = correct_lambda(lam, weight, is_cut & is_on, boxes, height * width)
+        # Of CutMix, lambda is the fraction of the pixels outside the box.
+        left = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / float(height * width)
+        lam, weight = np.where(is_cut & is_on, left, lam), np.where(is_cut & is_on, 1.0, weight)
         boxes = boxes[which]
     alone = places == places[::-1]
     return MixPlan(places[::-1], np.where(alone, 1.0, lam[which]), np.where(alone, 0.0, weight[which]), boxes)
-
-
-def correct_lambda(
-    lam: np.ndarray, weight: np.ndarray, is_cut: np.ndarray, boxes: np.ndarray, area: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (lam, weight), both [N]; for CutMix, lambda is the fraction of the pixels outside the box."""
-    left = 1 - (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2]) / float(area)
-    return np.where(is_cut, left, lam), np.where(is_cut, 1.0, weight)
 
 
 def join_plans(plans: Sequence[MixPlan]) -> MixPlan:
@@ -558,7 +548,8 @@ def mix_pairs_(images: Tensor, plan: MixPlan) -> Tensor:
     pairs = [(one, other) for one, other in enumerate(plan.partner.tolist()) if one < other]
     pairs = [(one, other) for one, other in pairs if weight[one] or weight[other]]
     if boxes is None or (boxes == boxes[0]).all():  # as in mode batch: cut once
-        rows = (images if boxes is None else _cut(images, boxes[0].tolist())).unbind(0)
+        top, bottom, left, right = (0, None, 0, None) if boxes is None else boxes[0].tolist()
+        rows = (images if boxes is None else images[..., top:bottom, left:right]).unbind(0)
         scratch = torch.empty_like(rows[0])
         for one, other in pairs:
             _swap(rows[one], rows[other], weight[one], weight[other], scratch)
@@ -590,11 +581,6 @@ def _blend(own: Tensor, partner: Tensor, weight: float, out: Tensor | None = Non
             (own if out is None else out).copy_(partner if weight else own)
     else:
         torch.lerp(own, partner, weight, out=own if out is None else out)
-
-
-def _cut(images: Tensor, box: list[int]) -> Tensor:
-    top, bottom, left, right = box
-    return images[..., top:bottom, left:right]
 
 
 class _Cutter:

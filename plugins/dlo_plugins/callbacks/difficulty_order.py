@@ -104,14 +104,12 @@ class DifficultyOrder(Callback):
             self._hook.set(datamodule, self._order)
         self._trainer = trainer
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Removes the order from the datamodule."""
         self._hook.remove()
         self._trainer = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the order from the datamodule."""
-        self.teardown(trainer, pl_module, "fit")
+    on_exception = teardown
 
     # --- the order -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ object for the time of a fit, because every strategy computes the loss by it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -335,18 +336,12 @@ class Distill(BatchTransform):
         assert isinstance(pl_module, Task)
         if self.hidden is not None:
             for number, name in enumerate(self._pairs["hidden"]):
-                if self._projects(name):
-                    width, theirs = self._widths[name]
+                width, theirs = self._widths[name]
+                if width != theirs or self.hidden.project:
                     with torch.random.fork_rng(devices=[]):  # the run's random numbers do not change
                         torch.manual_seed(number)
                         projection = nn.Linear(width, theirs, bias=False)
                     pl_module.add_training_module(f"{_PROJECTION}{number}", projection)
-
-    def _projects(self, name: str) -> bool:
-        """Returns whether a layer's states are projected."""
-        assert self.hidden is not None
-        ours, theirs = self._widths[name]
-        return ours != theirs or self.hidden.project
 
     @property
     def frozen_models(self) -> list[FrozenModel]:
@@ -481,10 +476,7 @@ class Distill(BatchTransform):
                 found["attention"] = self._attention_loss(task, ours, layers, plain, part)
                 terms.append(self.attention.weight * found["attention"])
         self._note(found, self._weights.pop(id(part), 1.0))
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total
+        return functools.reduce(torch.add, terms)
 
     def _gather_sequences(self, ours: dict[str, Tensor], theirs: dict[str, Tensor], batch: Any) -> None:
         """Gathers the tokens of layers between blocks, in place, where the ranks of `tp` shard them."""
@@ -504,7 +496,7 @@ class Distill(BatchTransform):
         for number, (name, other) in enumerate(self._pairs["hidden"].items()):
             student, teacher = pool_to_same_grid(ours[name], theirs[other])
             states = as_sequence(student)
-            if self._projects(name):
+            if f"{_PROJECTION}{number}" in task.training_modules:
                 states = task.training_modules[f"{_PROJECTION}{number}"](states)
             apart = hidden_distances(states, as_sequence(teacher), self.hidden.loss)  # [B, N]
             losses.append(task.batch_mean(apart[:, 0] if student.ndim == 2 else apart, batch))
@@ -547,7 +539,7 @@ class Distill(BatchTransform):
 
     def _record(self, trainer: Trainer) -> None:
         """Logs the means over all batches of all ranks that computed losses; called on all ranks."""
-        names = self._tags()
+        names = ("task_loss", "distance", "agreement", "hidden", "attention")
         values = [float(self._sums[name]) if name in self._sums else 0.0 for name in names]
         sums = torch.tensor([*values, *(self._counts.get(name, 0) for name in names)], dtype=torch.float64)
         group = control_group(trainer)
@@ -560,20 +552,9 @@ class Distill(BatchTransform):
             for name, total, count in zip(names, totals, counts, strict=True)
             if count
         }
-        if not found:
-            return
-        self.latest = found
-        log_scalars(trainer, self.latest)
-
-    def _tags(self) -> list[str]:
-        found = {
-            "task_loss": self.ce_weight > 0,
-            "distance": self.weight > 0,
-            "agreement": self.weight > 0,
-            "hidden": self.hidden is not None,
-            "attention": self.attention is not None,
-        }
-        return [name for name, is_on in found.items() if is_on]
+        if found:
+            self.latest = found
+            log_scalars(trainer, self.latest)
 
 
 def join_batch(batch: Any, theirs: TeacherOutputs) -> Any:

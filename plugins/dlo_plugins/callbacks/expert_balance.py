@@ -88,11 +88,9 @@ class ExpertBalance(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         found = gather_balance(trainer, self._loads)
-        if not found:
-            return
-        self.history.append((trainer.global_step, found))
-        scalars = balance_scalars(found, self.log_experts)
-        log_scalars(trainer, scalars)
+        if found:
+            self.history.append((trainer.global_step, found))
+            log_scalars(trainer, balance_scalars(found, self.log_experts))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plots the balance so far."""

@@ -91,7 +91,7 @@ def add_noise_(gradients: Mapping[str, Shard], deviation: float, seed: int, step
         seed: Seed, equal on all ranks.
         step: Number of the optimizer step.
     """
-    noise = IndexedNoise(seed, step, _NOISE)
+    noise = IndexedNoise(seed, step)
     for name, gradient in gradients.items():
         noise.add_(name, gradient, deviation)
 
@@ -253,11 +253,6 @@ class GradientNoise(Callback):
 CHUNK = 1 << 20
 
 
-def name_key(name: str) -> int:
-    """Returns a number of 63 bits that depends on a name alone."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
-
-
 class IndexedNoise:
     """Standard Gaussian noise that is a function of seed, step, name and index.
 
@@ -266,12 +261,10 @@ class IndexedNoise:
     Args:
         seed: Seed of the run.
         step: Number of the optimizer step.
-        stream: Number of the random stream, so that other uses of the seed draw other numbers.
     """
 
-    def __init__(self, seed: int, step: int, stream: int) -> None:
-        self._mixed = int(hash64(np.array([step]), seed, stream)[0] >> np.uint64(1))
-        self._stream = stream
+    def __init__(self, seed: int, step: int) -> None:
+        self._mixed = int(hash64(np.array([step]), seed, _NOISE)[0] >> np.uint64(1))
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
@@ -283,7 +276,7 @@ class IndexedNoise:
             shard: Shard of the tensor.
             deviation: Standard deviation.
         """
-        key = name_key(name)
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
         drawn: tuple[int, Tensor] | None = None  # A flat slice's boxes may share a chunk.
         for box, view in held_boxes(shard):
             for number, shape, inside, part in overlaps(tuple(shard.shape), box):
@@ -300,7 +293,7 @@ class IndexedNoise:
         device = like.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        seed = int(hash64(np.array([number]), self._mixed ^ key, self._stream)[0] >> np.uint64(1))
+        seed = int(hash64(np.array([number]), self._mixed ^ key, _NOISE)[0] >> np.uint64(1))
         generator = self._generators[device].manual_seed(seed)
         dtype = torch.complex64 if like.is_complex() else torch.float32
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)

@@ -148,16 +148,8 @@ class LRFinder(BeforeTraining):
         if not trainer.is_global_zero:
             return
         write_atomic(folder / f"{NAME}.json", self.to_json(sweep))
-        picture = save_figure(
-            trainer,
-            "LRFinder",
-            NAME,
-            folder / f"{NAME}.png",
-            lambda: draw_sweep(sweep, self.suggestions, self.suggestion),
-        )
-        self._print(trainer, sweep, str(shown(picture or folder / f"{NAME}.json")))
-
-    def _print(self, trainer: Trainer, sweep: Sweep, path: str) -> None:
+        path, draw = folder / f"{NAME}.png", lambda: draw_sweep(sweep, self.suggestions, self.suggestion)
+        curve = shown(save_figure(trainer, "LRFinder", NAME, path, draw) or folder / f"{NAME}.json")
         lines = [f"\nlearning rates from {self.min_lr:g} to {sweep.rates[-1]:.3g} in {len(sweep.rates)} steps"]
         if sweep.stopped:
             lines[0] += f"; {sweep.stopped}"
@@ -166,11 +158,12 @@ class LRFinder(BeforeTraining):
             lines.append(f"  {name:<{width}}{'none' if rate is None else f'{rate:.3g}'}")
             if name == self.suggestion and rate is not None:
                 lines[-1] += " <- used" if self.apply else " <- suggested"
-        print("\n".join([*lines, f"  {'curve':<{width}}{path}"]), flush=True)
+        print("\n".join([*lines, f"  {'curve':<{width}}{curve}"]), flush=True)
 
     def to_json(self, sweep: Sweep) -> str:
         """Returns the points, the suggestions and the chosen rate as JSON; NaN and infinity become null."""
-        columns = zip(sweep.rates, map(_number, sweep.losses), map(_number, sweep.smoothed), strict=True)
+        losses, smoothed = ([x if math.isfinite(x) else None for x in each] for each in (sweep.losses, sweep.smoothed))
+        columns = zip(sweep.rates, losses, smoothed, strict=True)
         content = {
             "lr": self.lr,
             "suggestion": self.suggestion,
@@ -285,10 +278,6 @@ def draw_sweep(sweep: Sweep, suggestions: dict[str, float | None], chosen: str) 
     axes.set_ylabel("training loss")
     axes.legend(loc="best")
     return figure
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def sweep_rates(min_lr: float, max_lr: float, steps: int) -> list[float]:
@@ -428,24 +417,19 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> tuple[dict[str, 
     found: dict[str, float | None] = {}
     errors: dict[str, DloError] = {}
     for name, method in SUGGESTIONS.loaded().items():
+        found[name], problem = None, ""
         try:
-            found[name] = _call(name, method, rates, losses)
-        except DloError as error:
-            found[name], errors[name] = None, error
+            rate = method(rates, losses) if len(rates) >= 2 else None
+            if rate is not None and not (rate > 0 and np.isfinite(rate)):
+                problem = f"the rate {rate}"
+            elif rate is not None:
+                found[name] = float(rate)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            rule = f"suggestion {name} must return a positive rate or None"
+            errors[name] = DloError(f"{rule}, got {problem}; correct {method.__module__}")
     return found, errors
-
-
-def _call(name: str, method: Suggest, rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    if len(rates) < 2:
-        return None
-    try:
-        found = method(rates, losses)
-        if found is None or (found > 0 and np.isfinite(found)):
-            return None if found is None else float(found)
-        problem = f"the rate {found}"
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    raise DloError(f"suggestion {name} must return a positive rate or None, got {problem}; correct {method.__module__}")
 
 
 def rescale_rates(rates: Sequence[float], highest: float) -> list[float]:

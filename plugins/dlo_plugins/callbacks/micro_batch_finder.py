@@ -13,6 +13,7 @@ import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ class MicroBatchFinder(BeforeTraining):
         self, trainer: Trainer, rehearsal: Rehearsal, vote: Vote, world_size: int
     ) -> tuple[int, int, int, list[tuple[int, bool]]]:
         """Returns the current size, the largest allowed one, the largest one that fits, and all trials."""
-        epochs = _last_epoch(trainer)
+        epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else FAR
         _fix_image_size(epochs, trainer)
         first = rehearsal.next_batch()
         present, limit = count_samples(first), self._largest_allowed(trainer, world_size)
@@ -215,27 +216,17 @@ def _communicates(trainer: Trainer) -> str | None:
     return "trainer.sync_batchnorm" if synced else None
 
 
-def _last_epoch(trainer: Trainer) -> int:
-    return trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else FAR
-
-
 def _fix_image_size(epochs: int, trainer: Trainer) -> None:
     """Makes the loaders use the image size after a number of epochs, until the rehearsal ends."""
     for loader in training_loaders(trainer):
         sampler = getattr(loader, "batch_sampler", None)
         size_at = getattr(sampler, "image_size_at", None)
         if sampler is not None and size_at is not None:
-            sampler.image_size_at = _AtEpoch(size_at, epochs)
+            sampler.image_size_at = partial(_size_after, size_at, epochs)
 
 
-class _AtEpoch:
-    """Schedule of image sizes that is constant at its value after a number of epochs."""
-
-    def __init__(self, size_at: Callable[[Position], int], epochs: int) -> None:
-        self.size_at, self.epochs = size_at, epochs
-
-    def __call__(self, at: Position) -> int:
-        return self.size_at(Position(self.epochs, 0, at.size))
+def _size_after(size_at: Callable[[Position], int], epochs: int, at: Position) -> int:
+    return size_at(Position(epochs, 0, at.size))
 
 
 class Trial:
@@ -265,13 +256,16 @@ class Trial:
         parts: tuple[Callable[[], object], ...] = (
             lambda: batch.append(self.rehearsal.to_device(self.pool.batch(size), self.number)),
             lambda: self._train(batch.pop()),
-            self._step,
+            lambda: self.rehearsal.step_optimizer(self.number + 1),
         )
         for _ in range(steps):
             for part in parts:
                 if self.vote.any(ran_out_of_memory(part)):
                     batch.clear()
-                    self._free()
+                    self.trainer.optimizers[0].zero_grad(set_to_none=True)
+                    gc.collect()
+                    if self.trainer.strategy.root_device.type == "cuda":
+                        torch.cuda.empty_cache()
                     return False
         return True
 
@@ -279,15 +273,6 @@ class Trial:
         """Runs forward and backward as for the first of two batches of a step, so that gradients are not reduced."""
         with self.budget:
             self.rehearsal.train_on(batch, self.number)
-
-    def _step(self) -> None:
-        self.rehearsal.step_optimizer(self.number + 1)
-
-    def _free(self) -> None:
-        self.trainer.optimizers[0].zero_grad(set_to_none=True)
-        gc.collect()
-        if self.trainer.strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 class PredictedTrial(Trial):

@@ -20,7 +20,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.distributed.step_primitives import torch_optimizer
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, mark_agreed
+from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number
 from dlo_framework.progress import epochs_seen, fraction_seen, optimizer_steps
 from dlo_framework.shards import local_data
 from dlo_framework.task import Task, checkable_module, inner_model
@@ -154,6 +154,9 @@ class Quantise(Callback):
         )
         self.quantiser: FakeQuantiser | None = None
         self.last_report: QuantisationReport | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._twin: LightningModule | None = None
         self._saved: Path | None = None
         self._names: list[str] | None = None  # Of the layers, in the task's model or the module.
@@ -209,9 +212,7 @@ class Quantise(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the run, and copies the module before its model is built and cut."""
-        self._twin = self._saved = self._began = self._names = None
-        self._curvature, self._saved_curvature, self._factors = None, None, []
-        self._seen, self._last_bits = -1, []
+        self._reset()
         if stage != "fit":
             return
         with agreed_errors():
@@ -234,7 +235,8 @@ class Quantise(Callback):
             return  # The micro-batches of a step have the same bits.
         self._seen = trainer.global_step
         if self._began is None:
-            if not self._is_reached(trainer):
+            seen = fraction_seen(trainer) if self.start.unit == "runs" else epochs_seen(trainer)
+            if seen < self.start.value:
                 return
             self._began = trainer.global_step
         if self.quantiser is None:
@@ -290,11 +292,6 @@ class Quantise(Callback):
         """Returns the number of steps in which the curvature is measured: before the first bit is dropped."""
         return min(_MEASURED_STEPS, self._period(trainer, began))
 
-    def _is_reached(self, trainer: Trainer) -> bool:
-        if self.start.unit == "runs":
-            return fraction_seen(trainer) >= self.start.value
-        return epochs_seen(trainer) >= self.start.value
-
     def _bits(self, trainer: Trainer, began: int) -> list[int]:
         """Returns the bits of each layer's weight; a single number where they are the same."""
         target = self.options.scheme.bits
@@ -305,7 +302,7 @@ class Quantise(Callback):
             self._factors = self._measured_curvature(trainer, trainer.lightning_module).factors()
         layers = len(self._names or ()) if self.mixed_bits else 1
         factors = self._factors or [1] * max(layers, 1)
-        return [BitSchedule(self.start_bits, target, period * factor).bits(steps) for factor in factors]
+        return [scheduled_bits(self.start_bits, target, period * factor, steps) for factor in factors]
 
     def _period(self, trainer: Trainer, began: int) -> int:
         if self.period is not None:
@@ -313,11 +310,8 @@ class Quantise(Callback):
         assert self.start_bits is not None
         steps = optimizer_steps(trainer) - began
         if not math.isfinite(steps):
-            raise mark_agreed(
-                DloError(
-                    "Quantise: period must be set for a run without an end, got none; set it, or trainer.max_steps"
-                )
-            )
+            with agreed_errors():
+                raise DloError("Quantise: period must be set for a run without an end, got none; set trainer.max_steps")
         slowest = MOST if self.mixed_bits else 1
         return max(1, fitting_period(self.start_bits, self.options.scheme.bits, steps) // slowest)
 
@@ -414,9 +408,7 @@ class Quantise(Callback):
         self.last_report = found
         write_report(found, saved.parent)
         log_scalars(trainer, found.scalars())
-        files = ", ".join(str(saved.parent / name) for name in found.exported)
-        exported = f"\nexported: {files}" if files else ""
-        print(f"\n{found.table()}{exported}", flush=True)
+        print(f"\n{found.table()}{found.files(saved.parent)}", flush=True)
 
 
 def evaluation_data(trainer: Trainer) -> EvaluationData:
@@ -499,24 +491,16 @@ class LayerCurvature:
         )
 
 
-@dataclass(frozen=True)
-class BitSchedule:
-    """Schedule of bits.
+def scheduled_bits(start_bits: int, target_bits: int, period: int, steps: int) -> int:
+    """Returns the bits of a weight in quantised training.
 
-    Attributes:
+    Args:
         start_bits: Bits at the start of quantised training.
         target_bits: Bits at the end.
         period: Number of optimizer steps before the first bit is dropped.
+        steps: Number of optimizer steps of quantised training so far.
     """
-
-    start_bits: int
-    target_bits: int
-    period: int
-
-    def bits(self, steps: int) -> int:
-        """Returns the bits of a weight after a number of optimizer steps of quantised training."""
-        dropped = (steps // self.period).bit_length()
-        return max(self.target_bits, self.start_bits - dropped)
+    return max(target_bits, start_bits - (steps // period).bit_length())
 
 
 def fitting_period(start_bits: int, target_bits: int, steps: float) -> int:

@@ -70,12 +70,9 @@ class RectangularValidation(Callback):
                 f" got {got}; use ImageFolderData, or remove the callback"
             )
         limit = trainer.limit_val_batches  # 1.0 is all batches, and 1 is one.
-        limited = isinstance(limit, int) or limit < 1.0
-        if (
-            stage in ("fit", "validate")
-            and limited
-            and "samples" not in signature(datamodule.rectangular_val_dataloader).parameters
-        ):
+        if stage not in ("fit", "validate") or (isinstance(limit, float) and limit >= 1.0):
+            return
+        if "samples" not in signature(datamodule.rectangular_val_dataloader).parameters:
             raise DloError(
                 "RectangularValidation: rectangular_val_dataloader must have a parameter samples under"
                 f" limit_val_batches, got {type(datamodule).__name__}'s without; add it, or leave limit_val_batches out"
@@ -106,13 +103,11 @@ class RectangularValidation(Callback):
         check_sizes(pl_module, [shapes[0], shapes[-1]], (base, base))
         self._loader, self._multiple = loader, multiple
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drops the loader; the datamodule ends its workers."""
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Drops the loader, as the next validation may have other data; the datamodule ends its workers."""
         self._loader = self._limited_loader = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drops the loader, as Lightning calls no ``teardown`` then, and the next validation may have other data."""
-        self._loader = self._limited_loader = None
+    on_exception = teardown  # Lightning calls no ``teardown`` then.
 
     # --- validation ----------------------------------------------------------------------------------------
 

@@ -79,8 +79,10 @@ class SweepTrial(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the optimizers' options, which the config has set; a checkpoint is loaded after this."""
         if self.restarts_optimizer:
-            groups = [optimizer.param_groups for optimizer in trainer.optimizers]
-            self._options = [[_options(group) for group in each] for each in groups]
+            self._options = [
+                [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+                for optimizer in trainer.optimizers
+            ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the config's options, each learning rate scaled by its schedule's progress."""
@@ -134,10 +136,6 @@ def restart_group(group: dict[str, Any], options: dict[str, Any]) -> None:
     group.update(options)
     if base:
         group["lr"] = group.get("initial_lr", options["lr"]) * before / base
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _scalar(value: Any) -> Any:

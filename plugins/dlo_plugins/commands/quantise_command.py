@@ -92,7 +92,5 @@ def _quantise(found: ConfigScan, options: argparse.Namespace) -> None:
         conversion = PostTraining(asked, EvaluationData(cli.datamodule), trainer.strategy.root_device)
         report = conversion.run(cli.model, checkpoint, callback.when, folder)
     write_report(report, folder)
-    files = ", ".join(str(folder / name) for name in report.exported)
-    exported = f"\nexported: {files}" if files else ""
-    text = f"\n{report.table()}\n\nreport: {folder / 'report.json'}{exported}"
+    text = f"\n{report.table()}\n\nreport: {folder / 'report.json'}{report.files(folder)}"
     print(json.dumps(asdict(report)) if options.json else text)

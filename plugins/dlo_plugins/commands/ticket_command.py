@@ -110,13 +110,9 @@ class Rounds:
         """Runs all rounds, and writes the report after each; returns the exit code."""
         self._check_settings()
         for number in range(self.number + 1):
-            code = self._round(number)
+            code = self._round(number) or (self._reinit_round(number) if number and self.reinit else 0)
             if code:
                 return code
-            if number and self.reinit:
-                code = self._reinit_round(number)
-                if code:
-                    return code
             self._report(number)
         self._print()
         return 0
@@ -145,9 +141,8 @@ class Rounds:
         if number == 0:
             init: dict[str, Any] = {"folder": str(self.folder), "step": self.rewind, "skip": self.skip}
             return self._fit(name, {"class_path": _START, "init_args": init}, "auto")
-        masks = self._masks(number)
-        continued = self._checkpoint(name) is not None
-        return self._fit(name, self._prune(masks), "auto" if continued else str(self.folder / "start.ckpt"))
+        prune, continued = self._prune(number), self._checkpoint(name) is not None
+        return self._fit(name, prune, "auto" if continued else str(self.folder / "start.ckpt"))
 
     def _reinit_round(self, number: int) -> int:
         """Trains a round's mask on new random weights, unless that has finished."""
@@ -155,16 +150,16 @@ class Rounds:
         if self._summary(name) is not None:
             return 0
         seed = _REINIT_SEED + number + self._seed()
-        return self._fit(name, self._prune(self._masks(number)), "auto", "--seed_everything", str(seed))
+        return self._fit(name, self._prune(number), "auto", "--seed_everything", str(seed))
+
+    def _prune(self, number: int) -> dict[str, Any]:
+        return {"class_path": _PRUNE, "init_args": {"masks": str(self._masks(number)), "skip": self.skip}}
 
     def _seed(self) -> int:
         """Returns the seed of the dense round, from the config that it has kept; 0 if it has none."""
         run = self._version("round_0")
         seed = read_config(str(run / "config.yaml")).get("seed_everything") if run is not None else 0
         return seed if isinstance(seed, int) and not isinstance(seed, bool) else 0
-
-    def _prune(self, masks: Path) -> dict[str, Any]:
-        return {"class_path": _PRUNE, "init_args": {"masks": str(masks), "skip": self.skip}}
 
     def _masks(self, number: int) -> Path:
         """Returns the masks of a round, made from the weights of the round before."""

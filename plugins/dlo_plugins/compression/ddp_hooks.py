@@ -218,9 +218,8 @@ class HalfHook(GradientHook):
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Converts to half precision, reduces and converts back."""
-        if self.dtype == torch.float16:
-            return default_hooks.fp16_compress_hook(_WORLD, bucket)
-        return default_hooks.bf16_compress_hook(_WORLD, bucket)
+        is_fp16 = self.dtype == torch.float16
+        return (default_hooks.fp16_compress_hook if is_fp16 else default_hooks.bf16_compress_hook)(_WORLD, bucket)
 
 
 class PowerSGDHook(GradientHook):
@@ -268,7 +267,11 @@ class OneBitHook(GradientHook):
 
     def reduce(self, bucket: GradBucket) -> Reduced:
         """Averages a bucket, or returns it unchanged."""
-        return super().reduce(bucket) if self.optimizer.takes_mean_gradients else _done(bucket.buffer())
+        if self.optimizer.takes_mean_gradients:
+            return super().reduce(bucket)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
 
 class PostLocalHook(GradientHook):
@@ -330,26 +333,18 @@ def average_tensors(tensors: list[Tensor], device: torch.device, group: dist.Pro
 _WORLD: Any = None  # torch's hooks take None for all ranks.
 
 
-def _done(tensor: Tensor) -> Reduced:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(tensor)
-    return future
-
-
 #: Key of the memory in a checkpoint.
 KEY = "gradient_compression"
 
 
 def row_of_rank(own: Tensor) -> FlatShard:
     """Returns a rank's 1-D tensor [n] as its row of one [ranks, n]."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return FlatShard(own, torch.Size((ranks, own.numel())), rank * own.numel())
+    return FlatShard(own, torch.Size((dist.get_world_size(), own.numel())), dist.get_rank() * own.numel())
 
 
 def chunk_of_rank(own: Tensor) -> FlatShard:
     """Returns a rank's 1-D tensor [n] as its chunk of one [ranks * n]."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return FlatShard(own, torch.Size((ranks * own.numel(),)), rank * own.numel())
+    return FlatShard(own, torch.Size((dist.get_world_size() * own.numel(),)), dist.get_rank() * own.numel())
 
 
 def one_bit_state(all_reduce: CompressedAllReduce, optimizer: OneBitOptimizer) -> dict[str, Any]:
@@ -431,7 +426,5 @@ def _mismatch(saved: Mapping[str, Any], **wanted: Any) -> str:
     """Returns the setting in which a checkpoint differs, as text; empty where there is none."""
     for key, value in wanted.items():
         if saved.get(key) != value:
-            if key == "sizes":
-                return "it has other parameters"
-            return f"{key} was {saved.get(key)} and is {value}"
+            return "it has other parameters" if key == "sizes" else f"{key} was {saved.get(key)} and is {value}"
     return ""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -73,8 +74,12 @@ class LayerOutputs:
         self.values: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for name in dict.fromkeys(names):
-            hook = _Keep(self, name)
-            self._handles.append(model.get_submodule(name).register_forward_hook(hook))
+            self._handles.append(model.get_submodule(name).register_forward_hook(partial(self._keep, name)))
+
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = output_tensor(output)
+        if tensor is not None:
+            self.values.setdefault(name, tensor)
 
     def pop(self) -> dict[str, Tensor]:
         """Returns the outputs by name, and forgets them."""
@@ -86,18 +91,6 @@ class LayerOutputs:
         for handle in self._handles:
             handle.remove()
         self._handles, self.values = [], {}
-
-
-class _Keep:
-    """Hook that keeps a layer's output."""
-
-    def __init__(self, outputs: LayerOutputs, name: str) -> None:
-        self._outputs, self._name = outputs, name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        tensor = output_tensor(output)
-        if tensor is not None:
-            self._outputs.values.setdefault(self._name, tensor)
 
 
 def layer_shapes(task: Task, batch: Any, names: Iterable[str]) -> dict[str, torch.Size]:
@@ -339,7 +332,7 @@ class HiddenStates:
 
     def __post_init__(self) -> None:
         check_choice("Distill: hidden.loss", self.loss, ("mse", "cosine"))
-        _check_weight("hidden", self.weight)
+        check_number("Distill: hidden.weight", self.weight, "above 0", "leave hidden out to switch it off")
 
 
 @dataclass
@@ -359,11 +352,7 @@ class AttentionTransfer:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_weight("attention", self.weight)
-
-
-def _check_weight(option: str, weight: float) -> None:
-    check_number(f"Distill: {option}.weight", weight, "above 0", f"leave {option} out to switch it off")
+        check_number("Distill: attention.weight", self.weight, "above 0", "leave attention out to switch it off")
 
 
 def layer_pairs(layers: dict[str, str], student: Task, teacher: Task) -> dict[str, str]:

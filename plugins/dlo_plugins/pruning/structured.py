@@ -190,35 +190,27 @@ def prune_weights(weights: dict[str, Tensor], twin: Task, amounts: dict[str, Any
             sizes["hidden"] = keep
         lines.append(f"{kind}: {count} -> {keep} in each of {len(groups)} blocks")
     if "blocks" in amounts:
-        blocks = plan.block_names(model)
-        is_list = isinstance(amounts["blocks"], list)
-        scores = None if is_list else block_scores(model, plan, weights, _MODEL)
-        kept = _kept_blocks(amounts["blocks"], blocks, scores)
+        blocks, amount = plan.block_names(model), amounts["blocks"]
+        keep = len(blocks) - (len(set(amount)) if isinstance(amount, list) else round(amount * len(blocks)))
+        if isinstance(amount, list) and (max(amount) >= len(blocks) or not keep):
+            raise DloError(
+                f"prune: --blocks must be numbers from 0 to {len(blocks) - 1}, not all of them, got"
+                f" {','.join(map(str, amount))}; leave some"
+            )
+        if not 0 < keep < len(blocks):
+            raise DloError(
+                f"prune: --blocks must remove at least one and leave one of {len(blocks)}, got {amount:.0%}, which"
+                f" leaves {keep}; set {1 / len(blocks):.0%} or more"
+            )
+        if isinstance(amount, list):
+            kept = [number for number in range(len(blocks)) if number not in amount]
+        else:
+            kept = kept_units(block_scores(model, plan, weights, _MODEL), keep).tolist()
         remove_blocks(weights, blocks, kept, _MODEL)
         sizes["blocks"] = len(kept)
         gone = [number for number in range(len(blocks)) if number not in kept]
         lines.append(f"blocks: {len(blocks)} -> {len(kept)}, without {', '.join(map(str, gone))}")
     return sizes, lines
-
-
-def _kept_blocks(amount: float | list[int], blocks: list[str], scores: Tensor | None) -> list[int]:
-    if scores is None:
-        assert isinstance(amount, list)
-        wrong = next((number for number in amount if number >= len(blocks)), None)
-        if wrong is not None or len(set(amount)) >= len(blocks):
-            raise DloError(
-                f"prune: --blocks must be numbers from 0 to {len(blocks) - 1}, not all of them, got"
-                f" {','.join(map(str, amount))}; leave some"
-            )
-        return [number for number in range(len(blocks)) if number not in amount]
-    assert isinstance(amount, float)
-    keep = len(blocks) - round(amount * len(blocks))
-    if not 0 < keep < len(blocks):
-        raise DloError(
-            f"prune: --blocks must remove at least one and leave one of {len(blocks)}, got {amount:.0%}, which leaves"
-            f" {keep}; set {1 / len(blocks):.0%} or more"
-        )
-    return [int(number) for number in kept_units(scores, keep)]
 
 
 def _parameters(task: Task) -> int:
@@ -316,8 +308,8 @@ def find_units(model: nn.Module, plan: ParallelPlan, kind: str) -> list[UnitGrou
     for block in plan.block_names(model):
         names = [name for name in modules if name.startswith(f"{block}.") and _has_weight(modules[name])]
         inside = [name for name in names if any(name.startswith(f"{part}.") for part in attention)]
-        own = inside if kind == "heads" else [name for name in names if name not in inside]
-        rules = _ATTENTION if kind == "heads" else _MLP
+        is_heads = kind == "heads"
+        own, rules = (inside, _ATTENTION) if is_heads else ([name for name in names if name not in inside], _MLP)
         columns = tuple((name, plan.rule_for(name)) for name in own if plan.rule_for(name) in rules)
         rows = tuple(name for name in own if plan.rule_for(name) is Rule.ROW)
         if not columns or not rows:
@@ -325,8 +317,16 @@ def find_units(model: nn.Module, plan: ParallelPlan, kind: str) -> list[UnitGrou
                 f"prune: the plan of {type(model).__name__} must have tensor rules for --{kind}, got none in {block};"
                 " prune blocks, or add the rules to the task's parallel_plan"
             )
-        group = _heads if kind == "heads" else _hidden
-        found.append(group(model, block, columns, rows, attention))
+        features = {_features(modules[name])[1] for name in rows}
+        if is_heads:
+            found.append(_heads(model, block, columns, rows, attention))
+        elif len(features) == 1:
+            found.append(UnitGroup(block, kind, columns, rows, features.pop()))
+        else:
+            raise DloError(
+                f"prune: a block must have one MLP for --hidden, got layers of {sorted(features)} inputs in {block};"
+                " prune heads or blocks"
+            )
     return found
 
 
@@ -343,18 +343,6 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
-def _hidden(
-    model: nn.Module, block: str, columns: tuple[tuple[str, Rule], ...], rows: tuple[str, ...], attention: list[str]
-) -> UnitGroup:
-    counts = {_features(model.get_submodule(name))[1] for name in rows}
-    if len(counts) != 1:
-        raise DloError(
-            f"prune: a block must have one MLP for --hidden, got layers of {sorted(counts)} inputs in {block}; prune"
-            " heads or blocks"
-        )
-    return UnitGroup(block, "hidden", columns, rows, counts.pop())
-
-
 def _heads(
     model: nn.Module, block: str, columns: tuple[tuple[str, Rule], ...], rows: tuple[str, ...], attention: list[str]
 ) -> UnitGroup:
@@ -369,13 +357,9 @@ def _heads(
         count = _features(model.get_submodule(by_rule[Rule.KV_HEADS]))[0] // width
     for rule in (Rule.QKV_GROUPED, Rule.QKV_BY_GROUP):
         if rule in by_rule:
-            count = kv_heads(by_rule[rule], [*around, *_configs(around)])
+            configs: list[Any] = [module.config for module in around if hasattr(module, "config")]
+            count = kv_heads(by_rule[rule], [*around, *configs])
     return UnitGroup(block, "heads", columns, rows, count, width, heads // count)
-
-
-def _configs(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    found: list[nn.Module] = [module.config for module in modules if hasattr(module, "config")]  # type: ignore[misc]
-    return found
 
 
 def unit_scores(group: UnitGroup, model: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> Tensor:
@@ -467,16 +451,13 @@ def remove_blocks(weights: dict[str, Tensor], blocks: Sequence[str], keep: Seque
             " heads or hidden units"
         )
     parent = parents.pop()
-    new_names = {prefix + blocks[old]: f"{prefix}{parent}.{new}" for new, old in enumerate(keep)}
-    dropped = [prefix + name for number, name in enumerate(blocks) if number not in keep]
-    for name in list(weights):
-        if any(name.startswith(f"{block}.") for block in dropped):
-            del weights[name]
     moved = {}
     for name in list(weights):
-        block = next((old for old in new_names if name.startswith(f"{old}.")), None)
-        if block is not None:
-            moved[new_names[block] + name.removeprefix(block)] = weights.pop(name)
+        old = next((old for old, block in enumerate(blocks) if name.startswith(f"{prefix}{block}.")), None)
+        if old is not None:
+            value, rest = weights.pop(name), name.removeprefix(prefix + blocks[old])
+            if old in keep:
+                moved[f"{prefix}{parent}.{keep.index(old)}{rest}"] = value
     weights |= moved
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from dlo_plugins.quantisation.quantised_layers import (
     choose_layers,
     computes_in_bf16,
     convert,
-    model_bytes,
+    measure_bytes,
     observed_inputs,
-    tensor_bytes,
 )
 from dlo_plugins.quantisation.schemes import QuantisationOptions
 
@@ -108,6 +108,10 @@ class QuantisationReport:
                 found[f"quantised/latency_ms_batch_{one.batch_size}_onnx"] = one.onnx
         return found
 
+    def files(self, folder: Path) -> str:
+        """Returns a line with the exports in a folder; empty if there are none."""
+        return f"\nexported: {', '.join(str(folder / name) for name in self.exported)}" if self.exported else ""
+
     def table(self) -> str:
         """Returns the report as a table of three columns."""
         head = f"quantised by {self.scheme}" + (f", groups of {self.group_size}" if self.group_size else "")
@@ -157,17 +161,6 @@ def measure_latency(
                 break
     found = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
     return Latency(batch_size, torch.get_num_threads(), rounds=len(seconds["before"]), **found)
-
-
-def forward_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], Any]:
-    """Returns a function that runs a model on inputs."""
-    args, kwargs = inputs
-    return lambda: model(*args, **kwargs)
-
-
-def layer_weights(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
-    """Returns the weights of layers."""
-    return [model.get_submodule(name).weight for name in names]  # type: ignore[misc]
 
 
 #: Largest batch of the latency measurement, besides a single sample.
@@ -267,9 +260,9 @@ class PostTraining:
         report = QuantisationReport(
             scheme.name, when, options.group_size if scheme.is_grouped else None, len(names), before
         )
-        report.bytes_before = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
+        report.bytes_before = measure_bytes(model, names)
         convert(model, names, scheme, options.group_size, self.device, scales)
-        report.bytes_after = (model_bytes(model), tensor_bytes(layer_weights(model, names)))
+        report.bytes_after = measure_bytes(model, names)
         if computes_in_bf16(scheme, self.device):  # Batches are not: autocast casts them.
             self.trainer = self._make_trainer("bf16-mixed")
         report.after = self._evaluate(module, None)
@@ -329,8 +322,7 @@ class PostTraining:
 
     def _inputs(self, module: LightningModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's arguments for a training batch, on the CPU."""
-        batch = _on_cpu(self._batches(module, 1)[0])
-        return _on_cpu(model_inputs(module, batch))
+        return _on_cpu(model_inputs(module, _on_cpu(self._batches(module, 1)[0])))
 
     def _measure(
         self, module: LightningModule, before: nn.Module, after: nn.Module, onnx: Path | None
@@ -339,9 +331,10 @@ class PostTraining:
         sizes = dict.fromkeys((1, min(batch_size(batch), _LARGEST)))
         found = []
         for size in sizes:
-            inputs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
-            of_onnx = None if onnx is None else onnx_forward(onnx, inputs[0])
-            found.append(measure_latency(forward_of(before, inputs), forward_of(after, inputs), size, onnx=of_onnx))
+            args, kwargs = _on_cpu(model_inputs(module, slice_batch(batch, 0, size)))
+            of_onnx = None if onnx is None else onnx_forward(onnx, args)
+            forwards = (partial(model, *args, **kwargs) for model in (before, after))
+            found.append(measure_latency(*forwards, size, onnx=of_onnx))
         return found
 
 

@@ -123,9 +123,10 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(seen.values())
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's parameters and buffers."""
-    return tensor_bytes([*model.parameters(), *model.buffers()])
+def measure_bytes(model: nn.Module, names: Sequence[str]) -> tuple[int, int]:
+    """Returns the bytes of a model's parameters and buffers, and those of the weights of some layers."""
+    weights: list[Any] = [model.get_submodule(name).weight for name in names]
+    return tensor_bytes([*model.parameters(), *model.buffers()]), tensor_bytes(weights)
 
 
 def choose_layers(

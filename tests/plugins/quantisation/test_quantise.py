@@ -16,7 +16,7 @@ from dlo_framework.checkpoint import SafeCheckpointIO
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
-from dlo_plugins.callbacks.quantise import BitSchedule, Quantise
+from dlo_plugins.callbacks.quantise import Quantise, scheduled_bits
 from dlo_plugins.quantisation import post_training as reports
 from dlo_plugins.quantisation import schemes
 from dlo_plugins.quantisation.export import program_device, program_input
@@ -127,7 +127,7 @@ def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -
     factors = [1 + int(4 * mean / max(means)) for mean in means]
     assert sorted(set(factors))[0] < max(factors) == 5
     for step, bits in enumerate(callback.seen):
-        assert bits == [BitSchedule(8, 4, 2 * factor).bits(step) for factor in factors]
+        assert bits == [scheduled_bits(8, 4, 2 * factor, step) for factor in factors]
     saving = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(tmp_path / "one.ckpt"))
     for stop in (1, 4):  # While curvature is measured, and after the first bits were dropped.
         first, second = MixedBits(2), MixedBits(2)
@@ -136,7 +136,7 @@ def test_layers_with_more_curvature_keep_their_bits_for_longer(tmp_path: Path) -
         resumed.fit(classifier(), datamodule=data(), ckpt_path=tmp_path / "one.ckpt")
         assert [*first.seen, *second.seen][:4] == callback.seen[:4]
         assert first.seen + second.seen == [
-            [BitSchedule(8, 4, 2 * factor).bits(step) for factor in second._factors] for step in range(16)
+            [scheduled_bits(8, 4, 2 * factor, step) for factor in second._factors] for step in range(16)
         ]
 
 
