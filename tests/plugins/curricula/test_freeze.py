@@ -177,8 +177,8 @@ def test_a_run_resumes_in_the_middle(tmp_path: Path):
         (lambda: Freeze("unfreeze", t0=0.5), "t0 must be left out with method unfreeze, got 0.5"),
         (lambda: Freeze(every="1 epochs"), "every must be left out with method freeze_out, got 1 epochs"),
         (lambda: Freeze("unfreeze", lr_decay=0.5), "lr_decay must be at least 1, got 0.5"),
-        (lambda: Freeze("unfreeze", every="5 samples"), "every must be a number of epochs or a percentage"),
-        (lambda: Freeze("unfreeze", every=0), "every must be a number of epochs or a percentage above 0"),
+        (lambda: Freeze("unfreeze", every="5 samples"), "every must be in epochs or percent, got"),
+        (lambda: Freeze("unfreeze", every=0), "every must be above 0, got"),
     ],
 )
 def test_a_wrong_value_is_refused(make, message):
