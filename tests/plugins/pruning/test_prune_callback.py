@@ -25,7 +25,7 @@ from dlo_plugins.callbacks.prune import (
     save_masks,
 )
 from dlo_plugins.callbacks.start_from import StartFrom
-from dlo_plugins.pruning.layers import NMPattern, check_kernels, follows_pattern
+from dlo_plugins.pruning.layers import NMPattern, follows_pattern
 from dlo_plugins.strategies.zero import ZeroStrategy
 from support.pruned_nets import masks_of, weights_of
 from support.trainers import quiet_trainer
@@ -406,8 +406,3 @@ def test_lightnings_pruning_is_pointed_to_it():
     run: Any = SimpleNamespace(callbacks=callbacks, strategy=ZeroStrategy(3))
     with pytest.raises(DloError, match="got ModelPruning; use dlo's own pruning callback \\(dlo plugins\\), or ddp"):
         _refuse_pruning(run)
-
-
-def test_sparse_kernels_name_what_they_need():
-    with pytest.raises(DloError, match="must have an NVIDIA GPU"):
-        check_kernels(torch.device("cpu"), "bf16-true")
