@@ -26,11 +26,11 @@ from dlo_framework.task import Task, checkable_module, model_and_plan
 from dlo_framework.watch.media import is_logged, log_scalars
 from dlo_plugins.callbacks.compile import check_block_scope
 from dlo_plugins.callbacks.rotor_callback import Rotor
-from dlo_plugins.callbacks.run_position import StepFraction
+from dlo_plugins.callbacks.run_position import FollowsSteps, StepFraction
 from dlo_plugins.remat.block_calls import Handler, intercept_calls, restore_calls
 
 
-class BlockSchedule(Callback, ABC):
+class BlockSchedule(FollowsSteps, Callback, ABC):
     """Callback with handlers around the blocks' calls, which are removed when training ends.
 
     A subclass chooses the blocks, calls :meth:`handle_blocks` in ``on_train_start``, and prepares for a step in
@@ -44,7 +44,7 @@ class BlockSchedule(Callback, ABC):
     order: int
 
     def __init__(self) -> None:
-        self._clock = StepFraction()
+        super().__init__()
         self._removers: list[Callable[[], None]] = []
         self._names: list[str] = []
 
@@ -136,14 +136,6 @@ class BlockSchedule(Callback, ABC):
         self._remove()
 
     on_exception = on_train_end
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)
 
 
 class ModelBlocks:

@@ -176,7 +176,7 @@ class DiLoCo(Callback):
             torch._foreach_copy_(_weights(trainer, pl_module), local)
             contract_of(trainer.strategy).refresh()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Puts this copy's weights back, if a validation has failed."""
         self.on_validation_end(trainer, pl_module)
 

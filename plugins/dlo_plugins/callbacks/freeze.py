@@ -43,8 +43,6 @@ from dlo_plugins.callbacks.gradient_compression import GradientCompression
 from dlo_plugins.callbacks.run_position import parse_position, run_fraction
 from dlo_plugins.remat.block_calls import Handler, split_hidden, with_hidden
 
-METHODS = ("freeze_out", "unfreeze")
-
 
 class Freeze(BlockSchedule):
     """Trains a part of the model at a time, and saves the backward of the frozen part below it.
@@ -94,7 +92,7 @@ class Freeze(BlockSchedule):
         lr_decay: float | None = None,
     ) -> None:
         super().__init__()
-        check_choice("Freeze: method", method, METHODS)
+        check_choice("Freeze: method", method, ("freeze_out", "unfreeze"))
         others = {"every": every, "lr_decay": lr_decay}
         if method == "unfreeze":
             others = {"t0": t0, "cubic": cubic, "scale_lr": scale_lr}

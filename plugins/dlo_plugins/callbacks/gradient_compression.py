@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from dlo_plugins.compression.ddp_hooks import (
 from dlo_plugins.compression.one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer
 
 Method = Literal["fp16", "bf16", "powersgd", "post_local_sgd", "one_bit"]
-METHODS = ("fp16", "bf16", "powersgd", "post_local_sgd", "one_bit")
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 #: Methods that need what a rank has under plain data parallelism alone, and why.
 _NEEDS_FULL = {
@@ -101,7 +100,7 @@ class GradientCompression(Callback):
         node_size: int = 1,
         block: int = BLOCK,
     ) -> None:
-        check_choice("GradientCompression: method", method, METHODS)
+        check_choice("GradientCompression: method", method, get_args(Method))
         for name, value in (("matrix_rank", matrix_rank), ("period", period), ("node_size", node_size)):
             check_number(f"GradientCompression: {name}", value, "at least 1", "leave it out")
         least = 2 if method == "powersgd" else 0
@@ -152,11 +151,7 @@ class GradientCompression(Callback):
             )
 
     def _ask_strategy(self, trainer: Trainer) -> None:
-        """Asks a strategy that reduces gradients itself to send them in half precision.
-
-        Raises:
-            DloError: The strategy or the method cannot do so.
-        """
+        """Asks a strategy that reduces gradients itself to send them in half precision."""
         name = type(trainer.strategy).__name__
         if self.method in _NEEDS_FULL:
             raise DloError(

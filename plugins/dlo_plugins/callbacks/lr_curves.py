@@ -17,7 +17,7 @@ import contextlib
 import inspect
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -188,7 +188,10 @@ def find_schedulers(module: Any, trainer: Any) -> list[str]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             own = fake_copy(built)
             own._trainer = _BeforeData(trainer)
-            return [_name(scheduler) for scheduler in _schedulers(own.configure_optimizers())]
+            found = [
+                one["scheduler"] if isinstance(one, dict) else one for one in _schedulers(own.configure_optimizers())
+            ]
+            return [type(scheduler).__name__ for scheduler in found]
     return []
 
 
@@ -204,14 +207,8 @@ def _schedulers(configured: Any) -> list[Any]:
     return [scheduler for one in configured for scheduler in _schedulers(one) if isinstance(one, dict)]
 
 
-def _name(scheduler: Any) -> str:
-    return type(scheduler["scheduler"] if isinstance(scheduler, dict) else scheduler).__name__
-
-
 Decay = Literal["linear", "cosine", "sqrt", "exponential"]
-DECAYS = ("linear", "cosine", "sqrt", "exponential")
 CycleMode = Literal["triangular", "triangular2", "exp_range"]
-MODES = ("triangular", "triangular2", "exp_range")
 
 
 def decay_factor(position: float, final: float, shape: Decay) -> float:
@@ -249,11 +246,6 @@ def cycle_position(fraction: float, cycles: int, ratio: float = 1.0) -> tuple[in
             return number, min(1.0, max(0.0, (fraction - begin) / length))
         begin += length
     raise AssertionError("a schedule has at least one cycle")
-
-
-def triangle(position: float) -> float:
-    """Returns the height at a position of a cycle: 0 at its ends, and 1 in its middle."""
-    return 1 - abs(2 * position - 1)
 
 
 class WSD(LearningRateSchedule):
@@ -323,7 +315,7 @@ class WarmRestarts(LearningRateSchedule):
         peak_decay: float = 1.0,
     ) -> None:
         super().__init__(max_lr)
-        _check_cycles("WarmRestarts", cycles)
+        check_number("WarmRestarts: cycles", cycles, "at least 1", "4 is the default")
         check_number("WarmRestarts: ratio", ratio, "above 0", "1 and 2 are usual")
         _check_peaks("WarmRestarts", final, peak_decay)
         self.cycles, self.ratio, self.final, self.peak_decay = cycles, ratio, final, peak_decay
@@ -361,8 +353,8 @@ class Cyclic(LearningRateSchedule):
         momentum: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(max_lr)
-        _check_cycles("Cyclic", cycles)
-        check_choice("Cyclic: mode", mode, MODES, "leave it out")
+        check_number("Cyclic: cycles", cycles, "at least 1", "4 is the default")
+        check_choice("Cyclic: mode", mode, get_args(CycleMode), "leave it out")
         check_number("Cyclic: low", low, "at least 0 and below 1", "0.1 to 0.3 are usual")
         check_number("Cyclic: gamma", gamma, "above 0 and at most 1", "leave it out")
         self.cycles, self.low, self.mode, self.gamma, self.momentum = cycles, low, mode, gamma, momentum
@@ -370,7 +362,7 @@ class Cyclic(LearningRateSchedule):
     def _height(self, fraction: float) -> float:
         number, position = cycle_position(fraction, self.cycles)
         scale = {"triangular": 1.0, "triangular2": 0.5**number, "exp_range": self.gamma ** (100 * fraction)}[self.mode]
-        return scale * triangle(position)
+        return scale * (1 - abs(2 * position - 1))  # 0 at the ends of a cycle, and 1 in its middle.
 
     def lr_factor(self, fraction: float) -> float:
         """Returns the ratio of the lr to its maximum after ``fraction`` of training."""
@@ -432,16 +424,12 @@ class Rewarm(LearningRateSchedule):
         return peak * decay_factor(after, self.final / peak, "cosine")
 
 
-def _check_cycles(what: str, cycles: int) -> None:
-    check_number(f"{what}: cycles", cycles, "at least 1", "4 is the default")
-
-
 def _check_peaks(what: str, final: float, peak_decay: float) -> None:
     check_number(f"{what}: peak_decay", peak_decay, "above 0 and at most 1", "leave it out")
     _check_final(what, final, "cosine")
 
 
 def _check_final(what: str, final: float, shape: str) -> None:
-    check_choice(f"{what}: shape", shape, DECAYS, "leave it out")
+    check_choice(f"{what}: shape", shape, get_args(Decay), "leave it out")
     least = "above 0" if shape == "exponential" else "at least 0"
     check_number(f"{what}: final", final, f"{least} and below 1", "0.1 is usual")

@@ -156,13 +156,20 @@ class StepFraction:
         self.step, self.fraction = trainer.global_step, fraction_seen(trainer, with_this_batch=with_this_batch)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the last step and its fraction."""
-        return {"step": self.step, "fraction": self.fraction}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the last step and its fraction."""
-        self.step, self.fraction = state["step"], state["fraction"]
+class FollowsSteps:
+    """Base of callbacks whose state is the progress at the last step."""
+
+    def __init__(self) -> None:
+        self._clock = StepFraction()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress at the last step."""
+        return {"step": self._clock.step, "fraction": self._clock.fraction}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the progress at the last step."""
+        self._clock.step, self._clock.fraction = state_dict["step"], state_dict["fraction"]
 
 
 class DataHook:

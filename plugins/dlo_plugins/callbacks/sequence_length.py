@@ -13,7 +13,7 @@ where a document begins; `attention_mask` of padded rows. Other entries have no 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,15 +26,21 @@ from dlo_framework.data.order import uniform
 from dlo_framework.errors import DloError, agreed_errors, check_choice, check_number, check_one_of
 from dlo_framework.progress import check_end
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.callbacks.run_position import DataHook, RunPosition, StepFraction, parse_position, run_fraction
+from dlo_plugins.callbacks.run_position import (
+    DataHook,
+    FollowsSteps,
+    RunPosition,
+    StepFraction,
+    parse_position,
+    run_fraction,
+)
 from dlo_plugins.strategies.mesh import MeshStrategy
 
 _STREAM = 0x534C  # of the draws, among other hashes of the same seed
-METHODS = ("split", "truncate")
 Method = Literal["split", "truncate"]
 
 
-class SequenceLength(BatchTransform):
+class SequenceLength(FollowsSteps, BatchTransform):
     """Trains a language model on short sequences first, and on longer ones as training goes on.
 
     `split` cuts each row of a batch into several rows of the current length: a step has the same tokens and the same
@@ -80,7 +86,7 @@ class SequenceLength(BatchTransform):
         seed: int = 0,
     ) -> None:
         check_one_of("SequenceLength", start=start, lengths=lengths)
-        check_choice("SequenceLength: method", method, METHODS, "leave it out for split")
+        check_choice("SequenceLength: method", method, get_args(Method), "leave it out for split")
         check_number("SequenceLength: multiple", multiple, "at least 1", "leave it out")
         self.start, self.method, self.multiple, self.seed = start, method, multiple, seed
         self.until = parse_position(until, "SequenceLength: until", in_samples=False, at_zero=start is None)
@@ -102,7 +108,7 @@ class SequenceLength(BatchTransform):
         self.needs_max_epochs = any(point.unit == "epochs" for point in used)
         self._points: list[tuple[float, list[int]]] = []
         self._until = 1.0
-        self._clock = StepFraction()
+        super().__init__()
         self._hook = DataHook("shape_batch", "SequenceLength", "shape the batches")
         self._logged_step, self._length = -1, 0
 
@@ -203,14 +209,6 @@ class SequenceLength(BatchTransform):
         self._logged_step = step
         log_scalars(trainer, {"data/sequence_length": float(self._length)}, step + 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)
-
     def release(self, trainer: Trainer) -> None:
         """Removes the function from the datamodule."""
         super().release(trainer)
@@ -219,8 +217,6 @@ class SequenceLength(BatchTransform):
 
 #: Entries of a batch with one value per token.
 TOKEN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
-#: Entries that count the targets of the optimizer step, which a truncation changes.
-_COUNTS = ("tokens_in_step",)
 
 
 def fitting_length(length: int, full: int, multiple: int) -> int:
@@ -292,5 +288,5 @@ def truncate_rows(batch: dict[str, Any], length: int) -> dict[str, Any]:
         batch: Batch of rows `[B, N]`.
         length: Length of the new rows.
     """
-    kept = {key: value for key, value in batch.items() if key not in _COUNTS}
+    kept = {key: value for key, value in batch.items() if key != "tokens_in_step"}
     return {key: value[:, :length].contiguous() if key in TOKEN_KEYS else value for key, value in kept.items()}

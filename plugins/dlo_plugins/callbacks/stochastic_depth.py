@@ -18,7 +18,7 @@ from dlo_framework.errors import DloError, check_number
 from dlo_framework.progress import check_end
 from dlo_framework.task import checkable_module
 from dlo_framework.watch.media import is_logged, log_scalars
-from dlo_plugins.callbacks.run_position import StepFraction
+from dlo_plugins.callbacks.run_position import FollowsSteps, StepFraction
 
 #: Modules that drop a residual branch of a sample, and their attributes with the rate.
 _RATES: dict[type[nn.Module], str] = {DropPath: "drop_prob", TorchvisionDepth: "p"}
@@ -41,7 +41,7 @@ def depth_factor(fraction: float, start: float, end: float, until: float, stages
     return start + (end - start) * position
 
 
-class StochasticDepthSchedule(Callback):
+class StochasticDepthSchedule(FollowsSteps, Callback):
     """Changes the rates of stochastic depth (drop path) over the run, each in proportion to the model's own rate.
 
     The model's rates are those of its constructor, such as `drop_path_rate` of timm's models, which rise from block to
@@ -75,7 +75,7 @@ class StochasticDepthSchedule(Callback):
         check_number("StochasticDepthSchedule: until", until, "above 0 and at most 1", "leave it out")
         check_number("StochasticDepthSchedule: stages", stages, "at least 2", "set 4")
         self.start, self.end, self.until, self.stages = start, end, until, stages
-        self._clock = StepFraction()
+        super().__init__()
         self._rates: list[tuple[nn.Module, str, float]] = []
 
     def check_run(self, trainer: Trainer, module: LightningModule, datamodule: Any = None) -> None:
@@ -144,11 +144,3 @@ class StochasticDepthSchedule(Callback):
         self._rates = []
 
     on_train_end = on_exception = _restore
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress at the last step."""
-        return self._clock.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the progress at the last step."""
-        self._clock.load_state_dict(state_dict)

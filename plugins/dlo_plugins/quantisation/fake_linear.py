@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
+from dlo_plugins.quantisation.quantised_layers import replaced_method
 from dlo_plugins.quantisation.schemes import (
     Grid,
     Scheme,
@@ -65,7 +66,7 @@ class FakeQuantiser:
         for layer in layers:
             if layer in self.layers:
                 continue
-            name = "product" if isinstance(layer, RowProduct) else "forward"
+            name = replaced_method(layer)
             self._before.append(layer.__dict__.get(name))
             # A method bound to the layer: a deep copy of the model binds it to the copied layer.
             layer.__dict__[name] = MethodType(self, layer)
@@ -74,7 +75,7 @@ class FakeQuantiser:
     def remove(self) -> None:
         """Restores the forwards of the layers."""
         for layer, before in zip(self.layers, self._before, strict=True):
-            name = "product" if isinstance(layer, RowProduct) else "forward"
+            name = replaced_method(layer)
             layer.__dict__.pop(name, None)
             if before is not None:
                 layer.__dict__[name] = before

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_plugins.pipeline.autocast import autocast_dtype, no_autocast
+from dlo_plugins.quantisation.quantised_layers import replaced_method
 from dlo_plugins.tensor.projections import RowProduct
 
 #: Role of a factor in the products of a linear layer.
@@ -266,13 +267,13 @@ class LowPrecisionForward:
         torch.compiler.allow_in_graph(_LowPrecisionLinear)  # Compiled blocks then have no graph break here.
         layer.__dict__[_PRODUCTS] = (*self._settings, sliced, group)
         # A method of a function, which torch.compile (2.11) traces, bound to the layer: so is that of a deep copy.
-        layer.__dict__[_attribute(layer)] = MethodType(forward, layer)
+        layer.__dict__[replaced_method(layer)] = MethodType(forward, layer)
         self.layers.append(layer)
 
     def remove(self) -> None:
         """Restores the forwards of the layers."""
         for layer in self.layers:
-            for name in (_attribute(layer), _PRODUCTS):
+            for name in (replaced_method(layer), _PRODUCTS):
                 layer.__dict__.pop(name, None)
         self.layers = []
 
@@ -287,10 +288,6 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     if layer.bias is None or isinstance(layer, RowProduct):
         return found
     return found + layer.bias.to(found.dtype)
-
-
-def _attribute(layer: nn.Module) -> str:
-    return "product" if isinstance(layer, RowProduct) else "forward"
 
 
 class _LowPrecisionLinear(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from dlo_framework.errors import DloError, did_you_mean, shown_names
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.quantisation.schemes import GROUP_SIZES, INT4_ROWS, Scheme, quantised_weight
+from dlo_plugins.tensor.projections import RowProduct
 
 
 @torch.no_grad()
@@ -235,3 +236,8 @@ def _check_shapes(model: nn.Module, names: list[str], group_size: int, slices: i
             f"Quantise: group_size must divide the slices of tensor parallelism, got {group_size} for"
             f" {shapes[cut[0]][1]} / {slices} input features of {shown_names(cut)}; set tp={sizes[0]}"
         )
+
+
+def replaced_method(layer: nn.Module) -> str:
+    """Returns the method of a linear layer that other products replace: of a row projection, its product."""
+    return "product" if isinstance(layer, RowProduct) else "forward"
