@@ -1,13 +1,20 @@
 """The arithmetic of rounding is torchao's: to the bit, in forward and, but for the bounds, in backward."""
 
 import pytest
+import timm
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torchao.quantization import Int8Tensor, MappingType, PerRow, ZeroPointDomain
 from torchao.quantization.qat import IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig
 from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
 
+from dlo_framework.errors import DloError
+from dlo_plugins.quantisation.fake_linear import FakeQuantiser
+from dlo_plugins.quantisation.quantised_layers import choose_layers
 from dlo_plugins.quantisation.schemes import (
+    SCHEMES,
     Grid,
     affine_grid,
     fake_quantise,
@@ -114,3 +121,149 @@ def test_a_change_of_the_last_bit_changes_no_level_of_the_largest_value(largest:
     for _ in range(50):
         near[7] = torch.nextafter(near[7], torch.tensor(float("inf")))
         assert levels(near[None], symmetric_grid(near[None], 8))[0, 7] == (127 if largest > 0 else -128)
+
+
+INT8, INT4 = SCHEMES["int8"], SCHEMES["int4_weights"]
+
+
+def vit() -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=96, depth=2, num_heads=3)
+
+
+def test_the_head_stays_and_patterns_cover_modules() -> None:
+    found = choose_layers(vit(), INT8, 32, head=("norm", "head"))
+    assert found == [f"blocks.{n}.{part}" for n in (0, 1) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+    assert choose_layers(vit(), INT8, 32, skip=["blocks.0", "*.*.mlp"], head=("head",)) == [
+        "blocks.1.attn.qkv",
+        "blocks.1.attn.proj",
+    ]
+
+
+def test_shared_weights_adapters_and_uncalled_projections_stay() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.output = nn.Embedding(10, 32), nn.Linear(32, 10, bias=False)
+            self.output.weight = self.embedding.weight
+            self.attention, self.inner = nn.MultiheadAttention(32, 4), nn.Linear(32, 32)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4)})
+
+    assert choose_layers(Net(), INT8, 32) == ["inner"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size", "options", "message"),
+    [
+        (INT8, 32, {"skip": ["block.0"]}, "got 'block.0', which matches none; did you mean 'blocks.0'"),
+        (INT8, 32, {"skip": ["*"], "head": ("head",)}, "outside its head and skip, got none"),
+        (INT4, 128, {"head": ("head",)}, "got 128 for 96 of blocks.0.attn.qkv, .*; set group_size: 32"),
+        (INT4, 32, {}, "a multiple of 16 for int4_weights, got 1000 of head; add to skip: head"),
+        (INT4, 32, {"head": ("head",), "slices": 2}, "got 32 for 96 / 2 input features of .*; set tp=1"),
+    ],
+)
+def test_what_does_not_fit(scheme, group_size, options, message) -> None:
+    with pytest.raises(DloError, match=message):
+        choose_layers(vit(), scheme, group_size, **options)
+
+
+def test_a_row_that_no_group_divides() -> None:
+    model = nn.Sequential(nn.Linear(40, 32), nn.Linear(32, 32))
+    with pytest.raises(DloError, match="got 32 for 40 of 0; add to skip: 0"):
+        choose_layers(model, INT4, 32)
+    assert choose_layers(model, INT4, 32, skip=["0"]) == ["1"]
+
+
+def test_layers_to_skip_are_named_by_a_pattern_where_one_matches_them_alone() -> None:
+    blocks = [nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 32)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+    with pytest.raises(DloError, match=r"of layers.0.down, layers.1.down; add to skip: layers\.\*\.down$"):
+        choose_layers(model, INT4, 32)
+    assert choose_layers(model, INT4, 32, skip=["layers.*.down"]) == ["layers.0.up", "layers.1.up"]
+    blocks[1]["down"] = nn.Linear(64, 32)
+    with pytest.raises(DloError, match=r"add to skip: layers\.0\.down$"):
+        choose_layers(model, INT4, 32)
+
+
+def example() -> tuple[nn.Linear, torch.Tensor]:
+    torch.manual_seed(1)
+    return nn.Linear(96, 48), torch.randn(4, 7, 96, requires_grad=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["int8", "int8_weights", "int4_weights", "fp8"])
+def test_gradients_are_those_of_the_plain_operations(name: str, autocast: bool) -> None:
+    layer, x = example()
+    quantiser = FakeQuantiser(SCHEMES[name], 32)
+    of_weight, of_input = quantiser.grids(x, layer.weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rounded = x if of_input is None else traced_fake_quantise(x, of_input)
+        expected = F.linear(rounded, traced_fake_quantise(layer.weight, of_weight), layer.bias)
+        quantiser.install([layer])
+        found = layer(x)
+    assert found.dtype == expected.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert torch.equal(found, expected)
+    gradient = torch.randn_like(found)
+    wanted = [x, layer.weight, layer.bias]
+    pairs = zip(
+        torch.autograd.grad(found, wanted, gradient), torch.autograd.grad(expected, wanted, gradient), strict=True
+    )
+    for ours, plain in pairs:
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=2**-6 if autocast else 1e-5, atol=2**-6 if autocast else 1e-5)
+
+
+def test_no_rounded_copy_is_saved_for_backward() -> None:
+    layer, x = example()
+    FakeQuantiser(SCHEMES["int8"], 32).install([layer])
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        layer(x)
+    assert saved == [x.data_ptr()]
+
+
+def test_installing_twice_and_removing() -> None:
+    layer, x = example()
+    plain, names = layer(x), list(layer.state_dict())
+    quantiser = FakeQuantiser(SCHEMES["int4_weights"], 32)
+    quantiser.install([layer])
+    quantiser.install([layer])
+    rounded = layer(x)
+    assert not torch.equal(rounded, plain)
+    assert list(layer.state_dict()) == names
+    quantiser.bits = 8
+    assert (layer(x) - plain).abs().mean() < 0.2 * (rounded - plain).abs().mean()
+    quantiser.remove()
+    assert torch.equal(layer(x), plain)
+    assert "forward" not in layer.__dict__
+
+
+def test_a_forward_of_the_layers_own_comes_back() -> None:
+    layer, x = example()
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+    before = layer(x)
+    quantiser = FakeQuantiser(SCHEMES["int8"], 32)
+    quantiser.install([layer])
+    assert (layer(x) - before).abs().max() > 0.1
+    quantiser.remove()
+    assert torch.equal(layer(x), before)
+
+
+def test_compiled_layers_round_from_the_step_on_that_they_are_told_to() -> None:
+    torch.compiler.reset()
+    layer, x = example()
+    compiled = torch.compile(layer, backend="aot_eager")
+    plain = compiled(x)
+    quantiser = FakeQuantiser(SCHEMES["int4_weights"], 32)
+    quantiser.install([layer])
+    rounded = compiled(x)
+    assert torch.equal(rounded, layer(x))
+    assert not torch.equal(rounded, plain)
+    quantiser.bits = 8
+    assert torch.equal(compiled(x), layer(x))
+    assert not torch.equal(compiled(x), rounded)
+    quantiser.set_bits([4])
+    assert torch.equal(compiled(x), rounded)
+    quantiser.remove()
+    assert torch.equal(compiled(x), plain)
+    torch.compiler.reset()
