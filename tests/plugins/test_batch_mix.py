@@ -6,13 +6,14 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dlo_framework.data import ResumableDataModule
 from dlo_framework.errors import DloError
 from dlo_framework.progress import AccumulationTail
 from dlo_plugins.callbacks.batch_mix import BatchMix, join_plans
+from support.trainers import quiet_trainer
 
 CLASSES, SAMPLES, BATCH = 3, 52, 5  # 10 batches of an odd size an epoch
 
@@ -72,8 +73,7 @@ class Net(LightningModule):
 
 
 def trainer_with(*callbacks, **options):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_epochs": 1, **quiet, **options})
+    return quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 1, **options})
 
 
 def fit(callback=None, data=None, module=None, **options):

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,8 +28,8 @@ from dlo_plugins.callbacks import compile as compiling
 from dlo_plugins.callbacks.compile import Compile
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import FAMILIES, Tokens
+from support.trainers import quiet_trainer
 
-QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 CALLS: list[tuple[int, ...]] = []
 
 
@@ -131,8 +131,7 @@ def loader(count: int = 20, batch: int = 5, *size: int) -> DataLoader:
 
 def fit(module, callbacks, data=None, **options):
     torch.manual_seed(1)
-    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **QUIET, **options}
-    trainer = Trainer(accelerator="cpu", callbacks=callbacks, **options)
+    trainer = quiet_trainer(callbacks=callbacks, **{"max_epochs": 2, **options})
     trainer.fit(module, *(data or (loader(), loader())))
     return trainer
 
@@ -176,9 +175,7 @@ def test_test_and_predict_run_compiled_where_evaluation_does():
     module = seeded(Plain)
     for evaluate, calls in (("eager", 0), ("compiled", 4)):
         CALLS.clear()
-        trainer = Trainer(
-            accelerator="cpu", logger=False, callbacks=[Compile(backend="traced", evaluate=evaluate)], **QUIET
-        )
+        trainer = quiet_trainer(callbacks=[Compile(backend="traced", evaluate=evaluate)])
         trainer.test(module, loader(), verbose=False)
         assert len(CALLS) == calls
         assert not is_compiled(module)
@@ -207,8 +204,7 @@ def test_each_size_is_compiled_once_and_evaluation_between_them_starts_no_storm(
     module = Sizes(Net(scales=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
     callback = Compile(scope="blocks", backend="traced")
     torch.manual_seed(1)
-    options = {"max_epochs": 6, "logger": False, "enable_checkpointing": False, **QUIET}
-    Trainer(accelerator="cpu", callbacks=[callback], reload_dataloaders_every_n_epochs=1, **options).fit(module)
+    quiet_trainer(callbacks=[callback], reload_dataloaders_every_n_epochs=1, max_epochs=6).fit(module)
     assert callback.tally.given_up == {}
     # The first block's input needs no gradient: that it shares no code with the others is no size's doing.
     assert callback.tally.graphs == 18
@@ -222,8 +218,8 @@ def test_sizes_past_the_limit_run_uncompiled_and_that_is_said(capsys):
             return loader(5, 5, self.trainer.current_epoch + 2)
 
     callback = Compile(backend="traced", max_sizes=8)
-    options = {"max_epochs": 11, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
-    Trainer(accelerator="cpu", callbacks=[callback], reload_dataloaders_every_n_epochs=1, **options).fit(Sizes())
+    options = {"max_epochs": 11, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(callbacks=[callback], **options).fit(Sizes())
     assert callback.tally.graphs == 8
     assert len(CALLS) == 8
     assert "more than max_sizes=8 input sizes" in capsys.readouterr().out
@@ -316,9 +312,8 @@ def test_flops_of_another_size_are_counted_on_its_first_batch_which_runs_uncompi
     monitor, module = RunMonitor(), Sizes(Net(scales=[0.1]))
     callbacks = [monitor, Compile(backend="traced")]
     torch.manual_seed(1)
-    options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
-    callbacks = callbacks if monitor_first else callbacks[::-1]
-    Trainer(accelerator="cpu", callbacks=callbacks, reload_dataloaders_every_n_epochs=1, **options).fit(module)
+    options = {"max_epochs": 3, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
+    quiet_trainer(callbacks=callbacks if monitor_first else callbacks[::-1], **options).fit(module)
     two, four = monitor.flops.counts.values()
     assert four == 2 * two > 0
     assert len(CALLS) == 6 - 2
@@ -337,8 +332,8 @@ def test_on_an_accelerator_every_mode_trains_as_eager_does(mode, scope, tmp_path
         module = seeded(Plain)
         module.net.drop.p = 0.0
         torch.manual_seed(1)
-        options = {"logger": False, "enable_checkpointing": False, "max_epochs": 4, **QUIET}
-        Trainer(accelerator="gpu", devices=1, callbacks=callbacks, **options).fit(module, loader(18), loader(18))
+        trainer = quiet_trainer(accelerator="gpu", devices=1, callbacks=callbacks, max_epochs=4)
+        trainer.fit(module, loader(18), loader(18))
         return module.losses
 
     compiled = losses([Compile(scope=scope, mode=mode, cache_dir=str(tmp_path))])
@@ -350,10 +345,7 @@ def test_a_language_model_runs_compiled_though_its_head_is_in_the_loss(scope):
     def train(callbacks):
         seed_everything(3, verbose=False)
         task = CausalLM(config={"model_type": "llama", **FAMILIES["llama"]}, lr=1e-3, optimizer_args={"eps": 1e-3})
-        run = Trainer(
-            accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, callbacks=callbacks, **QUIET
-        )
-        run.fit(task, datamodule=Tokens(1))
+        quiet_trainer(max_steps=4, callbacks=callbacks).fit(task, datamodule=Tokens(1))
         return task
 
     callback = Compile(scope=scope, backend="aot_eager")

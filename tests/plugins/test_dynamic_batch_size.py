@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -81,13 +81,10 @@ class Net(LightningModule):
         return [len(samples) for samples, _, _ in self.steps]
 
 
-OFF = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-
-
 def fit(*callbacks, data=None, loader=None, module=None, **options):
     torch.manual_seed(1)
     module = module or Net()
-    trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_epochs": 4, **OFF, **options})
+    trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 4, **options})
     trainer.fit(module, loader, datamodule=None if loader else data or Data())
     return module
 
@@ -328,7 +325,7 @@ def test_a_fit_that_raised_leaves_nothing_to_the_next(make, crash, same_trainer)
     """The same trainer goes on with its epoch, so it fails in the first; another begins anew wherever one failed."""
     expected = fit(make()).losses
     callback, data = make(), Data()
-    trainer = Trainer(accelerator="cpu", callbacks=[callback], max_epochs=4, **OFF)
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=4)
     with pytest.raises(RuntimeError, match="crash"):
         trainer.fit(Crashes(crash if same_trainer else crash + 9), datamodule=data)
     optimizer = trainer.optimizers[0]
@@ -337,7 +334,7 @@ def test_a_fit_that_raised_leaves_nothing_to_the_next(make, crash, same_trainer)
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert data.window_at is None
     if not same_trainer:
-        trainer = Trainer(accelerator="cpu", callbacks=[callback], max_epochs=4, **OFF)
+        trainer = quiet_trainer(callbacks=[callback], max_epochs=4)
     torch.manual_seed(1)
     module = Net()
     trainer.fit(module, datamodule=data)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import grad_norm
@@ -32,6 +32,7 @@ from dlo_plugins.pruning.layers import last_linear, match_or_last
 from dlo_plugins.sharding.stepped_gradients import SteppedGradient, UnitNorms, unit_norms
 from dlo_plugins.sharding.user_code import JointGradients
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
+from support.trainers import quiet_trainer
 
 SHAPES = [(8, 3, 3, 3), (8, 1, 3, 3), (5, 8), (8,), (1, 4, 6), (1,), ()]
 
@@ -136,14 +137,9 @@ def run(folder, callbacks, *, resume=False, **options):
     module = Net()
     torch.manual_seed(1 if not resume else 77)
     folder.mkdir(exist_ok=True)
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False),
-        plugins=[SafeCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 3, "logger": False, **options},
-    )
+    callbacks = add_default_callbacks(callbacks, run_folder=folder, model=module, config="{}", progress_bar=False)
+    options = {"max_epochs": 3, "enable_checkpointing": True, **options}
+    trainer = quiet_trainer(callbacks=callbacks, plugins=[SafeCheckpointIO()], **options)
     trainer.fit(module, datamodule=Data(), ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None)
     return module
 

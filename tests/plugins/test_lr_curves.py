@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.lr_curves import WSD, Cyclic, Rewarm, WarmRestarts, decay_factor
 from dlo_plugins.callbacks.one_cycle import OneCycle
+from support.trainers import quiet_trainer
 
 STEPS = 24
 
@@ -40,8 +41,7 @@ class Regression(LightningModule):
 def train(*callbacks: Callback, module: Regression | None = None, ckpt: Any = None, **options: Any) -> Any:
     module = module or Regression()
     data = torch.utils.data.TensorDataset(torch.ones(STEPS // 2, 2))
-    given = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False, **options}
-    trainer = Trainer(callbacks=list(callbacks), enable_progress_bar=False, enable_model_summary=False, **given)
+    trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 2, **options})
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1), ckpt_path=ckpt)
     return module, trainer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
@@ -30,6 +30,7 @@ from dlo_plugins.callbacks.lr_finder import (
 )
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from support.named_sets import isolate_named_sets
+from support.trainers import quiet_trainer
 
 
 class Noisy(Dataset):
@@ -100,14 +101,8 @@ def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, *
     """Returns the losses that training saw, the module and the trainer."""
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
     module, losses = make(), Losses()
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=logger,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[*callbacks, losses],
-        **{"max_epochs": 2, "enable_checkpointing": False, "enable_progress_bar": False, **options},
-    )
+    options = {"max_epochs": 2, "logger": logger, "default_root_dir": folder, **options}
+    trainer = quiet_trainer(callbacks=[*callbacks, losses], **options)
     trainer.fit(module, datamodule=data or Data(), ckpt_path=ckpt_path)
     return losses.seen, module, trainer
 

@@ -41,11 +41,7 @@ class Regression(LightningModule):
 def train(callback, module=None, folder=None, batches=12, **options):
     module = module or Regression()
     data = DataLoader(TensorDataset(torch.randn(batches * 2, 3)), batch_size=2)
-    options = {"max_epochs": 2, **options}
-    trainer = quiet_trainer(
-        callbacks=[callback],
-        **options,
-    )
+    trainer = quiet_trainer(callbacks=[callback], **{"max_epochs": 2, **options})
     trainer.fit(module, data)
     return module, trainer
 
@@ -115,8 +111,7 @@ def test_a_resumed_run_goes_on_where_the_schedule_was(tmp_path):
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     rest = Regression()
     data = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2)
-    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    again = Trainer(accelerator="cpu", max_epochs=4, callbacks=[OneCycle(0.1)], **options)
+    again = quiet_trainer(max_epochs=4, callbacks=[OneCycle(0.1)])
     again.fit(rest, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert [s[0] for s in rest.seen] == pytest.approx([s[0] for s in whole.seen[24:]], abs=1e-15)
 
@@ -210,8 +205,7 @@ class Stream(IterableDataset):
 def test_a_loader_without_a_length_needs_the_end_in_steps():
     def rates(**options):
         module = Regression()
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-        trainer = Trainer(accelerator="cpu", callbacks=[OneCycle(max_lr=0.1)], **quiet, **options)
+        trainer = quiet_trainer(callbacks=[OneCycle(max_lr=0.1)], **options)
         trainer.fit(module, DataLoader(Stream(), batch_size=2))
         return [seen[0] for seen in module.seen]
 

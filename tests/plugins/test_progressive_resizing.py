@@ -29,6 +29,7 @@ from dlo_plugins.callbacks.run_position import parse_position
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
+from support.trainers import quiet_trainer
 
 TINY = {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
 BATCHES = 5  # of an epoch
@@ -65,10 +66,8 @@ def classifier(model="vit_tiny_patch16_224", **options) -> ImageClassifier:
 
 
 def trainer(*callbacks, **options) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    fixed = {"accelerator": "cpu", "max_epochs": 4, "num_sanity_val_steps": 0, "enable_checkpointing": False}
-    fixed["limit_val_batches"] = 1
-    return Trainer(**(quiet | fixed | options), callbacks=list(callbacks))
+    fixed = {"max_epochs": 4, "num_sanity_val_steps": 0, "limit_val_batches": 1}
+    return quiet_trainer(**(fixed | options), callbacks=list(callbacks))
 
 
 def fit(callback, data=None, task=None, ckpt_path=None, **options) -> tuple[Recorder, Trainer]:

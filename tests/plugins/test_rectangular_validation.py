@@ -24,6 +24,7 @@ from dlo_tasks.imagenet.decode import CorruptImageError
 from dlo_tasks.imagenet.digits import DigitsData
 from dlo_tasks.imagenet.folder import ImageFolderData
 from dlo_tasks.imagenet.rectangles import RectangleBatchSampler, read_sizes, rectangle
+from support.trainers import quiet_trainer
 
 SHAPES = [(60, 90), (64, 64), (90, 60), (50, 200), (60, 92), (100, 40), (66, 90)]  # height, width; of both classes
 
@@ -56,9 +57,7 @@ def classifier(model="vit_tiny_patch16_224", kind=ImageClassifier, **options) ->
 
 
 def trainer(*callbacks, **options) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False}
-    return Trainer(**{**quiet, **defaults, **options}, callbacks=list(callbacks))
+    return quiet_trainer(**{"max_epochs": 2, "num_sanity_val_steps": 0, **options}, callbacks=list(callbacks))
 
 
 # --- shapes and batches ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +17,7 @@ from dlo_plugins.callbacks.time_to_target import (
     RESULT,
     TimeToTarget,
 )
+from support.trainers import quiet_trainer
 
 SAMPLES, BATCH = 20, 4
 
@@ -54,14 +55,8 @@ def run(folder, *callbacks, resume=False, data=None, module=None, **options):
     module = module or Learns()
     folder.mkdir(exist_ok=True)
     own = add_default_callbacks(list(callbacks), run_folder=folder, model=module, config="{}", progress_bar=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        callbacks=own,
-        plugins=[SafeCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 6, "logger": False, **options},
-    )
+    options = {"max_epochs": 6, "enable_checkpointing": True, **options}
+    trainer = quiet_trainer(callbacks=own, plugins=[SafeCheckpointIO()], **options)
     trainer.fit(module, datamodule=data or Data(), ckpt_path=folder / "checkpoints/last.ckpt" if resume else None)
     return trainer
 
@@ -221,16 +216,9 @@ def test_without_dlos_defaults_the_files_lie_where_lightning_logs(tmp_path):
 
         val_dataloader = train_dataloader
 
-    options = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     for logger, folder in ((False, tmp_path), (CSVLogger(tmp_path), tmp_path / "lightning_logs/version_0")):
-        trainer = Trainer(
-            accelerator="cpu",
-            default_root_dir=tmp_path,
-            logger=logger,
-            callbacks=[TimeToTarget("val_score", 0.05)],
-            **options,
-        )
-        trainer.fit(Loaders())
+        target = TimeToTarget("val_score", 0.05)
+        quiet_trainer(default_root_dir=tmp_path, logger=logger, callbacks=[target]).fit(Loaders())
         assert result(folder)["reached"]
 
 
@@ -266,9 +254,6 @@ def test_a_run_without_validation_is_refused(tmp_path):
 def test_bad_arguments_are_refused_at_construction(arguments, message):
     with pytest.raises(DloError, match=message):
         TimeToTarget(*arguments)
-
-
-# --- the pure functions ------------------------------------------------------------------------------------
 
 
 # --- the command -------------------------------------------------------------------------------------------

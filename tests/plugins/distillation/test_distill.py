@@ -26,15 +26,12 @@ from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import find_prompts, join_completions
 from support.distill_runs import OPTIMIZER, VIT, DistilledLM, digits, lm, seeded, sharp, tokens, vit
 from support.token_batches import FAMILIES
+from support.trainers import quiet_trainer
 
 
 def trainer(*callbacks: Any, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    found = Trainer(
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        **{"max_steps": 2, "devices": 1, "limit_val_batches": 1, "log_every_n_steps": 1, **quiet, **options},
-    )
+    fixed = {"max_steps": 2, "devices": 1, "limit_val_batches": 1, "log_every_n_steps": 1}
+    found = quiet_trainer(callbacks=list(callbacks), **fixed | options)
     use_canonical_checkpoints(found)
     return found
 

@@ -24,6 +24,7 @@ from dlo_plugins.quantisation.post_training import EvaluationData, PostTraining
 from dlo_plugins.quantisation.schemes import QuantisationOptions
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
+from support.trainers import quiet_trainer
 
 VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 3}
 
@@ -40,12 +41,9 @@ def classifier() -> ImageClassifier:
 
 
 def trainer_of(folder: Path, *callbacks, **options) -> Trainer:
-    options = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2, "logger": False, **options}
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    options = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 2, **options}
     plugins = [SafeCheckpointIO()]
-    trainer = Trainer(
-        accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, plugins=plugins, **quiet, **options
-    )
+    trainer = quiet_trainer(callbacks=list(callbacks), default_root_dir=folder, plugins=plugins, **options)
     use_canonical_checkpoints(trainer)
     return trainer
 
