@@ -253,9 +253,9 @@ SHRINKING = {0: 32, 2: 16, 4: 8}
     ("schedule", "limit", "stops"),
     [
         # Stops in mid-window, at boundaries of the schedule, and at edges of epochs: of 6, then 4 batches;
-        (GROWING, 16, [1, 3, 4, 6, 10, 11, 15, 18, 20]),
+        (GROWING, 16, [1, 4, 6, 11, 18]),
         # of 2, 2, 4, 4, 8, 8 batches.
-        (SHRINKING, None, [1, 2, 4, 5, 8, 12, 13, 20]),
+        (SHRINKING, None, [2, 5, 12, 20]),
     ],
 )
 def test_stopped_anywhere_and_resumed(tmp_path, schedule, limit, stops):
@@ -288,7 +288,7 @@ def test_a_run_that_follows_the_noise_resumes_exactly(tmp_path):
         return DynamicBatchSize(noise_scale=noise, max_micro_batch=8)
 
     whole = run(tmp_path / "whole", callback())
-    for stop in (3, 16, 20, 33):
+    for stop in (3, 20):
         folder = tmp_path / str(stop)
         before = run(folder, callback(), stop=stop)
         assert before + run(folder, callback(), resume=True) == whole, stop

@@ -148,7 +148,7 @@ def both():
     return [AdaptiveGradientClipping(0.05), GradientNoise(0.01)]
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 7])
+@pytest.mark.parametrize("at", [4, 5])
 def test_stopped_and_resumed_gives_the_losses_of_the_whole_run(tmp_path, monkeypatch, at):
     """In mid-epoch and at an epoch's end (5 steps of two batches); a resumed process may have another seed."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")

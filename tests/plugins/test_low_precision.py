@@ -255,7 +255,7 @@ def _train(rank: int, world_size: int, names: list[str], rounds: bool) -> dict[s
 
 @pytest.mark.parametrize(
     "names",
-    [["tp, fp8", "ddp", "zero3, fp8", "fsdp"], pytest.param(list(TWO), marks=pytest.mark.slow)],
+    [["tp, fp8", "zero3, fp8"], pytest.param(list(TWO), marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_strategies_learn_as_one_process_in_full_precision(names: list[str]) -> None:

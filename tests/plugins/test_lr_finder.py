@@ -107,8 +107,7 @@ def fit(folder, *callbacks, make=Net, data=None, logger=False, ckpt_path=None, *
     return losses.seen, module, trainer
 
 
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("ours", "accumulate"), [(True, 3), (False, 1)])
 def test_training_is_bit_for_bit_that_without_the_finder(tmp_path, ours, accumulate):
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
     expected, _, _ = fit(tmp_path, data=Data(ours), **options)
@@ -131,8 +130,9 @@ def test_the_rate_is_set_for_all_groups_in_their_ratio(tmp_path, capsys):
     assert f"valley   {finder.lr:.3g} <- used" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(("given", "ratio"), [(None, 0.5), (1e-3, 0.5), ([1e-3, 1e-4], 0.1)])
+@pytest.mark.parametrize(
+    ("first", "given", "ratio"), [(True, None, 0.5), (False, 1e-3, 0.5), (False, [1e-3, 1e-4], 0.1)]
+)
 def test_one_cycle_takes_it_as_its_maximum_in_either_order(tmp_path, first, given, ratio):
     finder, cycle = LRFinder(num_steps=30), OneCycle(given)
     _, module, _ = fit(tmp_path, *((finder, cycle) if first else (cycle, finder)), max_epochs=4)

@@ -117,8 +117,7 @@ def fit(folder, *callbacks, make=Net, data=None, **options):
 AMPLE = 10**12
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("where", "accumulate"), [("forward", 3), ("backward", 1)])
 def test_it_finds_the_bound_and_leaves_nothing(tmp_path, where, accumulate, capsys):
     expected, _ = fit(tmp_path, accumulate_grad_batches=accumulate)
     finder = MicroBatchFinder(memory_limit_bytes=AMPLE, margin=0.0, steps_per_trial=2)

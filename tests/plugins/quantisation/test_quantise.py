@@ -185,9 +185,9 @@ def test_static_scales_come_from_training_batches(tmp_path: Path) -> None:
 class Plain(LightningModule):
     """A module that is no task, with loaders of its own or the user's."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        self.layers = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -202,9 +202,13 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
+def pairs() -> DataLoader:
     seed_everything(0, verbose=False)
-    loader = DataLoader(TensorDataset(torch.randn(40, 64), torch.randint(0, 2, (40,))), batch_size=8)
+    return DataLoader(TensorDataset(torch.randn(40, 64), torch.randint(0, 2, (40,))), batch_size=8)
+
+
+def test_a_plain_module_with_loaders_of_the_user(tmp_path: Path) -> None:
+    loader = pairs()
     callback = Quantise("int8_static", skip=["layers.2"])
     trainer_of(tmp_path, callback).fit(Plain(), loader, loader)
     report = callback.last_report
@@ -230,10 +234,11 @@ def test_validate_alone_rounds_too(tmp_path: Path) -> None:
     ],
 )
 def test_exports_compute_what_the_converted_model_does(tmp_path: Path, scheme: str) -> None:
+    """A ViT's are exported by the command."""
     runtime = pytest.importorskip("onnxruntime")
-    callback = Quantise(scheme, export=["model.pt2", "model.onnx"])
-    trainer_of(tmp_path, callback).fit(classifier(), datamodule=DigitsData(image_size=16, batch_size=16))
-    images = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    callback, loader = Quantise(scheme, export=["model.pt2", "model.onnx"], skip=["layers.2"]), pairs()
+    trainer_of(tmp_path, callback).fit(Plain(256), loader, loader)
+    images = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     program = torch.export.load(tmp_path / "quantised" / "model.pt2").module()
     with torch.no_grad():
         exported = program(images)
