@@ -266,9 +266,7 @@ class Quantise(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Measures the curvature of the layers in the first steps with rounding, for `mixed_bits`."""
-        if not self.mixed_bits or self._began is None:
-            return
-        if trainer.global_step - self._began < self._measured_steps(trainer, self._began):
+        if self.mixed_bits and self._began is not None and self._is_measuring(trainer, self._began):
             self._measured_curvature(trainer, pl_module).add(trainer.strategy, optimizer)
 
     def _measured_curvature(self, trainer: Trainer, module: LightningModule) -> LayerCurvature:
@@ -288,9 +286,9 @@ class Quantise(Callback):
             {f"{prefix}{name}.weight": model.get_parameter(f"{name}.weight").numel() for name in names}
         )
 
-    def _measured_steps(self, trainer: Trainer, began: int) -> int:
-        """Returns the number of steps in which the curvature is measured: before the first bit is dropped."""
-        return min(_MEASURED_STEPS, self._period(trainer, began))
+    def _is_measuring(self, trainer: Trainer, began: int) -> bool:
+        """Returns whether the curvature is still measured, which ends before the first bit is dropped."""
+        return trainer.global_step - began < min(_MEASURED_STEPS, self._period(trainer, began))
 
     def _bits(self, trainer: Trainer, began: int) -> list[int]:
         """Returns the bits of each layer's weight; a single number where they are the same."""
@@ -298,7 +296,7 @@ class Quantise(Callback):
         if self.start_bits is None:
             return [target]
         period, steps = self._period(trainer, began), trainer.global_step - began
-        if self.mixed_bits and not self._factors and steps >= self._measured_steps(trainer, began):
+        if self.mixed_bits and not self._factors and not self._is_measuring(trainer, began):
             self._factors = self._measured_curvature(trainer, trainer.lightning_module).factors()
         layers = len(self._names or ()) if self.mixed_bits else 1
         factors = self._factors or [1] * max(layers, 1)
@@ -486,9 +484,8 @@ class LayerCurvature:
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
         """Restores what :meth:`state` has returned."""
         self.steps = state["steps"]
-        self._sums = (
-            torch.tensor(state["sums"], dtype=accumulation_dtype(device), device=device) if state["sums"] else None
-        )
+        sums = torch.tensor(state["sums"], dtype=accumulation_dtype(device), device=device)
+        self._sums = sums if state["sums"] else None
 
 
 def scheduled_bits(start_bits: int, target_bits: int, period: int, steps: int) -> int:

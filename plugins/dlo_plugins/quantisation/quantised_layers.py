@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dlo_framework.errors import DloError, did_you_mean, shown_names
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.quantisation.schemes import GROUP_SIZES, INT4_ROWS, Scheme, quantised_weight
+from dlo_plugins.quantisation.schemes import GROUP_SIZES, INT4_ROWS, Scheme, quantised_weight, symmetric_scale
 from dlo_plugins.tensor.projections import RowProduct
 
 
@@ -63,26 +64,13 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
     Raises:
         DloError: From the function, if a layer has not been called, or with inputs of different numbers of dims.
     """
-    from torchao.quantization import AffineQuantizedMinMaxObserver, MappingType, PerTensor
-
-    observers: dict[str, Any] = {}
+    found: dict[str, Tensor] = {}
     dims: dict[str, set[int]] = {name: set() for name in names}
-    for name in names:
-        observers[name] = AffineQuantizedMinMaxObserver(
-            MappingType.SYMMETRIC_NO_CLIPPING_ERR,
-            torch.int8,
-            granularity=PerTensor(),
-            eps=torch.finfo(torch.float32).eps,
-            scale_dtype=torch.float32,
-            zero_point_dtype=torch.int32,
-        )
 
-    def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            dims[name].add(args[0].ndim)
-            observers[name](args[0].detach())
-
-        return hook
+    def observe(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        scale = symmetric_scale(args[0].detach().float().reshape(1, -1), 8).clamp(min=torch.finfo(torch.float32).eps)
+        found[name] = torch.maximum(found.get(name, scale), scale)
+        dims[name].add(args[0].ndim)
 
     def scales() -> dict[str, Tensor]:
         never = [name for name in names if not dims[name]]
@@ -97,9 +85,9 @@ def observed_inputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable
                 "Quantise: each layer's input must have one number of dims for int8_static, got"
                 f" {sorted(dims[mixed[0]])} in {shown_names(mixed)}; add them to skip, or set scheme: int8"
             )
-        return {name: observers[name].calculate_qparams()[0].reshape([1] * dims[name].copy().pop()) for name in names}
+        return {name: found[name].reshape([1] * max(dims[name])) for name in names}
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(observe(name)) for name in names]
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(observe, name)) for name in names]
     try:
         yield scales
     finally:
