@@ -461,7 +461,7 @@ class CompiledOptimizer:
                     state["step"] = state["step"].to(parameter.device)
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter.grad._is_view():
-                parameter.grad = parameter.grad.detach()  # Of a DDP bucket: torch 2.11 needs a tensor that is no view.
+                parameter.grad = parameter.grad.detach()  # Of a DDP bucket: torch 2.11 needs no views.
         with self._compilable():
             self._compiled()
 
