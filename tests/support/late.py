@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlo_framework.copy_streams import CopyStreams
 from dlo_framework.distributed.collectives import Communicator
-from dlo_plugins.context import ring
+from dlo_plugins.context import shared_attention
 from dlo_plugins.pipeline.exchange import Link
 from dlo_plugins.zero import flat_group
 
@@ -148,7 +148,7 @@ class LateMessage:
 def late_along_axes() -> Iterator[dict[str, int]]:
     """Has tensor, context and pipeline parallelism's messages run late inside the block; counts what was started."""
     queue, started = deque[Any](), dict.fromkeys((*_STARTED, "transfers", "sends", "receives"), 0)
-    transfer, send, receive = ring.Transfer, Link.send, Link.receive
+    transfer, send, receive = shared_attention.start_transfer, Link.send, Link.receive
 
     def of(name: str) -> Any:
         original = getattr(Communicator, name)
@@ -176,7 +176,7 @@ def late_along_axes() -> Iterator[dict[str, int]]:
     with contextlib.ExitStack() as stack:
         for name in _STARTED:
             stack.enter_context(of(name))
-        stack.enter_context(mock.patch.object(ring, "Transfer", start_transfer))
+        stack.enter_context(mock.patch.object(shared_attention, "start_transfer", start_transfer))
         stack.enter_context(mock.patch.object(Link, "send", send_late))
         stack.enter_context(mock.patch.object(Link, "receive", receive_late))
         yield started

@@ -15,9 +15,8 @@ from dlo_framework.experts.balance import find_routers
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context import transformers_attention
 from dlo_plugins.context.context_sequence import ContextSequence, Method
-from dlo_plugins.context.gathered_modules import GatheredModules
-from dlo_plugins.context.token_mixing import Gather
-from dlo_plugins.context.ulysses import heads_error
+from dlo_plugins.context.gathered_modules import Gather, GatheredModules
+from dlo_plugins.context.shared_attention import heads_error
 
 _AXIS = "cp"
 _METHODS = ("ring", "ulysses")

@@ -1,19 +1,251 @@
 """Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks are merged.
 
-A fused kernel computes it if one fits. Otherwise (soft-capped scores, dropout, values of another width than keys, other
-devices) a kernel written in torch computes the same, some queries at a time.
+One of torch's fused kernels computes it if one fits. `scaled_dot_product_attention` chooses among them but does not
+return the log-sum-exp, so they are called by name (torch 2.11 to 2.15), as torch's own experimental ring attention does
+(`torch.distributed.tensor.experimental`). Otherwise (soft-capped scores, dropout, values of another width than keys,
+other devices) a kernel written in torch computes the same, some queries at a time. Backward gets the output and the
+log-sum-exp, merged over all blocks, and returns this block's contribution to the gradients (FlashAttention-2, Dao,
+2023, arXiv 2307.08691, algorithm 2).
 
 Shapes: B rows, H heads of queries, K heads of keys and values, S queries, T keys, D and E widths of keys and values.
+Results of fused kernels for queries that see no key are undefined.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dlo_plugins.context.fused import Block, Kernel, Result, kernel_for
+from dlo_plugins.context.visibility import PairMask
+
+_HALVES = (torch.bfloat16, torch.float16)
+#: Compute capabilities from which FlashAttention-2 runs, and from which cuDNN's attention is the faster of the two.
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+#: Number of queries to a multiple of which the memory-efficient kernel pads its log-sum-exp.
+_LSE_BLOCK = 32
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score function of a query and a key.
+
+    Attributes:
+        scale: Factor on their product.
+        softcap: Soft bound, `softcap * tanh(score / softcap)` (Gemma 2); None for no bound.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention weights, the same in forward and backward.
+
+    Attributes:
+        rate: Rate of dropped weights; the others are divided by `1 - rate`.
+        seed: Seed of the random numbers.
+    """
+
+    rate: float
+    seed: int
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns a new generator for a block's random numbers."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def factors(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """Returns the factors on some weights, 0 or `1 / (1 - rate)`."""
+        drawn = torch.rand(weights.shape, generator=generator, device=weights.device)
+        return (drawn >= self.rate).to(weights.dtype) / (1 - self.rate)
+
+
+class Block(NamedTuple):
+    """Block of attention: some queries and the keys that they see.
+
+    Attributes:
+        q: Queries, [B, H, S, D].
+        k: Keys, [B, H, T, D]; [B, K, T, D] for a kernel that groups heads.
+        v: Values, [B, H, T, E]; [B, K, T, E] for a kernel that groups heads.
+        score: Score function.
+        causal: Whether a query sees only the keys of its own number and before; S = T then.
+        mask: Mask `[B or 1, 1, S, T]` of the keys that are seen; None for all keys, or for the causal mask alone.
+        dropout: Dropout of this block's weights, which no kernel of this table computes; None without dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score: Score
+    causal: bool = False
+    mask: PairMask | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of scores."""
+        return self.score.scale
+
+    @property
+    def lengths(self) -> tuple[None, None, int, int]:
+        """Lengths that kernels take: None for cumulative ones, as all rows have one length; queries; keys."""
+        return None, None, self.q.shape[2], self.k.shape[2]
+
+    def bias(self, heads: bool = False) -> Tensor | None:
+        """Returns the mask as a bias of the scores, one for all heads or expanded to each; None without a mask."""
+        if self.mask is None:
+            return None
+        found = self.mask.bias(self.q.dtype)
+        return found.expand(*self.q.shape[:2], -1, -1) if heads else found
+
+
+class Result(NamedTuple):
+    """Tensors that backward needs besides a block.
+
+    Attributes:
+        grad: Gradient of the output, [B, H, S, E].
+        out: Output, merged over all blocks, [B, H, S, E].
+        lse: Log-sum-exp, merged over all blocks, [B, H, S].
+    """
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernel that computes the attention of a block.
+
+    Attributes:
+        name: Name of the kernel.
+        fits: Function that returns whether the kernel computes a block, from queries, values and whether it is masked.
+        forward: Function that returns the output and the log-sum-exp; further results are ignored.
+        backward: Function that returns the gradients of q, k and v; further results are ignored.
+        groups: Whether the kernel itself shares heads of keys among heads of queries.
+    """
+
+    name: str
+    fits: Callable[[Tensor, Tensor, bool], bool]
+    forward: Callable[[Block], Any]
+    backward: Callable[[Block, Result], Any]
+    groups: bool = False
+
+
+def _fits_cpu(q: Tensor, v: Tensor, masked: bool) -> bool:
+    return q.device.type == "cpu" and q.is_floating_point() and q.shape[-1] == v.shape[-1]
+
+
+def _cpu_forward(b: Block) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        b.q, b.k, b.v, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+    )
+
+
+def _cpu_backward(b: Block, r: Result) -> Any:
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        r.grad, b.q, b.k, b.v, r.out, r.lse, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+    )
+
+
+def _fits_flash(q: Tensor, v: Tensor, masked: bool) -> bool:
+    width = q.shape[-1]
+    wide = width == v.shape[-1] and width <= 256 and width % 8 == 0
+    if q.device.type != "cuda" or q.dtype not in _HALVES or not wide or masked:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= _AMPERE
+
+
+def _flash_forward(b: Block) -> Any:
+    return _aten._scaled_dot_product_flash_attention(b.q, b.k, b.v, 0.0, b.causal, False, scale=b.scale)
+
+
+def _flash_backward(b: Block, r: Result) -> Any:
+    # The random state is not read without dropout.
+    state = (torch.empty(size, dtype=torch.uint64, device=b.q.device) for size in (2, 0))
+    return _aten._scaled_dot_product_flash_attention_backward(
+        r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous(), *b.lengths, 0.0, b.causal, *state, scale=b.scale
+    )
+
+
+def _fits_cudnn(q: Tensor, v: Tensor, masked: bool) -> bool:
+    """Returns whether torch would use cuDNN for such a block, and cuDNN is the fastest."""
+    if q.device.type != "cuda" or q.dtype not in _HALVES or masked or q.shape[-1] != v.shape[-1]:
+        return False
+    if torch.cuda.get_device_capability(q.device) < _HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    block = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    return torch.backends.cuda.can_use_cudnn_attention(block)
+
+
+def _cudnn_forward(b: Block) -> Any:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        b.q, b.k, b.v, None, True, 0.0, b.causal, False, scale=b.scale
+    )
+    return out, lse.squeeze(-1) if lse.ndim == b.q.ndim else lse  # It may be [B, H, S, 1].
+
+
+def _cudnn_backward(b: Block, r: Result) -> Any:
+    state = _no_random_state(b.q)
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        *(r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous()[..., None], *state, None, *b.lengths, 0.0, b.causal),
+        scale=b.scale,
+    )
+
+
+def _fits_efficient(q: Tensor, v: Tensor, masked: bool) -> bool:
+    aligned = all(width % (8 if q.dtype in _HALVES else 4) == 0 for width in (q.shape[-1], v.shape[-1]))
+    return q.device.type == "cuda" and q.dtype in (*_HALVES, torch.float32) and aligned
+
+
+def _efficient_forward(b: Block) -> Any:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        b.q, b.k, b.v, b.bias(heads=True), True, 0.0, b.causal, scale=b.scale
+    )
+    return out, lse[:, :, : b.q.shape[2]]
+
+
+def _efficient_backward(b: Block, r: Result) -> Any:
+    # Padded with infinity, as by the kernel's own forward, so that positions after the last query have no weight.
+    lse = F.pad(r.lse, (0, -r.lse.shape[-1] % _LSE_BLOCK), value=math.inf).contiguous()
+    # The kernel reads the output in the strides of its own forward's, [B, S, H, E], whatever those of the tensor are.
+    out = r.out.transpose(1, 2).contiguous().transpose(1, 2)
+    needed = [True, True, True, False]
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        *(r.grad, b.q, b.k, b.v, b.bias(heads=True), out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
+        scale=b.scale,
+    )
+
+
+def _no_random_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a seed and an offset, which are not read without dropout."""
+    return torch.zeros((), dtype=torch.long, device=q.device), torch.zeros((), dtype=torch.long, device=q.device)
+
+
+#: FlashAttention on a CPU: also masks.
+CPU_FLASH = Kernel("CpuFlash", _fits_cpu, _cpu_forward, _cpu_backward)
+#: cuDNN's attention: half precisions, no masks.
+CUDA_CUDNN = Kernel("CudaCudnn", _fits_cudnn, _cudnn_forward, _cudnn_backward)
+#: FlashAttention-2 on CUDA: half precisions, no masks.
+CUDA_FLASH = Kernel("CudaFlash", _fits_flash, _flash_forward, _flash_backward, groups=True)
+#: Memory-efficient attention on CUDA (Rabe & Staats, 2021, arXiv 2112.05682): also float32, and masks.
+CUDA_EFFICIENT = Kernel("CudaEfficient", _fits_efficient, _efficient_forward, _efficient_backward)
+#: All kernels, the fastest first.
+KERNELS = (CPU_FLASH, CUDA_CUDNN, CUDA_FLASH, CUDA_EFFICIENT)
+
+
+def kernel_for(q: Tensor, v: Tensor, masked: bool) -> Kernel | None:
+    """Returns the fastest kernel for a block; None if there is none."""
+    return next((kernel for kernel in KERNELS if kernel.fits(q, v, masked)), None)
+
 
 #: Largest number of scores that the torch kernel keeps at a time.
 _SCORES = 2**24

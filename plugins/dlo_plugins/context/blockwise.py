@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dlo_plugins.context import block_attention
-from dlo_plugins.context.fused import Block, Dropout, Result, Score
+from dlo_plugins.context.block_attention import Block, Dropout, Result, Score
 from dlo_plugins.context.visibility import Documents, Visibility
 
 

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from dlo_framework.attention.attention_mask import AttentionMask, LocalHeads
 from dlo_framework.batches import FULL_POSITIONS, ROW_PLACES
-from dlo_plugins.context import operators, sequence_layout
-from dlo_plugins.context.blockwise import Attention
-from dlo_plugins.context.fused import Dropout, Score
-from dlo_plugins.context.ring import Ring, RingAttention
-from dlo_plugins.context.ulysses import FullAttention, chunk_count, local_sinks, ulysses_attention
+from dlo_plugins.context import sequence_layout
+from dlo_plugins.context.block_attention import Score
+from dlo_plugins.context.shared_attention import (
+    Ring,
+    SharedAttention,
+    chunk_count,
+    describe_attention,
+    full_attention,
+    issue,
+    ring_attention,
+    ulysses_attention,
+)
 from dlo_plugins.context.visibility import (
     CountedTensor,
     Documents,
@@ -49,9 +56,9 @@ class ContextSequence:
         #: Rows of the next forward.
         self.rows = 0
         self._current: Documents | None = None
-        #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`operators`).
+        #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`shared_attention`).
         self._tickets: dict[tuple[int, int] | None, Tensor] = {}
-        self._ticket = operators.issue(self.ring, None)
+        self._ticket = issue(self.ring, None)
         self._has_padded = False
         #: Whether shards of batches have the positions of the full sequence too.
         self.keeps_positions = False
@@ -95,7 +102,7 @@ class ContextSequence:
             self._batch = Documents(ids.shape[1], chunks)
         self._batch.sparse = self.sparse
         self._current, self.rows = self._batch, len(ids)
-        self._ticket = operators.issue(self.ring, self._batch)
+        self._ticket = issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
         found = {
             name: sequence_layout.shard_sequence(value, self.ring.rank, self.ring.size)
@@ -161,7 +168,7 @@ class ContextSequence:
         assert self._batch is not None
         self._current, self.rows = self._batch.rows(first, count), count
         if (first, count) not in self._tickets:
-            self._tickets[first, count] = operators.issue(self.ring, self._current)
+            self._tickets[first, count] = issue(self.ring, self._current)
         self._ticket = self._tickets[first, count]
 
     @property
@@ -206,45 +213,24 @@ class ContextSequence:
         """
         device, dtype = q.device.type, v.dtype
         # Asked of meta tensors, which nobody compiles; torch 2.11 does not trace it.
-        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-        if has_autocast and torch.is_autocast_enabled(device):
+        in_graph, is_full, ring = torch.compiler.is_compiling(), self.method == "ulysses", self.ring
+        if (in_graph or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        if torch.compiler.is_compiling():
-            return self._attention_in_graph(q, k, v, score, window, dropout, sinks)
-        documents = operators.documents_for(q.shape[0], q.shape[2], k.shape[2], self.ring, self._current)
-        what = Attention(documents, score, window, self._drawn(dropout, documents) if dropout else None)
-        if self.method == "ulysses":
-            own = local_sinks(sinks, self.ring)
-            return ulysses_attention(q, k, v, lambda q, k, v: FullAttention.apply(q, k, v, own, what), self.ring)
-        return RingAttention.apply(q, k, v, sinks, what, self.ring)
-
-    def _attention_in_graph(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score: Score,
-        window: int | None,
-        dropout: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Computes :meth:`attention` by operators that torch.compile puts into its graph."""
+        # Recomputation restores the common random numbers that it is drawn from.
         seed = torch.randint(SEEDS, ()) if dropout else None
-        rest = self._ticket, seed, score.scale, score.softcap, window, dropout
-        if self.method == "ulysses":
-            own = local_sinks(sinks, self.ring)
-            return ulysses_attention(
-                q, k, v, lambda q, k, v: operators.full_attention(q, k, v, own, *rest)[0], self.ring
-            )
-        return operators.ring_attention(q, k, v, sinks, *rest)[0]
+        what = None if in_graph else describe_attention(q, k, ring, self._current, score, window, dropout, seed)
 
-    def _drawn(self, rate: float, documents: Documents) -> Dropout:
-        """Draws the seed of dropped weights from the common random numbers, which recomputation restores.
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if what is not None:
+                return SharedAttention.apply(q, k, v, sinks, what, None if is_full else ring)
+            operator = full_attention if is_full else ring_attention
+            return operator(q, k, v, sinks, self._ticket, seed, score.scale, score.softcap, window, dropout)[0]
 
-        Each pair of chunks has another seed, also on ranks that have the same chunks of other heads.
-        """
-        return operators.dropout_of(rate, int(torch.randint(SEEDS, ())), self.ring, documents)
+        if not is_full:
+            return attend(q, k, v)
+        sinks = None if sinks is None else sinks.chunk(ring.size)[ring.rank]  # Of this rank's heads.
+        return ulysses_attention(q, k, v, attend, ring)
 
 
 def _document_tensors(batch: Any) -> list[Tensor]:

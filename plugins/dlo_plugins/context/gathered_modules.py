@@ -1,14 +1,16 @@
-"""Modules of a model that get full sequences, while the rest of the model has this rank's shards.
+"""Finds the modules that mix positions under context parallelism, and runs those that cannot share them on full ones.
 
-A module that mixes positions in a way that cannot be cut along the sequence is computed in full on each rank: its
-inputs are gathered, and of its output each rank keeps its own positions. Backward sums the gradient of the gathered
-inputs over the ranks. The result is exact. The module's computation and its activations are not divided by the ranks;
-those of all other modules are.
+Attention that transformers computes through its AttentionInterface is shared among ranks. Any other module that mixes
+positions is gathered: state-space layers, linear attention, convolutions, and attention with a bias or a mask of its
+own. Whether a module mixes positions is found by its arguments, as it must get a cache, a state or a mask, and by
+convolutions inside.
+
+A gathered module is computed in full on each rank: its inputs are gathered, and of its output each rank keeps its own
+positions. Backward sums the gradient of the gathered inputs over the ranks. The result is exact. The module's
+computation and its activations are not divided by the ranks; those of all other modules are.
 
 A model that makes positions, masks or biases by itself runs on full inputs up to its first block. Each block cuts its
 input to this rank's shard, while positions, masks and biases stay full for the modules that are gathered.
-
-Shapes: B rows, l positions of this rank, L of the full sequence.
 """
 
 from __future__ import annotations
@@ -17,20 +19,186 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.batches import tree_map_only
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context.context_sequence import ContextSequence
-from dlo_plugins.context.ring import Ring
 from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
-from dlo_plugins.context.token_mixing import SharedParts
+from dlo_plugins.context.shared_attention import UNSHARDED, Ring
 
-#: The collectives that torch.compile traces.
-_OPS = torch.ops._c10d_functional
+Gather = Literal["auto", "all"]
+
+#: Parameters of a forward that tell a module that mixes positions: what it has seen before, and what it may see.
+_STATES = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past", "state", "kv_cache")
 _MASK = "attention_mask"
+#: Kinds of layers (`config.layer_types`) with attention over all tokens or a window, or without attention.
+_SHAREABLE = {"full_attention", "sliding_attention", "attention", "linear_attention", "conv", "mamba", "mlp", "moe"}
+#: Model types whose attention makes a mask of its own inside.
+_OWN_MASKS = {"doge"}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
+#: Names of modules with one row for each position, from which a model adds absolute positions.
+_TABLES = ("embed_positions", "position_embeddings", "wpe", "position_embedding")
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """What context parallelism does with the modules of a model.
+
+    Attributes:
+        attention: Names of the attention modules that compute over a shared sequence.
+        gathered: Names of the modules that get full sequences.
+        blocks: Names of the blocks.
+        others: Names of the modules outside of blocks that mix positions, such as those of a tower for images: no text
+            may reach them.
+        needs_full_inputs: Whether what comes before the blocks may run on full sequences: a model that makes positions,
+            masks or biases by itself.
+        takes_positions: Whether a call with `position_ids` needs no full inputs.
+    """
+
+    attention: tuple[str, ...]
+    gathered: tuple[str, ...]
+    blocks: tuple[str, ...]
+    others: tuple[str, ...]
+    needs_full_inputs: bool
+    takes_positions: bool
+
+
+def find_parts(module: nn.Module, models: Sequence[Any], plan: ParallelPlan, gather: Gather) -> SharedParts:
+    """Returns what context parallelism does with the modules of a model.
+
+    Args:
+        module: Model.
+        models: Outermost models of transformers in it.
+        plan: Plan of the model, with its blocks and attention.
+        gather: `all` to gather all modules that mix positions, `auto` only those whose attention cannot be shared.
+    """
+    blocks = _stacks(module, plan.block_names(module))
+    mixing = [name for block in blocks for name in _mixers(module, block)]
+    known = [name for name in plan.attention_names(module) if not _is_inside(name, mixing)]
+    mixing += [name for name in known if not any(_is_inside(other, [name]) for other in mixing)]
+    shareable = {name: _interface_parts(module, name) for name in mixing}
+    own_masks = gather == "all" or any(_has_own_mask(model) for model in models)
+    # Attention that is not shared needs masks of full sequences, which attention that is shared does not make.
+    foreign = [name for name, parts in shareable.items() if not parts and _reads_masks(module.get_submodule(name))]
+    others = _outside(module, blocks)
+    tables = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in _TABLES]
+    takes_positions = all("position_ids" in inspect.signature(m.base_model.forward).parameters for m in models)
+    if own_masks or foreign:
+        return SharedParts((), tuple(mixing), tuple(blocks), others, needs_full_inputs=True, takes_positions=False)
+    attention = tuple(part for parts in shareable.values() for part in parts)
+    gathered = tuple(name for name, parts in shareable.items() if not parts)
+    return SharedParts(attention, gathered, tuple(blocks), others, not takes_positions or bool(tables), takes_positions)
+
+
+def _stacks(module: nn.Module, blocks: list[str]) -> list[str]:
+    """Returns the blocks, with those of further lists of the same class (a model of two stacks)."""
+    if not blocks:
+        return []
+    kinds = {type(module.get_submodule(name)) for name in blocks}
+    found = [name for name, part in module.named_modules() if type(part) in kinds or name in blocks]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+
+
+def _mixers(module: nn.Module, block: str) -> list[str]:
+    """Returns the outermost modules of a block that mix positions; a module that only holds some is left out."""
+    root = module.get_submodule(block)
+    parts = {name: part for name, part in root.named_modules() if name}
+    stateful = [name for name, part in parts.items() if is_stateful(part)]
+    innermost = [name for name in stateful if not any(_is_inside(other, [name]) for other in stateful if other != name)]
+    chosen = {name for name in stateful if name in innermost or "Attention" in type(parts[name]).__name__}
+    for name, part in parts.items():
+        parent = name.rpartition(".")[0]
+        if isinstance(part, _CONVOLUTIONS) and not _is_inside(name, chosen):
+            chosen.add(parent or name)
+    found = [name for name in chosen if not _is_inside(name, chosen - {name})]
+    if not found and is_stateful(root):  # The block itself is the module, such as one without parts that take states.
+        return [block]
+    return [f"{block}.{name}" for name in parts if name in found]
+
+
+def is_stateful(module: nn.Module) -> bool:
+    """Returns whether a module's forward takes a cache, a state or a mask."""
+    return any(name in (*_STATES, _MASK) for name in inspect.signature(module.forward).parameters)
+
+
+def _is_inside(name: str, others: Any) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in others)
+
+
+def _outside(module: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Returns the innermost modules outside of blocks that take a cache, a state or a mask."""
+    around = {block.rsplit(".", up)[0] for block in blocks for up in range(1, block.count(".") + 1)}
+    found = [
+        name
+        for name, part in module.named_modules()
+        if name and name not in around and is_stateful(part) and not _is_inside(name, blocks)
+        if "Embedding" not in type(part).__name__  # Positions are counted by a mask; see `needs_full_inputs`.
+    ]
+    holders = {name.rsplit(".", up)[0] for name in found for up in range(1, name.count(".") + 1)}
+    return tuple(name for name in found if name not in holders)
+
+
+def _reads_masks(part: nn.Module) -> bool:
+    """Returns whether a module may read a mask `[B, 1, L, L]`: attention, but not one that is a recurrence."""
+    if any("ALL_ATTENTION_FUNCTIONS" in _code_names(type(inner)) for inner in part.modules()):
+        return True
+    takes_mask = any(_MASK in inspect.signature(inner.forward).parameters for inner in part.modules())
+    return takes_mask and "Attention" in type(part).__name__ and not _convolves(part)
+
+
+def _convolves(part: nn.Module) -> bool:
+    return any(isinstance(inner, _CONVOLUTIONS) for inner in part.modules())
+
+
+def _interface_parts(module: nn.Module, name: str) -> list[str]:
+    """Returns the modules in a mixing module, or itself, that compute through transformers' AttentionInterface.
+
+    None if it mixes positions in other ways too.
+    """
+    root = module.get_submodule(name)
+    if _convolves(root):
+        return []
+    found = []
+    for inner, part in root.named_modules():
+        if _uses_interface(part):
+            found.append(f"{name}.{inner}" if inner else name)
+    others = [
+        part
+        for inner, part in root.named_modules()
+        if inner and is_stateful(part) and not _is_inside(f"{name}.{inner}", found)
+        if not any(_is_inside(one, [f"{name}.{inner}"]) for one in found)
+    ]
+    return [] if others else found
+
+
+def _uses_interface(part: nn.Module) -> bool:
+    """Returns whether a module's code calls the attention that its model's config names."""
+    if getattr(getattr(part, "config", None), "_attn_implementation", None) is None:
+        return False
+    if getattr(part, "is_causal", True) is False:  # Its mask alone makes it causal.
+        return False
+    if not is_stateful(part) and "Attention" not in type(part).__name__:
+        return False
+    if not type(part).__module__.startswith("transformers."):
+        return True  # transformers decides when the implementation is set, and attention checks that it was.
+    return "ALL_ATTENTION_FUNCTIONS" in _code_names(type(part))
+
+
+def _code_names(kind: type[nn.Module]) -> set[str]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return set() if code is None else {*code.co_names, *code.co_freevars}
+
+
+def _has_own_mask(model: Any) -> bool:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(kinds - _SHAREABLE) or config.model_type in _OWN_MASKS
 
 
 class GatheredModules:
@@ -59,8 +227,11 @@ class GatheredModules:
             models: Models of transformers that hold blocks, the outermost ones and those inside.
         """
         for name in parts.gathered:
-            part = module.get_submodule(name)
-            part.forward = _GatheredForward(part, self)
+            part: Any = module.get_submodule(name)
+            names = list(inspect.signature(part.forward).parameters)
+            place = names.index(_MASK) if _MASK in names else None
+            run = functools.partial(self._run_full, part.forward, type(part).__name__, place)
+            part.forward = functools.update_wrapper(run, part.forward)
         for name in parts.others:
             module.get_submodule(name).register_forward_pre_hook(self._refuse)
         if not parts.needs_full_inputs:
@@ -76,14 +247,11 @@ class GatheredModules:
         for model in reshaping:
             model.register_forward_hook(self._cut_output)
         mixing = (*parts.attention, *parts.gathered)
-        for block in parts.blocks:
-            if block in mixing:
-                continue
-            part = module.get_submodule(block)
-            part.register_forward_pre_hook(self._cut_hidden, with_kwargs=True)
-            for inner, child in _without_mixing(part, block, mixing):
-                if inner:
-                    child.register_forward_pre_hook(self._cut_arguments, with_kwargs=True)
+        for block in (block for block in parts.blocks if block not in mixing):
+            root = module.get_submodule(block)
+            root.register_forward_pre_hook(self._cut_hidden, with_kwargs=True)
+            for child in _without_mixing(root, block, mixing):
+                child.register_forward_pre_hook(self._cut_arguments, with_kwargs=True)
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -101,32 +269,24 @@ class GatheredModules:
         Raises:
             DloError: If no batch has been sharded.
         """
-        documents = self.sequence.current
         if self.is_off:
             return None
+        documents = self.sequence.current
         if documents is None:
-            raise DloError(
-                "a batch must be sharded before the model's forward under context parallelism, got one that was not;"
-                " pass it through shard_batch, or run the model inside `local()`"
-            )
+            raise DloError(UNSHARDED)
         return documents.length // self.sequence.ring.size, documents.length
 
     def _gather_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a model full inputs."""
         if self.lengths is None:
             return None
-        has_positions = self._takes_positions and kwargs.get("position_ids") is not None
-        self._made_full = not has_positions
-        if has_positions:
-            return None
-        return tuple(map(self.gather, args)), {key: self.gather(value) for key, value in kwargs.items()}
+        self._made_full = not self._takes_positions or kwargs.get("position_ids") is None
+        return self.gather((args, kwargs)) if self._made_full else None
 
     def _cut_hidden(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts a block's first input to this rank's positions, and the states that flow beside it."""
-        if self.lengths is None:
-            return None
-        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if hidden is None:
+        hidden = _first_tensor(args, kwargs)
+        if self.lengths is None or hidden is None:
             return None
 
         def cut(value: Any) -> Any:
@@ -140,13 +300,7 @@ class GatheredModules:
         return None if self.lengths is None or not self._made_full else self.gather(output)
 
     def _cut_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.lengths is None or not self._made_full:
-            return None
-        if isinstance(output, Tensor | tuple):
-            return self.cut(output)
-        for key, value in output.items():
-            output[key] = self.cut(value)
-        return output
+        return None if self.lengths is None or not self._made_full else self.cut(output)
 
     def _refuse(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.lengths is not None:
@@ -157,79 +311,64 @@ class GatheredModules:
 
     def _cut_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts all arguments of a module to this rank's positions."""
-        if self.lengths is None:
-            return None
-        return tuple(map(self.cut, args)), {key: self.cut(value) for key, value in kwargs.items()}
+        return None if self.lengths is None else self.cut((args, kwargs))
 
     def gather(self, value: Any) -> Any:
         """Returns the full tensors of an argument's shards; full ones and others do not change."""
         assert self.lengths is not None
-        return _each(value, self._full)
+        own, length = self.lengths
+        return self._change(value, own, length, lambda tensor, dim: _Gather.apply(tensor, dim, self.sequence.ring))
 
     def cut(self, value: Any) -> Any:
         """Returns this rank's shards of the full tensors of an argument; others do not change."""
         assert self.lengths is not None
-        (own_length, full), ring = self.lengths, self.sequence.ring
+        (own, length), ring = self.lengths, self.sequence.ring
+        return self._change(value, length, own, lambda x, dim: shard_sequence(x, ring.rank, ring.size, dim))
 
-        def own(tensor: Tensor) -> Tensor:
-            dim = _dim_of(tensor, full, own_length, self._rows)
-            return tensor if dim is None else shard_sequence(tensor, ring.rank, ring.size, dim)
+    def _change(self, value: Any, length: int, other: int, change: Callable[[Tensor, int], Tensor]) -> Any:
+        """Returns an argument with all its tensors of a length changed along the dim of their positions."""
 
-        return _each(value, own)
+        def changed(tensor: Tensor) -> Tensor:
+            dim = _dim_of(tensor, length, other, self.sequence.rows)
+            return tensor if dim is None else change(tensor, dim)
 
-    @property
-    def _rows(self) -> int:
-        return self.sequence.rows
+        return tree_map_only(Tensor, changed, value)
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        assert self.lengths is not None
-        dim = _dim_of(tensor, *self.lengths, self._rows)
-        if dim is None:
-            return tensor
-        found: Tensor = _Gather.apply(tensor, dim, self.sequence.ring)
-        return found
+    def _run_full(self, forward: Callable[..., Any], name: str, place: int | None, *args: Any, **kwargs: Any) -> Any:
+        """Runs a module's forward on full sequences, and returns this rank's positions.
 
-
-class _GatheredForward:
-    """Forward of a module on full sequences, which returns this rank's positions."""
-
-    def __init__(self, module: nn.Module, gathering: GatheredModules) -> None:
-        self._of_full, self._gathering, self._name = module.forward, gathering, type(module).__name__
-        names = list(inspect.signature(module.forward).parameters)
-        self._mask_place = names.index(_MASK) if _MASK in names else None
-        functools.update_wrapper(self, module.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        gathering = self._gathering
-        lengths = gathering.lengths
-        if lengths is None:
-            return self._of_full(*args, **kwargs)
-        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if hidden is not None and not {lengths[0], lengths[1]} & set(hidden.shape[:2]):
+        Args:
+            forward: Forward of the module.
+            name: Name of its class, for the error.
+            place: Number of its argument for the mask of padding; None without one.
+            *args: Arguments of the forward.
+            **kwargs: Keyword arguments of the forward.
+        """
+        if self.lengths is None:
+            return forward(*args, **kwargs)
+        own, length = self.lengths
+        hidden = _first_tensor(args, kwargs)
+        if hidden is not None and not {own, length} & set(hidden.shape[:2]):
             raise DloError(
-                f"activations must have all {lengths[0]} tokens of this rank's shard in {self._name}, which gathers"
+                f"activations must have all {own} tokens of this rank's shard in {name}, which gathers"
                 f" them under context parallelism, got {list(hidden.shape)}; set sequence_parallel: false"
             )
-        args, kwargs = self._with_mask(args, kwargs)
-        full = [gathering.gather(value) for value in args]
-        more = {key: gathering.gather(value) for key, value in kwargs.items()}
-        return gathering.cut(self._of_full(*full, **more))
+        is_placed = place is not None and place < len(args)
+        mask = args[place] if is_placed else kwargs.get(_MASK)  # type: ignore[index]
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == own):
+            # The mask of padding of all ranks: a rank without padding may have left it out.
+            real = self.sequence.current.real if self.sequence.current is not None else None
+            padding = None if real is None else real.long()
+            if is_placed:
+                args = (*args[:place], padding, *args[place + 1 :])  # type: ignore[operator]
+            elif _MASK in kwargs:
+                kwargs = {**kwargs, _MASK: padding}
+        args, kwargs = self.gather((args, kwargs))
+        return self.cut(forward(*args, **kwargs))
 
-    def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replaces the mask of padding, which a rank without padding may have left out, by that of all ranks."""
-        place = self._mask_place
-        lengths = self._gathering.lengths
-        assert lengths is not None
-        given = args[place] if place is not None and place < len(args) else kwargs.get(_MASK)
-        if given is not None and not (isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] == lengths[0]):
-            return args, kwargs
-        if place is not None and place < len(args):
-            return (*args[:place], self._padding(), *args[place + 1 :]), kwargs
-        return (args, {**kwargs, _MASK: self._padding()}) if _MASK in kwargs else (args, kwargs)
 
-    def _padding(self) -> Tensor | None:
-        documents = self._gathering.sequence.current
-        return None if documents is None or documents.real is None else documents.real.long()
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
 class _Gather(torch.autograd.Function):
@@ -238,40 +377,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, ring: Ring) -> Tensor:
         ctx.dim, ctx.ring = dim, ring
-        return gather_positions(x, dim, ring)
+        sent = x.movedim(dim, 0)
+        parts = ring.all_gather_parts(sent.to(torch.uint8) if x.dtype == torch.bool else sent)
+        # Contiguous, as a single process has it: code of models makes views of it.
+        return concat_shards(list(parts), 0).movedim(0, dim).to(x.dtype).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_positions(grad, ctx.dim, ctx.ring), None, None
-
-
-def gather_positions(x: Tensor, dim: int, ring: Ring) -> Tensor:
-    """Returns the full tensor of all ranks' shards, in the order of the sequence."""
-    if x.is_meta:
-        return torch.cat([x] * ring.size, dim)
-    sent = x.movedim(dim, 0).contiguous()
-    sent = sent.to(torch.uint8) if x.dtype == torch.bool else sent
-    _count(ring, "gathered", sent.numel())
-    found = _OPS.wait_tensor(_OPS.all_gather_into_tensor(sent, ring.size, ring.group_name))
-    # Contiguous, as a single process has it: code of models makes views of it.
-    return concat_shards(list(found.chunk(ring.size)), 0).movedim(0, dim).to(x.dtype).contiguous()
-
-
-def sum_positions(grad: Tensor, dim: int, ring: Ring) -> Tensor:
-    """Returns this rank's shard of the sum of all ranks' tensors of the full sequence."""
-    if grad.is_meta:
-        return grad.narrow(dim, 0, grad.shape[dim] // ring.size)
-    full = grad.movedim(dim, 0)
-    sent = torch.cat([shard_sequence(full, rank, ring.size, 0) for rank in range(ring.size)])
-    _count(ring, "gathered_gradients", sent.numel() // ring.size)
-    found = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(sent, "sum", ring.size, ring.group_name))
-    result: Tensor = found.movedim(0, dim).contiguous()
-    return result
-
-
-def _count(ring: Ring, what: str, elements: int) -> None:
-    if not torch.compiler.is_compiling():
-        ring.elements[what] += elements
+        full, ring = grad.movedim(ctx.dim, 0), ctx.ring
+        parts = torch.stack([shard_sequence(full, rank, ring.size, 0) for rank in range(ring.size)])
+        return ring.reduce_scatter_parts(parts).movedim(0, ctx.dim).contiguous(), None, None
 
 
 def _dim_of(tensor: Tensor, length: int, other: int, rows: int) -> int | None:
@@ -291,28 +406,13 @@ def _reshapes(model: nn.Module) -> bool:
     return code is not None and "output_shape" in code.co_varnames
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns an argument with all its tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(part, change) for part in value))
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return type(value)(_each(part, change) for part in value)
-    if type(value) is dict:
-        return {key: _each(part, change) for key, part in value.items()}
-    return value
-
-
-def _without_mixing(part: nn.Module, name: str, mixing: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _without_mixing(part: nn.Module, name: str, mixing: Sequence[str]) -> list[nn.Module]:
     """Returns the largest modules inside a block, itself not among them, that neither mix positions nor hold others."""
-    found: list[tuple[str, nn.Module]] = []
+    found: list[nn.Module] = []
     for inner, child in part.named_children():
         full = f"{name}.{inner}"
-        if full in mixing:
-            continue
         if any(other.startswith(f"{full}.") for other in mixing):
             found += _without_mixing(child, full, mixing)
-        else:
-            found.append((full, child))
+        elif full not in mixing:
+            found.append(child)
     return found

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from dlo_framework.attention.attention_mask import find_heads, find_mask
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
+from dlo_plugins.context.block_attention import Score
 from dlo_plugins.context.context_sequence import ContextSequence
-from dlo_plugins.context.fused import Score
-from dlo_plugins.context.gathered_modules import GatheredModules
-from dlo_plugins.context.token_mixing import Gather, SharedParts, find_parts
+from dlo_plugins.context.gathered_modules import Gather, GatheredModules, SharedParts, find_parts
 
 #: Name of this implementation in transformers, which searches names for "sdpa" and "flash": it contains neither.
 IMPLEMENTATION = "dlo_shared_sequence"
@@ -35,7 +34,7 @@ def share_attention(
         module: Model of transformers, or one with such a model inside.
         plan: Plan of the model, with its blocks and attention.
         sequence: Shared sequence of the attention modules.
-        gather: Choice of the modules that are gathered; see :func:`dlo_plugins.context.token_mixing.find_parts`.
+        gather: Choice of the modules that are gathered; see :func:`dlo_plugins.context.gathered_modules.find_parts`.
 
     Returns:
         The modules that get full sequences; None if there are none.

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.testing import run_distributed
-from dlo_plugins.context import ulysses
+from dlo_plugins.context import shared_attention
+from dlo_plugins.context.block_attention import Score
 from dlo_plugins.context.context_sequence import ContextSequence
-from dlo_plugins.context.fused import Score
 from dlo_plugins.context.sequence_layout import concat_shards, shard_sequence
 
 B, H, D, LENGTH = 3, 4, 8, 45
@@ -59,7 +59,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, score: Score, sinks: Te
 def _worst_errors(rank: int, ranks: int, method: str) -> dict[str, float]:
     """Compares every combination; returns the worst relative error by dtype."""
     worst: dict[str, float] = {}
-    ulysses._CHUNK = 8  # In this process alone: so that the whole sequence is cut into several chunks.
+    shared_attention._CHUNK = 8  # In this process alone: so that the whole sequence is cut into several chunks.
     sequence = ContextSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
     cases = itertools.product(
         ("plain", "packed", "padded"), (None, 1, 7, 30), (None, 2.0), (torch.float32, torch.float64)

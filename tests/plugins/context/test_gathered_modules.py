@@ -10,7 +10,7 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
-from dlo_plugins.context.token_mixing import find_parts
+from dlo_plugins.context.gathered_modules import find_parts
 from dlo_plugins.context.transformers_attention import outermost
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -91,8 +91,8 @@ def test_pairs_of_axes_and_recomputation() -> None:
 def test_full_sequences_are_sent_once_and_generation_needs_none() -> None:
     for elements, is_local in run_distributed(inspect_sequence, 2):
         hidden = 2 * 8 * 32 * 4  # rows, positions of the rank, width, layers
-        assert elements["gathered"] == hidden + 2 * 8  # and the tokens
-        assert elements["gathered_gradients"] == hidden
+        assert elements["all_gather"] == 2 * (hidden + 2 * 8)  # and the tokens
+        assert elements["reduce_scatter"] == 2 * hidden
         assert is_local
 
 

@@ -11,9 +11,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_plugins.context import block_attention, fused
+from dlo_plugins.context import block_attention
+from dlo_plugins.context.block_attention import (
+    CUDA_CUDNN,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    Block,
+    Dropout,
+    Result,
+    Score,
+    kernel_for,
+)
 from dlo_plugins.context.blockwise import MergedOutput, merge
-from dlo_plugins.context.fused import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Block, Dropout, Result, Score, kernel_for
 from dlo_plugins.context.visibility import PairMask
 
 B, H, K, D = 2, 4, 2, 8
@@ -122,7 +131,7 @@ def test_the_efficient_kernel_gets_the_output_in_the_strides_that_it_reads(monke
             strides.append(out.stride())
             assert torch.equal(out, torch.ones_like(out))
 
-    monkeypatch.setattr(fused, "_aten", Kernels)
+    monkeypatch.setattr(block_attention, "_aten", Kernels)
     q, k, v = inputs(7, 7)
     block = Block(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), Score(0.3))
     for out in (torch.ones(B, H, 7, D), torch.ones(B, 7, H, D).transpose(1, 2)):

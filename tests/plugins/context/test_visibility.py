@@ -9,8 +9,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlo_plugins.context import context_sequence, visibility
+from dlo_plugins.context.block_attention import Score
 from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
-from dlo_plugins.context.fused import Score
 from dlo_plugins.context.visibility import (
     CountedTensor,
     Documents,
