@@ -51,8 +51,8 @@ from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.commands.deepspeed_translation import to_yaml
 from dlo_plugins.deepspeed.schema import check_whole
 from dlo_plugins.strategies.mesh import MeshStrategy
+from dlo_plugins.tensor.inference.block_proof import run_on_threads
 from dlo_plugins.tensor.inference.inferred_rules import has_rules
-from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier

@@ -5,6 +5,7 @@ Shapes: h layouts (1 where all heads have the same, or the number of local heads
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ class AttentionMask:
         return self  # A copy of the model has the same mask.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.pattern, self.causal, self.num_heads, self.longest)
+        options = {"causal": self.causal, "num_heads": self.num_heads, "longest": self.longest}
+        return functools.partial(AttentionMask, **options), (self.pattern,)
 
     def blocks(self, length: int) -> int:
         """Returns the number of blocks of a sequence, N."""
@@ -225,10 +227,6 @@ class AttentionMask:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = (elements, found)
         return found
-
-
-def _restore(pattern: SparsityPattern, causal: bool, num_heads: int, longest: int | None) -> AttentionMask:
-    return AttentionMask(pattern, causal=causal, num_heads=num_heads, longest=longest)
 
 
 def bind_mask(module: nn.Module, mask: AttentionMask) -> None:

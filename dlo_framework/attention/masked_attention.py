@@ -43,21 +43,6 @@ BLOCK = 128
 NARROWEST = 16
 
 
-def attend_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask,
-    documents: Tensor | None = None,
-    *,
-    heads: LocalHeads | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Returns attention under a mask, `[B, H, L, E]`; arguments as in :func:`~.masked_attention.attend_blocks`."""
-    blocks = flex_mask(mask, query.shape[2], heads, documents, query.device)
-    return run_flex(query, key, value, blocks, query.shape[-1] ** -0.5 if scale is None else scale)
-
-
 def run_flex(
     query: Tensor,
     key: Tensor,
@@ -80,9 +65,10 @@ def run_flex(
     if _runs_eagerly(query):
         found: Any = flex_attention(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
         return found
-    query, key, value = (_widen(tensor) for tensor in (query, key, value))
+    # Zeros after a narrow head's features leave scores and outputs as they are.
+    padded = (_pad(one, 0, max(0, NARROWEST - one.shape[-1])) for one in (query, key, value))
     with _no_function_modes():
-        out: Tensor = _compiled()(query, key, value, score_mod, blocks, scale, enable_gqa=grouped)
+        out: Tensor = _compiled()(*padded, score_mod, blocks, scale, enable_gqa=grouped)
     return out[..., :wide]
 
 
@@ -101,12 +87,6 @@ def _no_function_modes() -> Iterator[None]:
         while torch._C._len_torch_function_stack():
             suspended.enter_context(torch.overrides._pop_mode_temporarily())
         yield
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    """Returns a tensor padded with zeros to the least width of a head; scores and outputs stay."""
-    narrow = NARROWEST - tensor.shape[-1]
-    return F.pad(tensor, (0, narrow)) if narrow > 0 else tensor
 
 
 def flex_mask(
@@ -132,13 +112,8 @@ def flex_mask(
         found = table[0 if single else h, q // size, k // size] & mask._rules(q, k)
         return found if documents is None else found & (documents[b, q] == documents[b, k])
 
-    return BlockMask.from_kv_blocks(
-        counts[None],
-        order[None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
-        seq_lengths=(length, length),
-    )
+    lengths = (length, length)
+    return BlockMask.from_kv_blocks(counts[None], order[None], BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
 def _coarse_blocks(
@@ -211,8 +186,7 @@ def scored_attention(
     if scores.bias is not None:
         bias = scores.bias.to(query.dtype)
         seen = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
-        return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, scale=scale)
-    if scores.is_plain:
+    if scores.softcap is None and scores.sinks is None:
         return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=dropout, scale=scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     found = (query @ key.transpose(-1, -2)).to(wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -266,14 +240,13 @@ def masked_attention(
             query, key, value, mask, documents, heads=heads, scale=scale, dropout=dropout, scores=scores
         )
     if kernel == "flex":
-        return attend_flex(query, key, value, mask, documents, heads=heads, scale=scale)
+        blocks = flex_mask(mask, query.shape[2], heads, documents, query.device)
+        return run_flex(query, key, value, blocks, query.shape[-1] ** -0.5 if scale is None else scale)
     if documents is not None and kernel in _BACKENDS:
         raise DloError(
             f"attention.kernel must keep packed documents apart, got {kernel}, which takes no mask; set kernel: varlen"
         )
-    times = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    seen = None
+    key, value, seen = _for_heads(query, key), _for_heads(query, value), None
     if documents is not None or not mask.pattern.is_dense or not scores.is_plain:
         places = torch.arange(query.shape[2], device=query.device)
         seen = mask.visible(places, places, heads, query.shape[2])[None]
@@ -326,9 +299,19 @@ def cached_attention(
             visible = (visible & (places >= first)) | (last[:, None] == places)
             made.append(visible.expand(query.shape[1], -1, -1))
         allowed = torch.stack(made)
-    times = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    key, value = _for_heads(query, key), _for_heads(query, value)
     return scored_attention(query, key, value, allowed, scores, scale=scale)
+
+
+def _pad(tensor: Tensor, *sizes: int) -> Tensor:
+    """Returns a tensor with zeros around it, as :func:`F.pad`; itself, and no copy, where there are none."""
+    return F.pad(tensor, sizes) if any(sizes) else tensor
+
+
+def _for_heads(query: Tensor, keys: Tensor) -> Tensor:
+    """Returns keys or values, `[B, K, ...]`, repeated for the heads of queries, `[B, H, ...]`, that each serves."""
+    times = query.shape[1] // keys.shape[1]
+    return keys if times == 1 else keys.repeat_interleave(times, 1)
 
 
 @torch.compiler.disable
@@ -363,11 +346,13 @@ def attend_blocks(
     length, size = query.shape[2], mask.pattern.block
     table = _table_for(query, mask, length, heads)
     layouts = table.groups[0].columns.shape[0]
-    if layouts > 1 and key.shape[1] != query.shape[1]:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    query, key, value = (_in_blocks(tensor, size) for tensor in (query, key, value))
-    numbers = None if documents is None else _documents_in_blocks(documents, size)
+    if layouts > 1:
+        key, value = _for_heads(query, key), _for_heads(query, value)
+    padded = (_pad(one, 0, 0, 0, -length % size) for one in (query, key, value))
+    query, key, value = (one.unflatten(2, (-1, size)) for one in padded)  # [B, heads, N, b, D], zeros at the end
+    numbers = None
+    if documents is not None:
+        numbers = F.pad(documents, (0, -length % size), value=-2).unflatten(1, (-1, size))
     outputs = [_attend_rows(query, key, value, rows, numbers, scale, dropout, scores) for rows in table.groups]
     out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # [rows, B, H, b, E]
     out = out.index_select(0, table.order).permute(1, 0, 3, 2, 4)  # [B, N, b, H, E]
@@ -381,18 +366,6 @@ def _table_for(query: Tensor, mask: AttentionMask, length: int, heads: LocalHead
         groups = tuple(BlockRows(*(fake(tensor) for tensor in group)) for group in table.groups)
         return BlockTable(groups, fake(table.order))
     return table
-
-
-def _in_blocks(tensor: Tensor, size: int) -> Tensor:
-    """Returns `[B, heads, N, b, D]` of `[B, heads, L, D]`, with zeros after the last position."""
-    missing = -tensor.shape[2] % size
-    if missing:
-        tensor = F.pad(tensor, (0, 0, 0, missing))
-    return tensor.unflatten(2, (-1, size))
-
-
-def _documents_in_blocks(documents: Tensor, size: int) -> Tensor:
-    return F.pad(documents, (0, -documents.shape[1] % size), value=-2).unflatten(1, (-1, size))
 
 
 def _attend_rows(
@@ -420,10 +393,7 @@ def _attend_rows(
         seen = seen[:, None] if documents is None else seen  # [R, 1 or B, h, b, C * b]
         seen = seen.expand(-1, rows, -1, -1, -1).flatten(0, 1)
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    if k.shape[1] != q.shape[1]:
-        times = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    out = scored_attention(q, k, v, seen, scores, scale=scale, dropout=dropout)
+    out = scored_attention(q, _for_heads(q, k), _for_heads(q, v), seen, scores, scale=scale, dropout=dropout)
     return out.reshape(len(group.rows), rows, heads, *out.shape[-2:])
 
 

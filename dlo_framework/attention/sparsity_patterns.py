@@ -14,7 +14,7 @@ import copy
 import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,11 +39,13 @@ class SparsityPattern(ABC):
 
     #: Number of first positions that all positions see, also under causal attention.
     prefix = 0
+    #: Whether global blocks also see all blocks, of a pattern that has the option.
+    horizontal_global_attention = False
 
     def __init__(
         self, block: int = 64, different_layout_per_head: bool = False, attention: Direction | None = None
     ) -> None:
-        _check_least("block", block, 1)
+        _check_least(1, block=block)
         if attention not in (None, "unidirectional", "bidirectional"):
             raise DloError(f"attention must be unidirectional or bidirectional, got {attention!r}; leave it out")
         self.block = block
@@ -102,8 +104,11 @@ class SparsityPattern(ABC):
         return found
 
     def _check_direction(self) -> None:
-        """Checks options that only one direction has; none here."""
-        return
+        if self.horizontal_global_attention and self.attention == "unidirectional":
+            raise DloError(
+                "horizontal_global_attention must be false for unidirectional attention, got true: no block sees later"
+                " ones; remove it"
+            )
 
     def settings(self) -> dict[str, Any]:
         """Returns the arguments that build this pattern again, as plain data."""
@@ -113,25 +118,42 @@ class SparsityPattern(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.settings().items())})"
 
-    def _heads(self, num_heads: int) -> int:
-        """Returns the number of heads whose layouts differ."""
-        return num_heads if self.different_layout_per_head else 1
+    def _for_heads(self, num_heads: int, make: Callable[[int], Tensor]) -> Tensor:
+        """Returns the layouts of all heads, by a function of a head's number; one for all unless they differ."""
+        heads = num_heads if self.different_layout_per_head else 1
+        return torch.stack([make(head) for head in range(heads)]).expand(num_heads, -1, -1)
 
     def _local(self, num_blocks: int, windows: Sequence[int]) -> Tensor:
         """Returns the layout of windows side by side, bool `[blocks, blocks]`; the last size repeats."""
-        sizes, starts, start = list(windows), [], 0
-        while start < num_blocks:
-            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            starts.append((start, min(start + size, num_blocks)))
-            start += size
+        sizes, start = list(windows), 0
         found = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
-        for first, past in starts:
-            found[first:past, first:past] = True
+        while start < num_blocks:
+            past = start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])
+            found[start:past, start:past] = True
+            start = past
         return found.tril() if self.is_causal else found
+
+    def _set_globals(self, firsts: Sequence[int], ends: Sequence[int] | None) -> None:
+        """Sets the global blocks of a pattern with the options `global_block_indices`, `global_block_end_indices`."""
+        if any(first < 0 for first in firsts):
+            raise DloError(f"global_block_indices must not be negative, got {list(firsts)}; count from 0")
+        if ends is not None and len(firsts) != len(ends):
+            raise DloError(
+                f"global_block_end_indices must have {len(firsts)} entries, as global_block_indices, got {len(ends)};"
+                " give each range its end"
+            )
+        self._ranges = list(zip(firsts, ends or [first + 1 for first in firsts], strict=True))
+        for first, end in self._ranges:
+            if first >= end:
+                raise DloError(
+                    f"global_block_end_indices must be above global_block_indices, got {end} for {first};"
+                    " ends are exclusive"
+                )
+        self.global_block_indices = list(firsts)
+        self.global_block_end_indices = None if ends is None else list(ends)
 
     def _columns(self, found: Tensor, first: int, past: int, horizontal: bool) -> None:
         """Makes blocks visible to all blocks (from `first` on, in one direction), and sees all with `horizontal`."""
-        past = min(past, found.shape[-1])
         found[first if self.is_causal else 0 :, first:past] = True
         if horizontal:
             found[first:past] = True
@@ -182,9 +204,8 @@ class FixedSparsity(SparsityPattern):
         num_different_global_patterns: int = 1,
     ) -> None:
         super().__init__(block, different_layout_per_head, attention)
-        _check_least("num_local_blocks", num_local_blocks, 1)
-        _check_least("num_global_blocks", num_global_blocks, 1)
-        _check_least("num_different_global_patterns", num_different_global_patterns, 1)
+        _check_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
+        _check_least(1, num_different_global_patterns=num_different_global_patterns)
         if num_local_blocks % num_global_blocks:
             raise DloError(
                 f"num_global_blocks must divide num_local_blocks={num_local_blocks}, got {num_global_blocks};"
@@ -202,14 +223,11 @@ class FixedSparsity(SparsityPattern):
         self.num_different_global_patterns = num_different_global_patterns
         self._check_direction()
 
-    def _check_direction(self) -> None:
-        _check_horizontal(self.attention, self.horizontal_global_attention)
-
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the windows, and the global blocks of each."""
         local, size, count = self._local(num_blocks, [self.num_local_blocks]), self.num_local_blocks, num_blocks
-        found = []
-        for head in range(self._heads(num_heads)):
+
+        def make(head: int) -> Tensor:
             made = local.clone()
             offset = size - (1 + head % self.num_different_global_patterns) * self.num_global_blocks
             full = count - count % size
@@ -218,26 +236,12 @@ class FixedSparsity(SparsityPattern):
                 starts.append(max(0, min(full + offset, count - self.num_global_blocks)))
             for first in starts:
                 self._columns(made, first, first + self.num_global_blocks, self.horizontal_global_attention)
-            found.append(made)
-        return torch.stack(found).expand(num_heads, -1, -1)
+            return made
+
+        return self._for_heads(num_heads, make)
 
 
-class _RandomBlocks(SparsityPattern):
-    """Pattern with random blocks; `num_random_blocks` and `seed` are set by subclasses."""
-
-    num_random_blocks: int
-    seed: int
-
-    def _random(self, num_blocks: int, numbers: random.Random, *, causal: bool) -> Tensor:
-        """Returns a layout with the random blocks of each row, bool `[blocks, blocks]`."""
-        found = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
-        for row in range(num_blocks):
-            choices = range(row + 1 if causal else num_blocks)
-            found[row, numbers.sample(choices, min(self.num_random_blocks, len(choices)))] = True
-        return found
-
-
-class VariableSparsity(_RandomBlocks):
+class VariableSparsity(SparsityPattern):
     """Fixed's windows in several sizes, chosen global blocks, and random blocks.
 
     Args:
@@ -265,28 +269,24 @@ class VariableSparsity(_RandomBlocks):
         seed: int = 0,
     ) -> None:
         super().__init__(block, different_layout_per_head, attention)
-        _check_least("num_random_blocks", num_random_blocks, 0)
-        _check_least("the number of local_window_blocks", len(local_window_blocks), 1)
-        _check_least("local_window_blocks", min(local_window_blocks), 1)
-        _check_ranges(global_block_indices, global_block_end_indices)
+        _check_least(0, num_random_blocks=num_random_blocks)
+        _check_least(1, local_window_blocks=min(local_window_blocks, default=0))
+        self._set_globals(global_block_indices, global_block_end_indices)
         self.num_random_blocks, self.local_window_blocks = num_random_blocks, list(local_window_blocks)
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
         self.horizontal_global_attention, self.seed = horizontal_global_attention, seed
         self._check_direction()
 
-    def _check_direction(self) -> None:
-        _check_horizontal(self.attention, self.horizontal_global_attention)
-
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the windows, the global and the random blocks."""
-        numbers, found = random.Random(self.seed), []
-        for _ in range(self._heads(num_heads)):
-            made = self._random(num_blocks, numbers, causal=False) | self._local(num_blocks, self.local_window_blocks)
-            for first, past in _ranges(self.global_block_indices, self.global_block_end_indices):
+        numbers, local = random.Random(self.seed), self._local(num_blocks, self.local_window_blocks)
+
+        def make(head: int) -> Tensor:
+            made = _random_blocks(num_blocks, self.num_random_blocks, numbers, causal=False) | local
+            for first, past in self._ranges:
                 self._columns(made, first, past, self.horizontal_global_attention)
-            found.append(made)
-        return torch.stack(found).expand(num_heads, -1, -1)
+            return made
+
+        return self._for_heads(num_heads, make)
 
 
 class BSLongformer(SparsityPattern):
@@ -309,21 +309,19 @@ class BSLongformer(SparsityPattern):
         attention: Direction | None = None,
     ) -> None:
         super().__init__(block, False, attention)
-        _check_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        _check_ranges(global_block_indices, global_block_end_indices)
+        _check_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        self._set_globals(global_block_indices, global_block_end_indices)
         self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the window and the global blocks."""
         found = _band(num_blocks, self.num_sliding_window_blocks // 2)
-        for first, past in _ranges(self.global_block_indices, self.global_block_end_indices):
+        for first, past in self._ranges:
             self._columns(found, first, past, horizontal=True)
         return (found.tril() if self.is_causal else found).expand(num_heads, -1, -1)
 
 
-class BigBird(_RandomBlocks):
+class BigBird(SparsityPattern):
     """Sliding window, random blocks and global blocks (Zaheer et al. 2020; its internal transformer construction).
 
     Args:
@@ -347,22 +345,22 @@ class BigBird(_RandomBlocks):
         seed: int = 0,
     ) -> None:
         super().__init__(block, different_layout_per_head, attention)
-        _check_least("num_random_blocks", num_random_blocks, 0)
-        _check_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        _check_least("num_global_blocks", num_global_blocks, 0)
+        _check_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
+        _check_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         self.num_random_blocks, self.num_sliding_window_blocks = num_random_blocks, num_sliding_window_blocks
         self.num_global_blocks, self.seed = num_global_blocks, seed
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
         """Returns the window, the global and the random blocks."""
-        numbers, found = random.Random(self.seed), []
-        for _ in range(self._heads(num_heads)):
-            made = self._random(num_blocks, numbers, causal=self.is_causal)
-            made |= _band(num_blocks, self.num_sliding_window_blocks // 2)
+        numbers, band = random.Random(self.seed), _band(num_blocks, self.num_sliding_window_blocks // 2)
+
+        def make(head: int) -> Tensor:
+            made = band | _random_blocks(num_blocks, self.num_random_blocks, numbers, causal=self.is_causal)
             made[: self.num_global_blocks] = True
             made[:, : self.num_global_blocks] = True
-            found.append(made.tril() if self.is_causal else made)
-        return torch.stack(found).expand(num_heads, -1, -1)
+            return made.tril() if self.is_causal else made
+
+        return self._for_heads(num_heads, make)
 
 
 class SlidingWindow(SparsityPattern):
@@ -376,7 +374,7 @@ class SlidingWindow(SparsityPattern):
 
     def __init__(self, window: int, block: int = 64, attention: Direction | None = None) -> None:
         super().__init__(block, False, attention)
-        _check_least("window", window, 1)
+        _check_least(1, window=window)
         self.window = window
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
@@ -399,7 +397,7 @@ class Prefix(SparsityPattern):
 
     def __init__(self, length: int, block: int = 64) -> None:
         super().__init__(block)
-        _check_least("length", length, 1)
+        _check_least(1, length=length)
         self.length = self.prefix = length
 
     def layout(self, num_heads: int, num_blocks: int) -> Tensor:
@@ -434,35 +432,15 @@ def _band(num_blocks: int, side: int) -> Tensor:
     return (numbers[:, None] - numbers).abs() <= side
 
 
-def _ranges(firsts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    return list(zip(firsts, ends or [first + 1 for first in firsts], strict=True))
+def _random_blocks(num_blocks: int, count: int, numbers: random.Random, *, causal: bool) -> Tensor:
+    """Returns a layout with a number of random blocks of each row, bool `[blocks, blocks]`."""
+    found = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
+    for row in range(num_blocks):
+        choices = range(row + 1 if causal else num_blocks)
+        found[row, numbers.sample(choices, min(count, len(choices)))] = True
+    return found
 
 
-def _check_least(name: str, value: int, least: int) -> None:
-    check_number(name, value, f"at least {least}", f"set it to {least} or more")
-
-
-def _check_horizontal(attention: Direction | None, horizontal: bool) -> None:
-    if horizontal and attention == "unidirectional":
-        raise DloError(
-            "horizontal_global_attention must be false for unidirectional attention, got true: no block sees later"
-            " ones; remove it"
-        )
-
-
-def _check_ranges(firsts: Sequence[int], ends: Sequence[int] | None) -> None:
-    if any(first < 0 for first in firsts):
-        raise DloError(f"global_block_indices must not be negative, got {list(firsts)}; count from 0")
-    if ends is None:
-        return
-    if len(firsts) != len(ends):
-        raise DloError(
-            f"global_block_end_indices must have {len(firsts)} entries, as global_block_indices, got {len(ends)};"
-            " give each range its end"
-        )
-    for first, end in zip(firsts, ends, strict=True):
-        if first >= end:
-            raise DloError(
-                f"global_block_end_indices must be above global_block_indices, got {end} for {first};"
-                " ends are exclusive"
-            )
+def _check_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        check_number(name, value, f"at least {least}", f"set it to {least} or more")

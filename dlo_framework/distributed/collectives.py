@@ -350,20 +350,33 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return values
-    found: Tensor = _SumOverRanks.apply(values, group)
-    return found
 
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = values.clone()
+    def sum_values(given: Tensor) -> Tensor:
+        total = given.clone()
         dist.all_reduce(total, group=group)
         return total
 
+    return with_backward(values, sum_values, sum_values)
+
+
+def with_backward(tensor: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a function of a tensor, with another function in place of its gradient; torch.compile traces both.
+
+    Args:
+        tensor: Tensor.
+        run: Function of forward.
+        back: Function of the result's gradient that gives the tensor's.
+    """
+    found: Tensor = _WithBackward.apply(tensor, run, back)
+    return found
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return run(tensor)
+
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return ctx.back(grads[0]), None, None

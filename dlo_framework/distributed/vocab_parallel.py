@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.collectives import Communicator, with_backward
 from dlo_framework.token_loss import PLAIN, TokenLoss
 
 _SHARD = "vocabulary_shard"
@@ -54,8 +54,17 @@ class VocabularyShard:
 
     def gather(self, logits: Tensor) -> Tensor:
         """Gathers the ranks' logits `[..., v]` into `[..., V]`; backward takes this rank's slice."""
-        found: Tensor = _Gather.apply(logits, self)
-        return found
+        ranks = self.communicator.size
+        widest, short = -(-self.size // ranks), self.size % ranks  # From this rank on, slices are one shorter.
+
+        def run(logits: Tensor) -> Tensor:
+            parts = self.communicator.all_gather_parts(F.pad(logits, (0, widest - self.count)))
+            wide = parts[: short or ranks].movedim(0, -2).flatten(-2)
+            if not short:
+                return wide
+            return torch.cat([wide, parts[short:, ..., : widest - 1].movedim(0, -2).flatten(-2)], dim=-1)
+
+        return with_backward(logits, run, lambda grad: grad.narrow(-1, self.first, self.count).contiguous())
 
     def locate_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the targets' columns in this rank's logits, 0 for other ranks' targets, and a mask of its own."""
@@ -94,8 +103,7 @@ def shard_of(module: nn.Module) -> VocabularyShard | None:
 
 def copy_in(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Returns the tensor unchanged; backward sums its gradient over the ranks."""
-    found: Tensor = _CopyIn.apply(tensor, communicator)
-    return found
+    return with_backward(tensor, lambda given: given.view_as(given), communicator.all_reduce)
 
 
 def exp_and_losses(
@@ -121,35 +129,6 @@ def exp_and_losses(
     )
     above = total.log()  # logsumexp, relative to the highest logit as the others are
     return terms.losses(above, highest, at_target, mean[0] if mean else None), total, above + highest
-
-
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.communicator.all_reduce(grads[0]), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
-        ctx.shard = shard
-        ranks = shard.communicator.size
-        widest = -(-shard.size // ranks)
-        parts = shard.communicator.all_gather_parts(F.pad(logits, (0, widest - shard.count)))
-        short = shard.size % ranks  # From this rank on, slices are one shorter.
-        wide = parts[: short or ranks].movedim(0, -2).flatten(-2)
-        if not short:
-            return wide
-        return torch.cat([wide, parts[short:, ..., : widest - 1].movedim(0, -2).flatten(-2)], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].narrow(-1, ctx.shard.first, ctx.shard.count).contiguous(), None
 
 
 class _CrossEntropy(torch.autograd.Function):

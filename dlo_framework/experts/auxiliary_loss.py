@@ -31,9 +31,6 @@ class _Scale:
     value: Tensor | float = 1.0
 
 
-_SCALE = _Scale()
-
-
 def follow_gradient(loss: Tensor) -> Tensor:
     """Returns a step's loss, whose gradient in backward scales the attached losses.
 
@@ -41,12 +38,8 @@ def follow_gradient(loss: Tensor) -> Tensor:
         loss: Scalar that `training_step` returns, before accumulation and loss scaling.
     """
     if loss.requires_grad:
-        loss.register_hook(_follow)
+        loss.register_hook(set_scale)
     return loss
-
-
-def _follow(gradient: Tensor) -> None:
-    _SCALE.value = gradient.detach()
 
 
 def set_scale(scale: Tensor | float) -> None:
@@ -55,7 +48,7 @@ def set_scale(scale: Tensor | float) -> None:
     Args:
         scale: Gradient of the mean over a step's micro-batches, divided by their number.
     """
-    _SCALE.value = scale.detach() if isinstance(scale, Tensor) else scale
+    _Scale.value = scale.detach() if isinstance(scale, Tensor) else scale
 
 
 class _Attach(torch.autograd.Function):
@@ -66,7 +59,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.ones_like(ctx.like) * _SCALE.value
+        return gradient, torch.ones_like(ctx.like) * _Scale.value
 
 
 def attach_loss(tensor: Tensor, loss: Tensor) -> Tensor:

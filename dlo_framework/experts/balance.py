@@ -12,6 +12,7 @@ dropped choice has the weight 0 and the number of experts as its index, which ex
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dlo_framework.batches import tree_map_only
 from dlo_framework.errors import DloError
 from dlo_framework.experts.auxiliary_loss import RouterCounts, attach_loss, is_recomputed
-from dlo_framework.experts.expert_mixtures import COUNTS, Mixture, find_mixtures
+from dlo_framework.experts.expert_mixtures import count_experts, find_mixtures
 from dlo_framework.experts.mixture_options import MixtureOptions, RouterKind
 from dlo_framework.experts.routers import (
     BIAS,
@@ -47,15 +49,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Router) or (_ROUTERS.search(type(module).__name__) and _expert_count(module))
+        if isinstance(module, Router) or (_ROUTERS.search(type(module).__name__) and count_experts(module))
     }
-
-
-def _expert_count(router: nn.Module) -> int:
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if isinstance(getattr(router, name, None), int):
-            return int(getattr(router, name))
-    return 0
 
 
 def router_kind(router: nn.Module) -> RouterKind:
@@ -128,21 +123,13 @@ class RouterLoad:
 
 def watch_loads(model: nn.Module) -> tuple[list[RouterLoad], list[RemovableHandle]]:
     """Watches the routers of a model in training; returns their loads, and the handles that end it."""
-    loads, handles = [], []
-    for name, router in find_routers(model).items():
-        load = RouterLoad(name, router)
-        loads.append(load)
-        handles.append(router.register_forward_hook(_adder(load)))
-    return loads, handles
 
-
-def _adder(load: RouterLoad) -> Callable[..., None]:
     @torch.compiler.disable
-    def add(router: nn.Module, args: Any, output: Any) -> None:
+    def add(load: RouterLoad, router: nn.Module, args: Any, output: Any) -> None:
         if router.training and torch.is_grad_enabled() and not is_recomputed():
             load.add(read_routing(load.name, router, output))
 
-    return add
+    return _watch(model, add)
 
 
 def watch_losses(
@@ -159,27 +146,23 @@ def watch_losses(
         options: Options, of which the factors of the losses count.
         group: Ranks that see other tokens; None for a single process.
     """
-    loads, handles = [], []
-    for name, router in find_routers(model).items():
-        load = RouterLoad(name, router)
-        loads.append(load)
-        handles.append(router.register_forward_hook(_attacher(load, options, group)))
-    return loads, handles
-
-
-def _attacher(load: RouterLoad, options: MixtureOptions, group: dist.ProcessGroup | None) -> Callable[..., Any]:
-    balanced = options.aux_loss > 0 and load.kind != "expert_choice"
 
     @torch.compiler.disable
-    def attach(router: nn.Module, args: Any, output: Any) -> Any:
+    def attach(load: RouterLoad, router: nn.Module, args: Any, output: Any) -> Any:
         if not (router.training and torch.is_grad_enabled()):
             return None
         routing = read_routing(load.name, router, output)
         if options.bias_rate and not is_recomputed():
             load.add(routing)
         losses = []
-        if balanced:
-            counts = load.step.recall() if is_recomputed() else load.step.add(_count_of_ranks(routing, load, group))
+        if options.aux_loss > 0 and load.kind != "expert_choice":
+            if is_recomputed():
+                counts = load.step.recall()
+            else:
+                counts = count_choices(routing, load.kind)
+                if group is not None:
+                    dist.all_reduce(counts, group=group)
+                counts = load.step.add(counts)
             losses.append(options.aux_loss * load_balancing_loss(expert_scores(routing.logits, load.kind), counts))
         if options.z_loss:
             losses.append(options.z_loss * router_z_loss(routing.logits))
@@ -189,14 +172,15 @@ def _attacher(load: RouterLoad, options: MixtureOptions, group: dist.ProcessGrou
         found = (output[0], weights, *output[2:])
         return Routing(*found) if isinstance(output, Routing) else found
 
-    return attach
+    return _watch(model, attach)
 
 
-def _count_of_ranks(routing: Routing, load: RouterLoad, group: dist.ProcessGroup | None) -> Tensor:
-    counts = count_choices(routing, load.kind)
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    return counts
+def _watch(model: nn.Module, hook: Callable[..., Any]) -> tuple[list[RouterLoad], list[RemovableHandle]]:
+    """Registers a hook of a load and a router's forward on each router."""
+    routers = find_routers(model)
+    loads = [RouterLoad(name, router) for name, router in routers.items()]
+    pairs = zip(routers.values(), loads, strict=True)
+    return loads, [router.register_forward_hook(functools.partial(hook, load)) for router, load in pairs]
 
 
 @dataclass(frozen=True)
@@ -314,7 +298,15 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
     Raises:
         DloError: If the model has a mixture that cannot drop choices.
     """
-    for mixture in _limited_mixtures(model, factor):
+    found = find_mixtures(model)
+    other = [mixture.name for mixture in found if mixture.form != "routed" or mixture.router is None]
+    other += [name for name in find_routers(model) if name not in {mixture.router for mixture in found}]
+    if other or not found:
+        raise DloError(
+            "experts.capacity_factor must be unset for mixtures other than a router and experts that are called with"
+            f" tokens, indices and weights, got {factor} for '{next(iter(other), type(model).__name__)}'; remove it"
+        )
+    for mixture in found:
         holder, experts = model.get_submodule(mixture.name), model.get_submodule(mixture.experts)
         assert mixture.router is not None
         router: Any = model.get_submodule(mixture.router)
@@ -325,18 +317,6 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
         holder.register_forward_pre_hook(_record_row, with_kwargs=True)
         router.register_forward_hook(_drop_choices)
         experts.register_forward_pre_hook(_clamp_indices, with_kwargs=True)
-
-
-def _limited_mixtures(model: nn.Module, factor: float) -> list[Mixture]:
-    found = find_mixtures(model)
-    other = [mixture.name for mixture in found if mixture.form != "routed" or mixture.router is None]
-    other += [name for name in find_routers(model) if name not in {mixture.router for mixture in found}]
-    if other or not found:
-        raise DloError(
-            "experts.capacity_factor must be unset for mixtures other than a router and experts that are called with"
-            f" tokens, indices and weights, got {factor} for '{next(iter(other), type(model).__name__)}'; remove it"
-        )
-    return found
 
 
 @torch.compiler.disable
@@ -379,12 +359,8 @@ def _clamp_indices(experts: nn.Module, args: Any, kwargs: Any) -> Any:
     Expert parallelism, under which the module has some of the experts, leaves dropped choices out itself.
     """
     count = getattr(experts, _EXPERTS)
-    own = next((getattr(experts, name) for name in COUNTS if isinstance(getattr(experts, name, None), int)), None)
-    if own != count:
+    if count_experts(experts) != count:
         return None
-
-    def clamped(value: Any) -> Any:
-        is_index = isinstance(value, Tensor) and not value.is_floating_point()
-        return value.clamp(max=count - 1) if is_index else value
-
-    return tuple(map(clamped, args)), {name: clamped(value) for name, value in kwargs.items()}
+    return tree_map_only(
+        Tensor, lambda value: value if value.is_floating_point() else value.clamp(max=count - 1), (args, kwargs)
+    )

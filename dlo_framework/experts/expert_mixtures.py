@@ -118,7 +118,7 @@ def _all_mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 def _stacked_mixture(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Mixture | None:
     """Returns the mixture whose stacked experts a module is; None for any other module."""
-    count = _attribute(module, COUNTS)
+    count = count_experts(module)
     if count is None or count < 2:
         return None
     parameters = dict(module.named_parameters(name))
@@ -182,20 +182,21 @@ def _mixture(
 
 def _router(around: str, experts: str, count: int, modules: Mapping[str, nn.Module]) -> str | None:
     """Returns the name of the module beside the experts whose weight has one row for each of them."""
-    beside = [name for name in _children(around, modules) if name != experts and "shared" not in name]
+    children = [f"{around}.{child}" if around else child for child, _ in modules[around].named_children()]
+    beside = [name for name in children if name != experts and "shared" not in name]
     named = [name for key in _ROUTERS for name in beside if name.rpartition(".")[2] == key]
-    scoring = [name for name in [*named, *beside] if _scores_experts(modules[name], count)]
-    return next(iter([*scoring, *named]), None)
+    scoring = (
+        name
+        for name in [*named, *beside]
+        for part in (modules[name], *modules[name].children())  # DBRX's router holds a linear layer.
+        if any(one.ndim == 2 and one.shape[0] == count for one in part.parameters(recurse=False))
+    )
+    return next(scoring, next(iter(named), None))
 
 
-def _children(around: str, modules: Mapping[str, nn.Module]) -> Iterable[str]:
-    return [f"{around}.{child}" if around else child for child, _ in modules[around].named_children()]
-
-
-def _scores_experts(module: nn.Module, count: int) -> bool:
-    near = [module, *module.children()]  # DBRX's router holds a linear layer.
-    own = [parameter for part in near for parameter in part.parameters(recurse=False)]
-    return any(parameter.ndim == 2 and parameter.shape[0] == count for parameter in own)
+def count_experts(module: object) -> int | None:
+    """Returns the number of experts of a module of experts, or of a router, by its attribute; None without one."""
+    return _attribute(module, COUNTS)
 
 
 def _attribute(holder: object, names: Iterable[str]) -> int | None:

@@ -53,7 +53,6 @@ def has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     return (
         rows.is_cuda
         and rows.dtype == weight.dtype == torch.bfloat16
-        and hasattr(F, "grouped_mm")
         and weight.shape[1] % 8 == weight.shape[2] % 8 == 0
     )
 

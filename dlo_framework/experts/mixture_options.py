@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean
 
 RouterKind = Literal["softmax", "sigmoid", "expert_choice"]
-ROUTER_KINDS: tuple[RouterKind, ...] = ("softmax", "sigmoid", "expert_choice")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class MixtureOptions:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("experts.router", self.router, ROUTER_KINDS)
+        check_choice("experts.router", self.router, get_args(RouterKind))
         if self.count is None:
             self._check_no_layer()
         elif self.count < 2:
@@ -62,8 +61,12 @@ class MixtureOptions:
                 "experts.normalize must be false with top_k: 1, got true, by which each weight is 1 and the router gets"
                 " no gradient; set normalize: false, or top_k: 2"
             )
-        if self.router == "expert_choice":
-            self._check_expert_choice()
+        for name in ("bias_rate", "capacity_factor"):
+            if self.router == "expert_choice" and getattr(self, name):
+                raise DloError(
+                    f"experts.{name} must be unset with router: expert_choice, whose load is equal by construction, got"
+                    f" {getattr(self, name)}; remove it"
+                )
 
     def _check_no_layer(self) -> None:
         defaults = MixtureOptions.__dataclass_fields__
@@ -72,14 +75,6 @@ class MixtureOptions:
                 raise DloError(
                     f"experts.count must be set with {name}, got none; set count: 8 to replace MLPs by mixtures, or"
                     f" leave {name} to the model's own config"
-                )
-
-    def _check_expert_choice(self) -> None:
-        for name in ("bias_rate", "capacity_factor"):
-            if getattr(self, name):
-                raise DloError(
-                    f"experts.{name} must be unset with router: expert_choice, whose load is equal by construction, got"
-                    f" {getattr(self, name)}; remove it"
                 )
 
     def settings(self) -> dict[str, Any]:

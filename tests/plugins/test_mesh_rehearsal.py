@@ -25,7 +25,7 @@ from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_plugins.mesh import mesh_rehearsal
 from dlo_plugins.mesh.pipelined_task import forward_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.coverage import Coverage, measure_coverage
+from dlo_plugins.tensor.tp_plan import Coverage, measure_coverage
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.causal_types import tiny

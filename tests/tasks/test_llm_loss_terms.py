@@ -18,8 +18,8 @@ from dlo_framework.testing import Case, assert_parity, run_distributed
 from dlo_framework.token_loss import TokenLoss
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
-from dlo_plugins.tensor.division import local_range
 from dlo_plugins.tensor.sharded_modules import install_vocabulary
+from dlo_plugins.tensor.tp_plan import local_range
 from dlo_tasks.llm import vocabulary_loss
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM

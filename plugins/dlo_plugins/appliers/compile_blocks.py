@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -148,12 +148,7 @@ def moving_parameter(parts: dict[str, nn.Module]) -> str | None:
     """
     for prefix, part in parts.items():
         for name, parameter in part.named_parameters():
-            if _moves(parameter):
+            is_sharded = isinstance(parameter, DTensor)
+            if is_sharded or (not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes):
                 return f"{prefix}.{name}"
     return None
-
-
-def _moves(parameter: Tensor) -> bool:
-    if isinstance(parameter, DTensor):
-        return True
-    return not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes

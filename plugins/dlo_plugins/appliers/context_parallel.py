@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +19,6 @@ from dlo_plugins.context.gathered_modules import Gather, GatheredModules
 from dlo_plugins.context.shared_attention import heads_error
 
 _AXIS = "cp"
-_METHODS = ("ring", "ulysses")
-_GATHERS = ("auto", "all")
 
 
 class ContextParallel(Applier):
@@ -52,8 +50,8 @@ class ContextParallel(Applier):
     axis: ClassVar[str | None] = _AXIS
 
     def __init__(self, method: Method = "ring", gather: Gather = "auto") -> None:
-        check_choice("method", method, _METHODS, "use ring for any number of heads")
-        check_choice("gather", gather, _GATHERS, "use auto to share all attention that can be")
+        check_choice("method", method, get_args(Method), "use ring for any number of heads")
+        check_choice("gather", gather, get_args(Gather), "use auto to share all attention that can be")
         self.method: Method = method
         self.gathers: Gather = gather
         self.sequence: ContextSequence | None = None

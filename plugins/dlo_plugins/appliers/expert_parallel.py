@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dlo_framework.plan import ParallelPlan
-    from dlo_plugins.experts.token_exchange import TokenExchange
+    from dlo_plugins.experts.local_experts import TokenExchange
 
 AXIS = "ep"
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from dlo_framework.applier import Applier, Phase
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.gradient_check import is_shipped
 from dlo_framework.errors import DloError
+from dlo_framework.plan import ParallelPlan
+from dlo_plugins.tensor.installation import install_plan
+from dlo_plugins.tensor.local_random import LocalRandom
+from dlo_plugins.tensor.overlap import CHUNKS, AsyncProducts, reaches_peers
+from dlo_plugins.tensor.sequence_parallel import ShardedSequence
+from dlo_plugins.tensor.tp_plan import Coverage, measure_coverage
+from dlo_plugins.tensor.tp_planner import make_tp_plan
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dlo_framework.distributed.collectives import Communicator
-    from dlo_framework.plan import ParallelPlan
-    from dlo_plugins.tensor.coverage import Coverage
     from dlo_plugins.tensor.inference.inferred_rules import InferredRules
-    from dlo_plugins.tensor.sequence_parallel import ShardedSequence
 
 AXIS = "tp"
 
@@ -76,15 +81,6 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut over this number of ranks.
         """
-        import torch
-
-        from dlo_framework.distributed.collectives import Communicator
-        from dlo_plugins.tensor.async_products import CHUNKS, AsyncProducts, reaches_peers
-        from dlo_plugins.tensor.installation import install_plan
-        from dlo_plugins.tensor.local_random import LocalRandom
-        from dlo_plugins.tensor.sequence_parallel import ShardedSequence
-        from dlo_plugins.tensor.tp_planner import make_tp_plan
-
         communicator = Communicator(mesh[AXIS].get_group())
         if communicator.size == 1:
             return
@@ -137,16 +133,14 @@ class TensorParallel(Applier):
             DloError: The plan has no rules and none can be inferred, with the layers in the way; or slices by a user's
                 rules do not compute what the full blocks do.
         """
-        from dlo_framework.distributed.gradient_check import is_shipped
         from dlo_plugins.tensor.inference.inferred_rules import (
-            complete_rules,
             has_rules,
             infer_rules,
+            join_plans,
+            lacks_rules,
             try_rules,
             with_rules,
         )
-        from dlo_plugins.tensor.inference.proof_units import lacks_rules
-        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         key = _shapes(task.model)
         if has_rules(plan):
@@ -155,22 +149,19 @@ class TensorParallel(Applier):
                 if key not in self._tried:
                     self._tried[key] = try_rules(task, plan, datamodule)
                 added = self._tried[key]
-                plan = plan if added is None else replace(plan, tensor={**plan.tensor, **added.tensor})
+                plan = plan if added is None else join_plans(plan, added.plan)
             if self.sequence_parallel or not lacks_rules(task.model, plan):
                 return plan
             make_tp_plan(task.model, plan, tp)  # What the family's rules divide must be divisible.
-            if key not in self._inferred:
-                self._inferred[key] = complete_rules(task, plan, datamodule)
-            found = self._inferred[key]
-            return with_rules(plan, found, task.model, tp) if found.tensor else plan
-        if self.sequence_parallel:
+        elif self.sequence_parallel:
             raise DloError(
                 f"sequence_parallel must have the tensor rules of the model's family, got inferred ones for"
                 f" {type(task.model).__name__}; leave sequence_parallel out, or set ParallelPlan(tensor=...)"
             )
         if key not in self._inferred:
             self._inferred[key] = infer_rules(task, plan, datamodule)
-        return with_rules(plan, self._inferred[key], task.model, tp)
+        found = self._inferred[key]
+        return with_rules(plan, found, task.model, tp) if found.plan.tensor else plan
 
     @property
     def is_tried(self) -> bool:
@@ -193,8 +184,6 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut.
         """
-        from dlo_plugins.tensor.coverage import measure_coverage
-        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         return measure_coverage(module, make_tp_plan(module, plan, tp, self.sequence_parallel).divisions)
 
@@ -209,7 +198,6 @@ class TensorParallel(Applier):
         Raises:
             DloError: The model cannot be cut; the message computes the nearest size that works.
         """
-        from dlo_plugins.tensor.tp_planner import make_tp_plan
 
         if tp > 1:
             make_tp_plan(module, plan, tp, self.sequence_parallel)

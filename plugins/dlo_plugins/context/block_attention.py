@@ -90,11 +90,6 @@ class Block(NamedTuple):
     dropout: Dropout | None = None
 
     @property
-    def scale(self) -> float:
-        """Factor of scores."""
-        return self.score.scale
-
-    @property
     def lengths(self) -> tuple[None, None, int, int]:
         """Lengths that kernels take: None for cumulative ones, as all rows have one length; queries; keys."""
         return None, None, self.q.shape[2], self.k.shape[2]
@@ -146,13 +141,13 @@ def _fits_cpu(q: Tensor, v: Tensor, masked: bool) -> bool:
 
 def _cpu_forward(b: Block) -> Any:
     return _aten._scaled_dot_product_flash_attention_for_cpu(
-        b.q, b.k, b.v, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+        b.q, b.k, b.v, 0.0, b.causal, attn_mask=b.bias(), scale=b.score.scale
     )
 
 
 def _cpu_backward(b: Block, r: Result) -> Any:
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        r.grad, b.q, b.k, b.v, r.out, r.lse, 0.0, b.causal, attn_mask=b.bias(), scale=b.scale
+        r.grad, b.q, b.k, b.v, r.out, r.lse, 0.0, b.causal, attn_mask=b.bias(), scale=b.score.scale
     )
 
 
@@ -165,14 +160,14 @@ def _fits_flash(q: Tensor, v: Tensor, masked: bool) -> bool:
 
 
 def _flash_forward(b: Block) -> Any:
-    return _aten._scaled_dot_product_flash_attention(b.q, b.k, b.v, 0.0, b.causal, False, scale=b.scale)
+    return _aten._scaled_dot_product_flash_attention(b.q, b.k, b.v, 0.0, b.causal, False, scale=b.score.scale)
 
 
 def _flash_backward(b: Block, r: Result) -> Any:
     # The random state is not read without dropout.
     state = (torch.empty(size, dtype=torch.uint64, device=b.q.device) for size in (2, 0))
     return _aten._scaled_dot_product_flash_attention_backward(
-        r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous(), *b.lengths, 0.0, b.causal, *state, scale=b.scale
+        r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous(), *b.lengths, 0.0, b.causal, *state, scale=b.score.scale
     )
 
 
@@ -188,7 +183,7 @@ def _fits_cudnn(q: Tensor, v: Tensor, masked: bool) -> bool:
 
 def _cudnn_forward(b: Block) -> Any:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        b.q, b.k, b.v, None, True, 0.0, b.causal, False, scale=b.scale
+        b.q, b.k, b.v, None, True, 0.0, b.causal, False, scale=b.score.scale
     )
     return out, lse.squeeze(-1) if lse.ndim == b.q.ndim else lse  # It may be [B, H, S, 1].
 
@@ -197,7 +192,7 @@ def _cudnn_backward(b: Block, r: Result) -> Any:
     state = _no_random_state(b.q)
     return _aten._scaled_dot_product_cudnn_attention_backward(
         *(r.grad, b.q, b.k, b.v, r.out, r.lse.contiguous()[..., None], *state, None, *b.lengths, 0.0, b.causal),
-        scale=b.scale,
+        scale=b.score.scale,
     )
 
 
@@ -208,7 +203,7 @@ def _fits_efficient(q: Tensor, v: Tensor, masked: bool) -> bool:
 
 def _efficient_forward(b: Block) -> Any:
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        b.q, b.k, b.v, b.bias(heads=True), True, 0.0, b.causal, scale=b.scale
+        b.q, b.k, b.v, b.bias(heads=True), True, 0.0, b.causal, scale=b.score.scale
     )
     return out, lse[:, :, : b.q.shape[2]]
 
@@ -221,7 +216,7 @@ def _efficient_backward(b: Block, r: Result) -> Any:
     needed = [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
         *(r.grad, b.q, b.k, b.v, b.bias(heads=True), out, lse, *_no_random_state(b.q), 0.0, needed, b.causal),
-        scale=b.scale,
+        scale=b.score.scale,
     )
 
 
@@ -325,7 +320,7 @@ def _torch_backward(block: Block, result: Result) -> tuple[Tensor, Tensor, Tenso
             kept, d = weights * factors, d * factors
         dv += (kept.to(g.dtype).mT @ g).to(lse.dtype)
         shared = (g.to(lse.dtype) * out[:, :, rows].to(lse.dtype)).sum(-1, keepdim=True)
-        d = weights * (d - shared) * block.scale
+        d = weights * (d - shared) * block.score.scale
         d = (d if slope is None else d * slope).to(q.dtype)
         dq[:, :, rows] = d @ k
         dk += (d.mT @ q[:, :, rows]).to(lse.dtype)
@@ -338,7 +333,7 @@ def _scores(block: Block, rows: slice) -> tuple[Tensor, Tensor | None]:
     Keys that are not seen have minus infinity.
     """
     q, k, softcap = block.q[:, :, rows], block.k, block.score.softcap
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * block.scale
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * block.score.scale
     slope = None
     if softcap is not None:
         bounded = torch.tanh(scores / softcap)

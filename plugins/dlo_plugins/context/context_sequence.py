@@ -48,6 +48,7 @@ class ContextSequence:
 
     Attributes:
         ring: Ring of the ranks; its `elements` count the sent elements.
+        current: Documents of the rows of the next forward; None before the first batch.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, method: Method = "ring") -> None:
@@ -55,7 +56,7 @@ class ContextSequence:
         self._batch: Documents | None = None
         #: Rows of the next forward.
         self.rows = 0
-        self._current: Documents | None = None
+        self.current: Documents | None = None
         #: Tickets of the batch's rows: what compiled code knows of the documents (:mod:`shared_attention`).
         self._tickets: dict[tuple[int, int] | None, Tensor] = {}
         self._ticket = issue(self.ring, None)
@@ -67,11 +68,6 @@ class ContextSequence:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextSequence:
         return self  # A copy of the model uses the same ranks; process groups cannot be copied.
-
-    @property
-    def current(self) -> Documents | None:
-        """Documents of the rows of the next forward; None before the first batch."""
-        return self._current
 
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's shard of a batch, and keeps its documents for the attention until the next call.
@@ -101,7 +97,7 @@ class ContextSequence:
         else:  # One document in each row; its tokens do not see the padding after it.
             self._batch = Documents(ids.shape[1], chunks)
         self._batch.sparse = self.sparse
-        self._current, self.rows = self._batch, len(ids)
+        self.current, self.rows = self._batch, len(ids)
         self._ticket = issue(self.ring, self._batch)
         self._tickets = {None: self._ticket}
         found = {
@@ -166,19 +162,19 @@ class ContextSequence:
         Call it before each forward of a micro-batch, and before its backward if activations are recomputed.
         """
         assert self._batch is not None
-        self._current, self.rows = self._batch.rows(first, count), count
+        self.current, self.rows = self._batch.rows(first, count), count
         if (first, count) not in self._tickets:
-            self._tickets[first, count] = issue(self.ring, self._current)
+            self._tickets[first, count] = issue(self.ring, self.current)
         self._ticket = self._tickets[first, count]
 
     @property
     def selection(self) -> tuple[Documents | None, int, Tensor]:
         """What :meth:`select_rows` has selected; set it to continue with a micro-batch."""
-        return self._current, self.rows, self._ticket
+        return self.current, self.rows, self._ticket
 
     @selection.setter
     def selection(self, selected: tuple[Documents | None, int, Tensor]) -> None:
-        self._current, self.rows, self._ticket = selected
+        self.current, self.rows, self._ticket = selected
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """Returns the full tensor from the ranks' shards, in the order of the sequence; without gradients."""
@@ -219,7 +215,7 @@ class ContextSequence:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         # Recomputation restores the common random numbers that it is drawn from.
         seed = torch.randint(SEEDS, ()) if dropout else None
-        what = None if in_graph else describe_attention(q, k, ring, self._current, score, window, dropout, seed)
+        what = None if in_graph else describe_attention(q, k, ring, self.current, score, window, dropout, seed)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if what is not None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.batches import tree_map_only
+from dlo_framework.distributed.collectives import with_backward
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.context.context_sequence import ContextSequence
@@ -317,7 +318,7 @@ class GatheredModules:
         """Returns the full tensors of an argument's shards; full ones and others do not change."""
         assert self.lengths is not None
         own, length = self.lengths
-        return self._change(value, own, length, lambda tensor, dim: _Gather.apply(tensor, dim, self.sequence.ring))
+        return self._change(value, own, length, lambda tensor, dim: _gather(tensor, dim, self.sequence.ring))
 
     def cut(self, value: Any) -> Any:
         """Returns this rank's shards of the full tensors of an argument; others do not change."""
@@ -371,22 +372,21 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-class _Gather(torch.autograd.Function):
-    """Full tensor of all ranks' shards; backward sums the gradient over the ranks and keeps this rank's positions."""
+def _gather(x: Tensor, dim: int, ring: Ring) -> Tensor:
+    """Returns the full tensor of all ranks' shards; backward sums the gradient over the ranks and keeps this rank's."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ring: Ring) -> Tensor:
-        ctx.dim, ctx.ring = dim, ring
+    def run(x: Tensor) -> Tensor:
         sent = x.movedim(dim, 0)
         parts = ring.all_gather_parts(sent.to(torch.uint8) if x.dtype == torch.bool else sent)
         # Contiguous, as a single process has it: code of models makes views of it.
         return concat_shards(list(parts), 0).movedim(0, dim).to(x.dtype).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        full, ring = grad.movedim(ctx.dim, 0), ctx.ring
+    def back(grad: Tensor) -> Tensor:
+        full = grad.movedim(dim, 0)
         parts = torch.stack([shard_sequence(full, rank, ring.size, 0) for rank in range(ring.size)])
-        return ring.reduce_scatter_parts(parts).movedim(0, ctx.dim).contiguous(), None, None
+        return ring.reduce_scatter_parts(parts).movedim(0, dim).contiguous()
+
+    return with_backward(x, run, back)
 
 
 def _dim_of(tensor: Tensor, length: int, other: int, rows: int) -> int | None:

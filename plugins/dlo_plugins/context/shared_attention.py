@@ -28,6 +28,7 @@ rank or, between the all-to-alls, of the full sequence, D and E widths of keys a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -41,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlo_framework.distributed import collectives
-from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.distributed.collectives import Communicator, Pending, with_backward
 from dlo_framework.errors import DloError
 from dlo_plugins.context.block_attention import Dropout, Score
 from dlo_plugins.context.blockwise import Attention, MergedOutput, add_sinks, attend, attend_backward, sinks_gradient
@@ -220,9 +221,9 @@ def ulysses_attention(
     times = ring.size // math.gcd(k.shape[1], ring.size)
     if times > 1:
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    q, k, v = (_ExchangeHeads.apply(x, ring, True) for x in (q, k, v))
-    found: Tensor = _ExchangeHeads.apply(attention(q, k, v), ring, False)
-    return found
+    scatter, gather = functools.partial(_scatter_heads, ring), functools.partial(_gather_heads, ring)
+    q, k, v = (with_backward(x, scatter, gather) for x in (q, k, v))
+    return with_backward(attention(q, k, v), gather, scatter)
 
 
 def chunk_count(length: int, most: int) -> int:
@@ -245,20 +246,7 @@ def heads_error(heads: int, ranks: int) -> str:
     )
 
 
-class _ExchangeHeads(torch.autograd.Function):
-    """Chunks of all heads for some heads of the full sequence, or back; backward is the other one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, scatters: bool) -> Tensor:
-        ctx.ring, ctx.scatters = ring, scatters
-        return _scatter_heads(x, ring) if scatters else _gather_heads(x, ring)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (_gather_heads if ctx.scatters else _scatter_heads)(grad, ctx.ring), None, None
-
-
-def _scatter_heads(x: Tensor, ring: Ring) -> Tensor:
+def _scatter_heads(ring: Ring, x: Tensor) -> Tensor:
     """Exchanges chunks of all heads for some heads of the full sequence: [B, H, 2 S, D] to [B, H / n, 2 n S, D]."""
     sent = torch.stack(x.chunk(ring.size, 1))  # [n, B, H / n, 2 S, D]
     received = _all_to_all(sent, ring)
@@ -266,7 +254,7 @@ def _scatter_heads(x: Tensor, ring: Ring) -> Tensor:
     return torch.cat([*head, *reversed(tail.unbind())], 2)
 
 
-def _gather_heads(x: Tensor, ring: Ring) -> Tensor:
+def _gather_heads(ring: Ring, x: Tensor) -> Tensor:
     """Exchanges heads for chunks of all heads: [B, H / n, 2 n S, D] to [B, H, 2 S, D]."""
     pieces = x.chunk(2 * ring.size, 2)
     sent = torch.stack([torch.cat([pieces[r], pieces[2 * ring.size - 1 - r]], 2) for r in range(ring.size)])

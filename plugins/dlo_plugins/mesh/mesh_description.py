@@ -28,8 +28,7 @@ from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Split, Stages, make_stages
 from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement
 from dlo_plugins.sharding.gathered_dtype import find_exact_parameters
-from dlo_plugins.tensor.coverage import NEARLY_ALL, Coverage, measure_coverage
-from dlo_plugins.tensor.division import Division
+from dlo_plugins.tensor.tp_plan import NEARLY_ALL, Coverage, Division, measure_coverage
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 
 

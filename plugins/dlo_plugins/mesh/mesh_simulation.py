@@ -58,7 +58,7 @@ from dlo_plugins.mesh.parallelize import MeshOptions, ParallelRun, parallelize
 from dlo_plugins.mesh.pipelined_task import PipelinedTask, PipelineOptions
 from dlo_plugins.pipeline.model_stages import make_stages
 from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
-from dlo_plugins.tensor.inference.block_kinds import block_kind
+from dlo_plugins.tensor.inference.projection_flow import block_kind
 
 #: Device of the fake tensors.
 _DEVICE = torch.device("cpu")

@@ -17,8 +17,7 @@ from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.experts.local_experts import divisible_mixtures
 from dlo_plugins.planner.work import Amount, Dim
-from dlo_plugins.tensor.division import check_divisibility
-from dlo_plugins.tensor.tp_plan import TPPlan, region_of
+from dlo_plugins.tensor.tp_plan import TPPlan, check_divisibility, region_of
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 
 

@@ -52,7 +52,7 @@ from dlo_plugins.sharding.gathered_dtype import (
 )
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 from dlo_plugins.sharding.user_code import JointGradients, watch_hooks
-from dlo_plugins.tensor.coverage import NEARLY_ALL
+from dlo_plugins.tensor.tp_plan import NEARLY_ALL
 
 
 class MeshStrategy(ShardedStrategy):

@@ -12,38 +12,19 @@ Shapes: B samples, L tokens, D width, d features of a rank, T ranks, l = ceil(L 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.collectives import Communicator, with_backward
 from dlo_framework.distributed.vocab_parallel import copy_in
 from dlo_framework.errors import DloError
-
-__all__ = [
-    "all_reduce_both",
-    "check_first_derivative",
-    "copy_in",
-    "copy_last_in",
-    "gather_features",
-    "gather_sequence",
-    "gather_to_region",
-    "local_shard",
-    "owned",
-    "reduce_from_region",
-    "reduce_scatter_from_region",
-    "scatter_sequence",
-    "start_gather",
-    "start_scatter",
-]
 
 
 def reduce_from_region(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Returns the sum of the ranks' tensors; backward passes the gradient to each rank unchanged."""
-    found: Tensor = _SumOut.apply(tensor, communicator)
-    return found
+    return with_backward(tensor, communicator.all_reduce, check_first_derivative)
 
 
 def all_reduce_both(tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -53,47 +34,71 @@ def all_reduce_both(tensor: Tensor, communicator: Communicator) -> Tensor:
 
 def copy_last_in(tensor: Tensor, features: int, communicator: Communicator) -> Tensor:
     """Returns the tensor; backward sums the gradients of its last features over the ranks."""
-    found: Tensor = _CopyLastIn.apply(tensor, features, communicator)
-    return found
+
+    def back(grad: Tensor) -> Tensor:
+        first, last = grad.split((grad.shape[-1] - features, features), dim=-1)
+        return torch.cat((first, communicator.all_reduce(last.contiguous())), dim=-1)
+
+    return with_backward(tensor, lambda given: given.view_as(given), back)
 
 
 def gather_features(part: Tensor, communicator: Communicator) -> Tensor:
     """Returns `[..., T * d]` from the ranks' `[..., d]`; backward sums the wholes' gradients and scatters the sum."""
-    found: Tensor = _GatherFeatures.apply(part, communicator)
-    return found
+
+    def run(part: Tensor) -> Tensor:
+        return communicator.all_gather_parts(part).movedim(0, -2).flatten(-2)
+
+    def back(grad: Tensor) -> Tensor:
+        return communicator.reduce_scatter_parts(grad.unflatten(-1, (communicator.size, -1)).movedim(-2, 0))
+
+    return with_backward(part, run, back)
 
 
 def scatter_sequence(whole: Tensor, communicator: Communicator) -> Tensor:
     """Returns this rank's `[B, l, D]` of `[B, L, D]`; backward gathers the parts' gradients."""
-    found: Tensor = _SplitIn.apply(whole, communicator)
-    return found
+    length = whole.shape[1]
+    return with_backward(
+        whole,
+        lambda whole: local_shard(whole, communicator),
+        lambda grad: start_gather(grad, length, communicator)(),
+    )
 
 
 def gather_sequence(part: Tensor, length: int, communicator: Communicator) -> Tensor:
     """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward takes this rank's part, as all have the same whole."""
-    found: Tensor = _GatherOut.apply(part, length, communicator)
-    return found
+    return with_backward(
+        part,
+        lambda part: owned(start_gather(part, length, communicator)()),
+        lambda grad: local_shard(grad, communicator),
+    )
 
 
 def gather_to_region(part: Tensor, length: int, communicator: Communicator) -> Tensor:
     """Returns `[B, L, D]` from the ranks' `[B, l, D]`; backward sums the wholes' gradients and scatters the sum."""
-    found: Tensor = _GatherIn.apply(part, length, communicator)
-    return found
+    return with_backward(
+        part,
+        lambda part: owned(start_gather(part, length, communicator)()),
+        lambda grad: start_scatter(grad, communicator)(),
+    )
 
 
 def reduce_scatter_from_region(partial: Tensor, communicator: Communicator) -> Tensor:
     """Sums the ranks' `[B, L, D]` and returns this rank's `[B, l, D]`; backward gathers the parts' gradients."""
-    found: Tensor = _ScatterOut.apply(partial, communicator)
-    return found
+    length = partial.shape[1]
+    return with_backward(
+        partial,
+        lambda partial: start_scatter(partial, communicator)(),
+        lambda grad: start_gather(check_first_derivative(grad), length, communicator)(),
+    )
 
 
 def local_shard(whole: Tensor, communicator: Communicator) -> Tensor:
     """Returns this rank's `[B, l, D]` of `[B, L, D]`, zeros where there are no more tokens."""
-    return _parts(whole, communicator.size)[communicator.rank].contiguous()
+    return split_sequence(whole, communicator.size)[communicator.rank].contiguous()
 
 
-def _parts(whole: Tensor, ranks: int) -> Tensor:
-    """Returns `[T, B, l, D]` of `[B, L, D]`."""
+def split_sequence(whole: Tensor, ranks: int) -> Tensor:
+    """Returns `[T, B, l, D]` of `[B, L, D]`, with zeros behind the last token."""
     length = whole.shape[1]
     part = -(-length // ranks)
     padded = F.pad(whole, (0, 0, 0, part * ranks - length)) if part * ranks > length else whole
@@ -108,7 +113,7 @@ def start_gather(part: Tensor, length: int, communicator: Communicator) -> Calla
 
 def start_scatter(partial: Tensor, communicator: Communicator) -> Callable[[], Tensor]:
     """Starts to sum the ranks' `[B, L, D]`; returns a function that waits for this rank's `[B, l, D]` of the sum."""
-    return communicator.start_reduce_scatter_parts(_parts(partial, communicator.size))
+    return communicator.start_reduce_scatter_parts(split_sequence(partial, communicator.size))
 
 
 _DROPS_VIEWS = torch.__version__ < "2.12"
@@ -122,16 +127,8 @@ def owned(result: Tensor) -> Tensor:
     return result.clone() if _DROPS_VIEWS and torch.compiler.is_compiling() else result
 
 
-def _gathered(part: Tensor, length: int, communicator: Communicator) -> Tensor:
-    return start_gather(part, length, communicator)()
-
-
-def _scattered(partial: Tensor, communicator: Communicator) -> Tensor:
-    return start_scatter(partial, communicator)()
-
-
-def check_first_derivative() -> None:
-    """Checks that a backward is not differentiated itself, as in a gradient penalty: its collectives are not.
+def check_first_derivative(grad: Tensor) -> Tensor:
+    """Returns a backward's gradient; checks that it is not differentiated itself, as in a gradient penalty.
 
     Raises:
         DloError: It is.
@@ -141,84 +138,4 @@ def check_first_derivative() -> None:
             "tensor parallelism does not support create_graph=True: the collectives of its backward have no derivative;"
             " train a gradient penalty with tp: 1"
         )
-
-
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
-        return communicator.all_reduce(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        check_first_derivative()
-        return grads[0], None
-
-
-class _CopyLastIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, features: int, communicator: Communicator) -> Tensor:
-        ctx.features, ctx.communicator = features, communicator
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own = grads[0].shape[-1] - ctx.features
-        first, last = grads[0].split((own, ctx.features), dim=-1)
-        return torch.cat((first, ctx.communicator.all_reduce(last.contiguous())), dim=-1), None, None
-
-
-class _SplitIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, communicator: Communicator) -> Tensor:
-        ctx.length, ctx.communicator = whole.shape[1], communicator
-        return local_shard(whole, communicator)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gathered(grads[0], ctx.length, ctx.communicator), None
-
-
-class _GatherOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
-        return owned(_gathered(part, length, communicator))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return local_shard(grads[0], ctx.communicator), None, None
-
-
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, length: int, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
-        return owned(_gathered(part, length, communicator))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _scattered(grads[0], ctx.communicator), None, None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
-        return communicator.start_all_gather_parts(part)().movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts = grads[0].unflatten(-1, (ctx.communicator.size, -1)).movedim(-2, 0)
-        return ctx.communicator.start_reduce_scatter_parts(parts)(), None
-
-
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, communicator: Communicator) -> Tensor:
-        ctx.length, ctx.communicator = partial.shape[1], communicator
-        return _scattered(partial, communicator)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        check_first_derivative()
-        return _gathered(grads[0], ctx.length, ctx.communicator), None
+    return grad

@@ -13,70 +13,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dlo_framework.batches import tree_map
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
-from dlo_framework.experts import Mixture, find_mixtures
+from dlo_framework.experts import find_mixtures
 from dlo_framework.plan import ParallelPlan
 from dlo_plugins.tensor.collectives import copy_in, reduce_from_region
-from dlo_plugins.tensor.division import Divisibility, Division
-from dlo_plugins.tensor.tp_plan import TPPlan
+from dlo_plugins.tensor.tp_plan import Division, TPPlan
 
 #: Names of the first projection of stacked experts, in transformers and in dlo, with its number of parts of size H.
 _FIRST = {"gate_up_proj": 2, "up_proj": 1}
 _LAST = "down_proj"
-
-
-@dataclass(frozen=True)
-class StackedProjections:
-    """Projections of stacked experts.
-
-    Attributes:
-        first: Name of the first projection, `gate_up_proj` or `up_proj`.
-        hidden: Number of hidden features, H.
-        first_dim: Dim of the hidden features in the first projection, of which its bias has the last dim.
-        last_dim: Dim of the hidden features in the last projection.
-        pieces: Sizes of the consecutive pieces of the first projection's hidden features.
-    """
-
-    first: str
-    hidden: int
-    first_dim: int
-    last_dim: int
-    pieces: tuple[int, ...]
-
-
-def read_projections(experts: nn.Module) -> StackedProjections | None:
-    """Returns the projections of a module of stacked experts; None if they are not two stacks of matrices.
-
-    Args:
-        experts: Full module, on any device.
-    """
-    own = dict(experts.named_parameters())
-    first = next((name for name in _FIRST if name in own), None)
-    if first is None or _LAST not in own or own.keys() - {first, _LAST, f"{first}_bias", f"{_LAST}_bias"}:
-        return None
-    if getattr(experts, "has_post_expert_norm", False):
-        return None
-    up, down, parts = tuple(own[first].shape), tuple(own[_LAST].shape), _FIRST[first]
-    if len(up) != 3 or len(down) != 3:
-        return None
-    plain = up[2] == down[1] and up[1] == parts * down[2]
-    transposed = up[1] == down[2] and up[2] == parts * down[1]
-    if plain == transposed:  # Square matrices have both forms.
-        stated = getattr(experts, "is_transposed", False if hasattr(experts, "compute_sorted") else None)
-        if stated is None or not plain:
-            return None
-        transposed = stated
-    hidden = down[1] if transposed else down[2]
-    is_concatenated = getattr(experts, "is_concatenated", True)
-    pieces = (hidden,) * parts if is_concatenated else (parts * hidden,)
-    return StackedProjections(first, hidden, 2 if transposed else 1, 1 if transposed else 2, pieces)
 
 
 def divide_stacked_experts(found: TPPlan, module: nn.Module, plan: ParallelPlan) -> None:
@@ -86,34 +38,57 @@ def divide_stacked_experts(found: TPPlan, module: nn.Module, plan: ParallelPlan)
         DloError: Experts cannot be divided; each rank would have all of them.
     """
     for mixture in find_mixtures(module, plan):
-        experts = module.get_submodule(mixture.experts)
-        if any(f"{mixture.experts}.{name}" in found.divisions for name, _ in experts.named_parameters()):
+        name, experts = mixture.experts, module.get_submodule(mixture.experts)
+        own = [f"{name}.{key}" for key, _ in experts.named_parameters()]
+        if any(key in found.divisions for key in own):
             continue  # A list of modules, whose projections have rules.
-        read = read_projections(experts) if mixture.is_stacked else None
-        if read is None:
+        divisions = _divide(name, experts) if mixture.is_stacked else None
+        if divisions is None:
             raise DloError(
                 "experts under tp must be stacked in gate_up_proj or up_proj and down_proj, or have tensor rules, got"
-                f" {type(experts).__name__} '{mixture.experts}'; set tp to 1"
+                f" {type(experts).__name__} '{name}'; set tp to 1"
             )
         if any(isinstance(part, nn.Dropout) and part.p > 0 for part in experts.modules()):
             raise DloError(
-                f"experts under tp must have no dropout, got {type(experts).__name__} '{mixture.experts}'; set dropout"
+                f"experts under tp must have no dropout, got {type(experts).__name__} '{name}'; set dropout"
                 " to 0, or tp to 1"
             )
-        _divide(found, mixture, read, experts)
+        found.divisions |= {key: division for key, division in divisions.items() if key in own}
+        if f"{name}.{_LAST}_bias" in own:
+            found.partial.add(f"{name}.{_LAST}_bias")
+        (hidden,) = divisions[f"{name}.{_LAST}"].pieces
+        found.demand(name, hidden, "hidden features")
+        found.experts.append(name)
 
 
-def _divide(found: TPPlan, mixture: Mixture, read: StackedProjections, experts: nn.Module) -> None:
-    name = mixture.experts
-    found.divisions[f"{name}.{read.first}"] = Division(read.first_dim, read.pieces)
-    found.divisions[f"{name}.{_LAST}"] = Division(read.last_dim, (read.hidden,))
+def _divide(name: str, experts: nn.Module) -> dict[str, Division] | None:
+    """Returns the divisions of stacked experts, as if they had biases; None if they are not two stacks of matrices.
+
+    Args:
+        name: Name of the module.
+        experts: Full module, on any device.
+    """
     own = dict(experts.named_parameters())
-    if f"{read.first}_bias" in own:
-        found.divisions[f"{name}.{read.first}_bias"] = Division(1, read.pieces)
-    if f"{_LAST}_bias" in own:
-        found.partial.add(f"{name}.{_LAST}_bias")
-    found.divisibilities.append(Divisibility(name, read.hidden, "hidden features"))
-    found.experts.append(name)
+    first = next((key for key in _FIRST if key in own), None)
+    if first is None or _LAST not in own or own.keys() - {first, _LAST, f"{first}_bias", f"{_LAST}_bias"}:
+        return None
+    up, down, parts = tuple(own[first].shape), tuple(own[_LAST].shape), _FIRST[first]
+    if getattr(experts, "has_post_expert_norm", False) or len(up) != 3 or len(down) != 3:
+        return None
+    plain = up[2] == down[1] and up[1] == parts * down[2]
+    transposed = up[1] == down[2] and up[2] == parts * down[1]
+    if plain == transposed:  # Square matrices have both forms.
+        stated = getattr(experts, "is_transposed", False if hasattr(experts, "compute_sorted") else None)
+        if stated is None or not plain:
+            return None
+        transposed = stated
+    hidden = down[1] if transposed else down[2]
+    pieces = (hidden,) * parts if getattr(experts, "is_concatenated", True) else (parts * hidden,)
+    return {
+        f"{name}.{first}": Division(2 if transposed else 1, pieces),
+        f"{name}.{first}_bias": Division(1, pieces),
+        f"{name}.{_LAST}": Division(1 if transposed else 2, (hidden,)),
+    }
 
 
 class SlicedExperts:
@@ -136,8 +111,7 @@ class SlicedExperts:
 
     def __call__(self, *routing: Any, **named: Any) -> Tensor:
         """Returns the sum of the ranks' outputs."""
-        entered = [self._enter(value) for value in routing]
-        keywords = {name: self._enter(value) for name, value in named.items()}
+        entered, keywords = tree_map(self._enter, (routing, named))
         with self._bias_once():
             partial = self.compute(*entered, **keywords)
         return reduce_from_region(partial, self.communicator)

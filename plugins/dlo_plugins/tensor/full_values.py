@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.batches import tree_leaves, tree_map
 from dlo_framework.costs import is_compiled
-from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.distributed.collectives import Communicator, with_backward
 from dlo_framework.errors import DloError
 from dlo_framework.registry.registry import own_packages
 from dlo_framework.shards import Layout, TensorSlice
@@ -53,19 +53,6 @@ def own_part(full: Tensor, place: TensorSlice | None, ranks: Communicator) -> Te
     return full / ranks.size if place is None else place.slice_tensor(full)
 
 
-class _FullValue(torch.autograd.Function):
-    """Full weight, whose gradient is the same on all ranks: each takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, place: TensorSlice | None, ranks: Communicator) -> Tensor:
-        ctx.place, ctx.ranks = place, ranks
-        return weight.clone() if place is None else full_tensor(weight, place, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return own_part(grads[0], ctx.place, ctx.ranks), None, None
-
-
 def give_hooks_full(
     name: str, old: nn.Parameter, new: nn.Parameter, place: TensorSlice | None, ranks: Communicator
 ) -> None:
@@ -78,25 +65,22 @@ def give_hooks_full(
         place: Place of the slice; None for a partial sum.
         ranks: Communicator of the axis `tp`.
     """
+
+    def call_before(hook: Callable[..., Any], part: Tensor) -> Tensor:
+        full = full_tensor(part, place, ranks)
+        found = hook(full)
+        return own_part(full if found is None else found, place, ranks)
+
+    def call_after(hook: Callable[..., Any], parameter: Tensor) -> None:
+        with _FullMode({id(parameter): (name, place)}, ranks, lambda: False):
+            hook(parameter)
+
     move_hooks(
         old,
         new,
-        before=lambda hook: functools.partial(_call_on_full, hook, place, ranks),
-        after=lambda hook: functools.partial(_call_after, hook, name, place, ranks),
+        before=lambda hook: functools.partial(call_before, hook),
+        after=lambda hook: functools.partial(call_after, hook),
     )
-
-
-def _call_on_full(hook: Callable[..., Any], place: TensorSlice | None, ranks: Communicator, part: Tensor) -> Tensor:
-    full = full_tensor(part, place, ranks)
-    found = hook(full)
-    return own_part(full if found is None else found, place, ranks)
-
-
-def _call_after(
-    hook: Callable[..., Any], name: str, place: TensorSlice | None, ranks: Communicator, parameter: Tensor
-) -> None:
-    with _FullMode({id(parameter): (name, place)}, ranks, lambda: False):
-        hook(parameter)
 
 
 class FullValues:
@@ -153,8 +137,8 @@ class FullValues:
         handles: list[Any] = []
         for name, layer in self._layers():
             own = any(one.rpartition(".")[0] == name for one in self._places)
-            handles.append(layer.register_forward_pre_hook(mode.enter if own else mode.enter_block))
-            handles.append(layer.register_forward_hook(mode.leave if own else mode.leave_block, always_call=True))
+            handles.append(layer.register_forward_pre_hook(functools.partial(mode.move, own, 1)))
+            handles.append(layer.register_forward_hook(functools.partial(mode.move, own, -1), always_call=True))
         self.is_watching = True
         try:
             with mode:
@@ -200,42 +184,36 @@ class _FullMode(LowestMode):
         is_tried: bool = True,
     ) -> None:
         super().__init__()
-        self._is_tried, self._blocks = is_tried, 0
+        self._is_tried = is_tried
         self._places, self._ranks, self._is_summed = dict(places), ranks, is_summed
         self._gradients: set[int] = set()
         self.meet: Callable[[], None] = lambda: None
         self._alive: list[Tensor] = []  # So that no id is used twice.
-        self._depth, self.used = 0, ""
+        self.used = ""
+        #: Numbers of modules that run now: of those with parts of parameters, and of those that contain such modules.
+        self._running = {True: 0, False: 0}
 
-    def enter(self, *_: Any) -> None:
-        """Begins a layer, which computes with parts."""
-        self._depth += 1
-
-    def leave(self, *_: Any) -> None:
-        """Ends a layer."""
-        self._depth -= 1
-
-    def enter_block(self, *_: Any) -> None:
-        """Begins a module that contains layers."""
-        self._blocks += 1
-
-    def leave_block(self, *_: Any) -> None:
-        """Ends a module that contains layers."""
-        self._blocks -= 1
+    def move(self, has_parts: bool, step: int, *_: Any) -> None:
+        """Begins (1) or ends (-1) a layer, which computes with parts, or a module that contains layers."""
+        self._running[has_parts] += step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a torch function, with full tensors where a user's code uses parts of them."""
-        kwargs, name = kwargs or {}, _name(func)
-        in_layer = self._depth or (self._blocks and self._is_tried)
+        kwargs, name, in_block = kwargs or {}, _name(func), self._running[False]
         sets_data = name == "__set__" and attribute_of(func) == "data"
+        in_layer = self._running[True] or (in_block and self._is_tried)
         if in_layer or not (name in _ALIASES or sets_data or uses_values(func)):
             return func(*args, **kwargs)
         known = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._places]
         if not known or _is_own_code():
             return func(*args, **kwargs)
         if sets_data:
-            return func(args[0], self._fitting(args[1], args[0]))
-        if self._blocks:
+            part, value = args
+            place = self._places[id(part)][1] if id(part) in self._places else None
+            if place is not None and value.shape == place.full_shape(part.shape) != part.shape:
+                value = place.slice_tensor(value)
+            return func(part, value)
+        if in_block:
             self._check_block(known)
             return func(*args, **kwargs)
         if name in _ALIASES:
@@ -249,16 +227,12 @@ class _FullMode(LowestMode):
         args, kwargs = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
         found = func(*args, **kwargs)
         for leaf in written:
+            place, own = self._places[id(leaf)][1], full[id(leaf)]
             with torch.no_grad():
-                leaf.copy_(self._part(full[id(leaf)], leaf))
+                is_weight = place is None and id(leaf) not in self._gradients
+                leaf.copy_(own if is_weight else own_part(own, place, self._ranks))
         back = {id(full[id(leaf)]): leaf for leaf in written}
         return tree_map(lambda leaf: back.get(id(leaf), leaf), found) if back else found
-
-    def _fitting(self, value: Tensor, part: Tensor) -> Tensor:
-        """Returns the part of a value that is assigned to a part's data."""
-        place = self._places[id(part)][1] if id(part) in self._places else None
-        is_full = place is not None and value.shape == place.full_shape(part.shape) != part.shape
-        return place.slice_tensor(value) if is_full and place is not None else value
 
     def _check_block(self, known: list[Tensor]) -> None:
         sliced = next((name for name, place in (self._places[id(leaf)] for leaf in known) if place is not None), None)
@@ -296,12 +270,12 @@ class _FullMode(LowestMode):
             return full_tensor(part, place, self._ranks)
         if is_written:
             return part.detach().clone() if place is None else full_tensor(part, place, self._ranks)
-        found: Tensor = _FullValue.apply(part, place, self._ranks)
-        return found
 
-    def _part(self, full: Tensor, of: Tensor) -> Tensor:
-        _, place = self._places[id(of)]
-        return full if place is None and id(of) not in self._gradients else own_part(full, place, self._ranks)
+        def full(weight: Tensor) -> Tensor:
+            return weight.clone() if place is None else full_tensor(weight, place, self._ranks)
+
+        # The gradient of a full weight is the same on all ranks: each takes its part.
+        return with_backward(part, full, lambda grad: own_part(grad, place, self._ranks))
 
 
 def _name(function: Any) -> str:

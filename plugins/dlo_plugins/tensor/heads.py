@@ -1,13 +1,24 @@
-"""Heads of an attention module: their number and width, and the module's attributes for this rank's heads."""
+"""Heads of an attention module: their number and width, this rank's counts, and its entries of operands.
+
+Operands of an attention that are made outside of it may have an entry for each head, such as ALiBi's biases. Each rank
+passes the attention the entries of its own heads. The gradient of an operand is summed over the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from dlo_framework.errors import DloError
+from dlo_framework.distributed.collectives import Communicator
+from dlo_framework.errors import DloError, did_you_mean
+from dlo_plugins.tensor.collectives import copy_in
+
+if TYPE_CHECKING:
+    from dlo_plugins.tensor.regions import Region
+
 
 #: Attributes for the width of a head.
 _WIDTHS = ("head_dim", "dim_head", "head_size", "attention_head_size")
@@ -31,10 +42,9 @@ def head_width(name: str, modules: list[nn.Module], features: int) -> int:
         DloError: If no module has such an attribute.
     """
     for module in modules:
-        width = next((value for key in _WIDTHS if (value := _integer(module, key))), None)
+        width, heads = _first(module, _WIDTHS), _first(module, _HEADS)
         if width:
             return width
-        heads = next((value for key in _HEADS if (value := _integer(module, key))), None)
         if heads and features % heads == 0:
             return features // heads
     raise DloError(
@@ -56,8 +66,7 @@ def kv_heads(name: str, modules: list[nn.Module], heads: int = 0, total: int = 0
         DloError: If no module has such an attribute, and the numbers of heads do not tell.
     """
     for module in modules:
-        found = next((value for key in _KV_HEADS if (value := _integer(module, key))), None)
-        if found:
+        if found := _first(module, _KV_HEADS):
             return found
     if 0 < heads < total and (total - heads) % 2 == 0:
         return (total - heads) // 2
@@ -122,6 +131,95 @@ def set_local_config(attention: nn.Module, tp: int) -> None:
         attention.config = LocalConfig(config, counts)  # type: ignore[assignment]
 
 
+def _first(owner: Any, keys: Sequence[str]) -> int:
+    """Returns the first number of an owner's attributes; 0 for none."""
+    return next((value for key in keys if (value := _integer(owner, key))), 0)
+
+
 def _integer(owner: Any, key: str) -> int:
     value = getattr(owner, key, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def operand_dim(shape: tuple[int, ...], heads: int, rows: int, tokens: int) -> int | None:
+    """Returns the dim of an operand that has an entry for each head, or for each sample's heads; None if none has.
+
+    Args:
+        shape: Shape of the operand.
+        heads: Number of heads.
+        rows: Number of samples.
+        tokens: Number of tokens of a sample.
+    """
+    if heads < 2 or not shape:
+        return None
+    usual = 1 if len(shape) == 4 else 0  # [samples, heads, tokens, tokens], [heads, ...]
+    if len(shape) > 1 and shape[0] == rows * heads:
+        return 0
+    if shape[usual] == heads:
+        return usual
+    others = (dim for dim, size in enumerate(shape) if size == heads and size not in (rows, tokens))
+    return next(others, None)
+
+
+def slice_heads(operand: Tensor, dim: int, heads: int, communicator: Communicator, name: str = "") -> Tensor:
+    """Returns the entries of this rank's heads.
+
+    Args:
+        operand: Operand for all heads; one entry for all of them stays.
+        dim: Dim of `heads`, or of `samples * heads`.
+        heads: Number of heads over all ranks.
+        communicator: Communicator of the ranks that share the heads.
+        name: Name of the operand, for the message.
+
+    Raises:
+        DloError: The dim has another size.
+    """
+    if operand.shape[dim] == 1:
+        return operand
+    if operand.shape[dim] % heads:
+        raise DloError(
+            f"head_operands '{name}' must have {heads} heads in dim {dim}, got shape {tuple(operand.shape)}; correct"
+            " the dim in ParallelPlan(head_operands=...)"
+        )
+    count = heads // communicator.size
+    entered = copy_in(operand, communicator) if operand.requires_grad else operand
+    by_sample = entered.unflatten(dim, (-1, heads))
+    return by_sample.narrow(dim + 1, communicator.rank * count, count).flatten(dim, dim + 1)
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Returns the names of the positional arguments of a module's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, found in inspect.signature(module.forward).parameters.items() if found.kind in kinds]
+
+
+def install_operands(module: nn.Module, operands: Mapping[str, int], heads: int, region: Region) -> None:
+    """Makes an attention get its own heads' entries of operands.
+
+    Args:
+        module: Attention module.
+        operands: Names of arguments of its forward, and their dim of heads.
+        heads: Number of heads over all ranks.
+        region: Region of the module, on the ranks that share the heads.
+
+    Raises:
+        DloError: Its forward has no argument of that name.
+    """
+    names = parameter_names(module)
+    unknown = next((name for name in operands if name not in names), None)
+    if unknown is not None:
+        raise DloError(
+            f"head_operands must name arguments of the forward of {type(module).__name__}, got"
+            f" '{unknown}'{did_you_mean(unknown, names)}; it has {', '.join(names)}"
+        )
+
+    def slice_operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given, named = list(args), dict(kwargs)
+        for name, dim in operands.items():
+            holder: Any = named if name in named else given
+            key: Any = name if name in named else names.index(name)
+            if (holder is named or key < len(given)) and isinstance(holder[key], Tensor):
+                holder[key] = slice_heads(holder[key], dim, heads, region.communicator, name)
+        return tuple(given), named
+
+    module.register_forward_pre_hook(slice_operands, with_kwargs=True)

@@ -10,22 +10,14 @@ from torch import Tensor, nn
 from dlo_framework.attention.attention_mask import LocalHeads, bind_heads
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.shards import get_layout
-from dlo_plugins.tensor import (
-    expert_slices,
-    head_operands,
-    local_shapes,
-    regions,
-    sharded_modules,
-)
-from dlo_plugins.tensor.adapted_projections import base_of, set_features
-from dlo_plugins.tensor.async_products import AsyncProducts
-from dlo_plugins.tensor.channelwise import set_channel_counts
+from dlo_plugins.tensor import expert_slices, local_shapes, regions, sharded_modules
 from dlo_plugins.tensor.full_values import give_hooks_full
-from dlo_plugins.tensor.heads import set_local_config, set_local_heads
+from dlo_plugins.tensor.heads import install_operands, set_local_config, set_local_heads
 from dlo_plugins.tensor.local_random import LocalRandom
-from dlo_plugins.tensor.projections import set_feature_counts
+from dlo_plugins.tensor.overlap import AsyncProducts
+from dlo_plugins.tensor.projections import base_of, set_channel_counts, set_feature_counts, set_features
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence
-from dlo_plugins.tensor.tp_plan import TPPlan, distinct, vocabulary_size
+from dlo_plugins.tensor.tp_plan import TPPlan, distinct
 
 
 def install_plan(
@@ -56,7 +48,7 @@ def install_plan(
         made = regions.Region(name, around, communicator, random, stream, products)
         regions.install_region(around, columns, rows, made)
         if region.operands:
-            head_operands.install_operands(around, region.operands, region.heads, made)
+            install_operands(around, region.operands, region.heads, made)
         for column, features in region.gathered.items():
             sharded_modules.install_gather(module.get_submodule(column), features, made)
         for projection, features in region.shared_features.items():
@@ -66,11 +58,11 @@ def install_plan(
             local_shapes.install_local_shapes(around, sizes, made)
         for norm in region.norms:
             size = found.divisions[f"{norm}.weight"].pieces[0]
-            sharded_modules.install_norm(module.get_submodule(norm), size, communicator)
+            sharded_modules.install_norm(module.get_submodule(norm), size, made)
     for name in distinct(module, found.experts):
         expert_slices.install_slices(module.get_submodule(name), communicator)
     for name in distinct(module, found.vocabulary):
-        sharded_modules.install_vocabulary(module.get_submodule(name), vocabulary_size(found, name), communicator)
+        sharded_modules.install_vocabulary(module.get_submodule(name), found.vocabulary[name], communicator)
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+#: Classes of dropout modules.
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: Attributes with a probability of dropout, for modules without a dropout module.
 _PROBABILITIES = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
 _SPREAD = 0x9E3779B97F4A7C15  # An odd number with well-mixed bits, so that ranks' seeds are far apart.
@@ -68,15 +70,11 @@ class Dropouts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self._modules = [part for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
-        self._others = [
-            (part, key) for part in parts for key in _PROBABILITIES if isinstance(getattr(part, key, None), float)
-        ]
+        self._rates = [(part, "p") for part in module.modules() if isinstance(part, DROPOUTS)]
+        for part in module.modules():
+            self._rates += [(part, key) for key in _PROBABILITIES if isinstance(getattr(part, key, None), float)]
 
     @property
     def active(self) -> bool:
         """Whether any dropout draws random numbers now."""
-        return any(part.training and part.p > 0 for part in self._modules) or any(
-            part.training and getattr(part, key) > 0 for part, key in self._others
-        )
+        return any(part.training and getattr(part, key) > 0 for part, key in self._rates)

@@ -11,7 +11,6 @@ BEiT does to add a bias to queries and values alone.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_SIZES = "tensor_local_sizes"
+from dlo_plugins.tensor.projections import REGION, mix_in
+
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 _EXPANDS = (Tensor.expand,)
 _SPLITS = (Tensor.split, torch.split, torch.functional.split)
@@ -133,19 +133,19 @@ class LocalShapes(TorchFunctionMode):
         super().__init__()
         self._sizes, self._region = sizes, region
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalShapes:
+        return self  # A process group cannot be copied.
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}
-        if func in _RESHAPES and not kwargs and isinstance(args[-1], int | Sequence):
+        change = local_shape if func in _RESHAPES else local_expansion if func in _EXPANDS else None
+        if change is not None and not kwargs and len(args) > 1:
             shape = args[1] if isinstance(args[1], Sequence) else args[1:]
-            if all(isinstance(size, int) for size in shape):
-                return func(args[0], local_shape(args[0].shape, shape, self._sizes))
+            if all(isinstance(size, int) for size in shape):  # Not a dtype, as `view` takes.
+                return func(args[0], change(args[0].shape, shape, self._sizes))
         elif func in _SPLITS and len(args) > 1:
             return func(args[0], self._split_sizes(args, kwargs), *args[2:], **kwargs)
-        elif func in _EXPANDS and not kwargs and len(args) > 1:
-            shape = args[1] if isinstance(args[1], Sequence) else args[1:]
-            if all(isinstance(size, int) for size in shape):
-                return func(args[0], local_expansion(args[0].shape, shape, self._sizes))
         elif func is F.linear and self._region.needs_entry(args[0], kwargs.get("weight", args[1:] and args[1])):
             return func(self._region.enter(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -170,14 +170,8 @@ class LocallyShaped:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        module: Any = self
-        with LocalShapes(*module.__dict__[_SIZES]):
+        with self.__dict__[REGION]:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-class _State(tuple[LocalSizes, Any]):
-    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return self
 
 
 def install_local_shapes(module: nn.Module, sizes: LocalSizes, region: Any) -> None:
@@ -188,11 +182,4 @@ def install_local_shapes(module: nn.Module, sizes: LocalSizes, region: Any) -> N
         sizes: Full sizes.
         region: State of the region.
     """
-    module.__dict__[_SIZES] = _State((sizes, region))
-    kind: Any = type(module)
-    module.__class__ = _shaped_class(kind)
-
-
-@functools.cache
-def _shaped_class(cls: Any) -> type[nn.Module]:
-    return type(f"LocallyShaped{cls.__name__}", (LocallyShaped, cls), {})
+    mix_in(LocallyShaped, module, LocalShapes(sizes, region))

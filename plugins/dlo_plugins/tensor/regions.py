@@ -10,14 +10,12 @@ sequence parallelism, activations enter at the beginning of the region's module,
 from their input. They leave in the row projection, whose bias is added once, to the sum.
 
 In backward, the collectives of the input and of its gradient overlap with the products of the column projections
-(:mod:`dlo_plugins.tensor.overlap`). With asynchronous tensor parallelism, those of forward overlap too
-(:mod:`dlo_plugins.tensor.async_products`): entry computes all column projections, and their
-forward returns the results.
+(:mod:`dlo_plugins.tensor.overlap`). With asynchronous tensor parallelism, those of forward overlap too: entry computes
+all column projections, and their forward returns the results.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,11 +23,10 @@ from torch import Tensor, nn
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_plugins.tensor import overlap
-from dlo_plugins.tensor.adapted_projections import REGION, install_row_adapters
-from dlo_plugins.tensor.async_products import AsyncProducts, gather_columns, reduce_row, scatter_row
 from dlo_plugins.tensor.collectives import copy_in, gather_to_region, reduce_from_region, reduce_scatter_from_region
 from dlo_plugins.tensor.local_random import Dropouts, LocalRandom
-from dlo_plugins.tensor.projections import RowProduct, add_bias
+from dlo_plugins.tensor.overlap import AsyncProducts
+from dlo_plugins.tensor.projections import REGION, RowProduct, add_bias, install_row_adapters, mix_in
 from dlo_plugins.tensor.sequence_parallel import ShardedSequence, change_first_input
 
 
@@ -99,60 +96,51 @@ class Region:
 
     def _gather(self, part: Tensor, length: int) -> Tensor:
         """Returns all ranks' tokens; forward saves them where a column projection of another kind needs them."""
-        self._weights = {}
-        if self.products is not None and self.gathers_again and all(_is_plain(column) for column in self.columns):
-            self._entered, outputs = gather_columns(part, length, self.columns, self.products)
-            self._outputs = dict(zip(self.columns, outputs, strict=True))
+        self._weights, columns = {}, self.columns
+        if self.products is not None and self.gathers_again and all(map(_is_plain, columns)):
+            self._entered, outputs = overlap.gather_columns(part, length, columns, self.products)
+            self._outputs = dict(zip(columns, outputs, strict=True))
             return self._entered
-        if self.gathers_again and all(overlap.can_defer(column, part) for column in self.columns):
-            self._entered, self._weights = overlap.enter_gathered(part, length, self.columns, self.communicator)
+        if self.gathers_again and all(overlap.can_defer(column, part) for column in columns):
+            self._entered, self._weights = overlap.enter(part, columns, self.communicator, length)
             return self._entered
         return gather_to_region(part, length, self.communicator)
 
-    def weight_of(self, column: nn.Module, x: Tensor) -> overlap.EnteredWeight | None:
-        """Returns the entered weight of a column projection; None if its weight gradient is not deferred.
+    def project(self, column: nn.Module, x: Tensor) -> Tensor | None:
+        """Returns the output of a column projection; None if neither its product nor its weight has entered.
 
         Args:
             column: Column projection.
             x: Input of the projection. With sequence parallelism it may be another tensor than the gathered one.
         """
-        return self._weights.get(column) if self.sequence is None or x is self._entered else None
+        if x is self._entered and column in self._outputs:
+            return self._outputs.pop(column)
+        weight = self._weights.get(column) if self.sequence is None or x is self._entered else None
+        return None if weight is None else weight.project(x, column.bias)  # type: ignore[arg-type]
 
-    def output_of(self, column: nn.Module, x: Tensor) -> Tensor | None:
-        """Returns the output of a column projection if entry has computed it from this input."""
-        return self._outputs.pop(column, None) if x is self._entered else None
+    def leave(self, x: Tensor, row: nn.Module | None = None) -> Tensor:
+        """Leaves the region; returns the sum over the ranks, without a bias.
 
-    def leave_row(self, row: nn.Linear, x: Tensor) -> Tensor | None:
-        """Leaves the region with a row projection of the input, without its bias, while its chunks are summed.
-
-        Returns:
-            Sum of the ranks' products; None if the product does not overlap with the sum.
-        """
-        if self.products is None or not _is_plain(row) or (self.sequence is not None and x.ndim != 3):
-            return None
-        self._check_outputs()
-        self.end()
-        return (reduce_row if self.sequence is None else scatter_row)(x, row.weight, self.products)
-
-    def leave(self, partial: Tensor) -> Tensor:
-        """Leaves the region with a row projection's output, a partial sum on each rank."""
-        self._check_outputs()
-        self.end()
-        if self.sequence is not None:
-            return reduce_scatter_from_region(partial, self.communicator)
-        return reduce_from_region(partial, self.communicator)
-
-    def _check_outputs(self) -> None:
-        """Checks that the projections that entry has computed were used.
+        Args:
+            x: Partial sum of this rank, or, with `row`, the input of the row projection.
+            row: Row projection, whose product overlaps with the sum where it can; None after it.
 
         Raises:
-            DloError: They got another input than the region's.
+            DloError: Projections that entry has computed were not used, as they got another input than the region's.
         """
+        scatters = self.sequence is not None
+        overlaps = row is not None and self.products is not None and _is_plain(row) and not (scatters and x.ndim != 3)
+        if row is not None and not overlaps:
+            x = row.product(x)  # type: ignore[operator]
         if self._outputs:
             raise DloError(
                 f"column projections of '{self.name}' must get its input for async_tp, got another tensor; leave"
                 " async_tp out"
             )
+        self.end()
+        if overlaps:
+            return overlap.project_row(x, row.weight, self.products, scatters=scatters)  # type: ignore[union-attr, arg-type]
+        return (reduce_scatter_from_region if scatters else reduce_from_region)(x, self.communicator)
 
     def end(self) -> None:
         """Clears the state of a forward."""
@@ -170,13 +158,8 @@ class ColumnProjection:
     def forward(self, x: Tensor) -> Tensor:
         """Returns the projection of `x`."""
         region: Region = self.__dict__[REGION]
-        output = region.output_of(self, x)  # type: ignore[arg-type]
-        if output is not None:
-            return output
-        weight = region.weight_of(self, x)  # type: ignore[arg-type]
-        if weight is None:
-            return super().forward(x)  # type: ignore[misc]
-        return overlap.project(x, weight, self.bias)  # type: ignore[attr-defined]
+        output = region.project(self, x)  # type: ignore[arg-type]
+        return super().forward(x) if output is None else output  # type: ignore[misc]
 
 
 class RowProjection(RowProduct):
@@ -185,12 +168,11 @@ class RowProjection(RowProduct):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products, plus the bias."""
         region: Region = self.__dict__[REGION]
-        left = region.leave_row(self, x)  # type: ignore[arg-type]
-        return add_bias(self, region.leave(self.product(x)) if left is None else left)
+        return add_bias(self, region.leave(x, self))  # type: ignore[arg-type]
 
 
 class AdaptedRowProjection:
-    """Mixin for the class of a row projection's wrapper with adapters; see :mod:`~.tensor.adapted_projections`."""
+    """Mixin for the class of a row projection's wrapper with adapters; see :mod:`~.tensor.projections`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the sum of the ranks' products and adapters, plus the bias."""
@@ -200,28 +182,23 @@ class AdaptedRowProjection:
 
 
 def install_region(module: nn.Module, columns: list[nn.Module], rows: list[nn.Module], region: Region) -> None:
-    """Makes a region of a module with sharded projections.
-
-    The projections' classes are replaced by derived ones, as in torch's `fully_shard`, so that names, hooks and
-    `isinstance` still work.
-    """
+    """Makes a region of a module with sharded projections, whose classes are replaced by derived ones."""
     for column in columns:
         if region.sequence is None:
-            column.register_forward_pre_hook(functools.partial(_enter_column, region))
+            column.register_forward_pre_hook(lambda column, args: (region.enter(args[0], column), *args[1:]))
         if type(column) is nn.Linear:
-            column.__dict__[REGION] = region
-            column.__class__ = _column_class(nn.Linear)  # type: ignore[assignment]
+            mix_in(ColumnProjection, column, region)
             region.columns.append(column)
     region.gathers_again = len(region.columns) == len(columns) > 0
     if region.sequence is not None:
         change_first_input(module, region.enter)
     for row in rows:
-        row.__dict__[REGION] = region
-        if hasattr(row, "base_layer"):
+        is_adapted = hasattr(row, "base_layer")
+        if is_adapted:
             install_row_adapters(row, region)
-        row.__class__ = _row_class(AdaptedRowProjection if hasattr(row, "base_layer") else RowProjection, type(row))  # type: ignore[arg-type]
+        mix_in(AdaptedRowProjection if is_adapted else RowProjection, row, region)
     # After an error too: the search for the largest micro-batch continues after an error.
-    module.register_forward_hook(functools.partial(_end, region), always_call=True)
+    module.register_forward_hook(lambda *_: region.end(), always_call=True)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -229,21 +206,3 @@ def _is_plain(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear) or "forward" in layer.__dict__ or "product" in layer.__dict__:
         return False
     return type(layer.weight) in (Tensor, nn.Parameter)
-
-
-@functools.cache
-def _row_class(mixin: Any, cls: Any) -> Any:
-    return type(f"Row{cls.__name__}", (mixin, cls), {})
-
-
-@functools.cache
-def _column_class(cls: Any) -> type[nn.Module]:
-    return type(f"Column{cls.__name__}", (ColumnProjection, cls), {})
-
-
-def _enter_column(region: Region, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (region.enter(args[0], module), *args[1:])
-
-
-def _end(region: Region, module: nn.Module, args: Any, output: Any) -> None:
-    region.end()

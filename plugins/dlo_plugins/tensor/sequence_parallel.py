@@ -9,7 +9,6 @@ trainable `nn.Linear` (GPT-2's Conv1D, frozen weights), save the gathered input:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection
@@ -21,7 +20,7 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.recompute import in_backward
 from dlo_plugins.tensor.collectives import gather_sequence, scatter_sequence
-from dlo_plugins.tensor.local_random import LocalRandom
+from dlo_plugins.tensor.local_random import DROPOUTS, LocalRandom
 
 
 class ShardedSequence:
@@ -56,9 +55,13 @@ class ShardedSequence:
         self._end(module.get_submodule(blocks[-1]))
         for name in blocks:
             for part in module.get_submodule(name).modules():
-                if isinstance(part, nn.modules.dropout._DropoutNd):
-                    part.register_forward_pre_hook(functools.partial(_enter_dropout, self))
-                    part.register_forward_hook(functools.partial(_leave_dropout, self), always_call=True)
+                if isinstance(part, DROPOUTS):
+                    part.register_forward_pre_hook(self._enter_dropout)
+                    part.register_forward_hook(lambda dropout, *_: self.random.leave(dropout), always_call=True)
+
+    def _enter_dropout(self, dropout: Any, args: Any) -> None:
+        if dropout.training and dropout.p > 0:
+            self.random.enter(dropout, args[0].device)
 
     def gather_between_stages(self, module: nn.Module, blocks: list[str], starts: Collection[str]) -> None:
         """Gathers the sequence between pipeline stages too, as a stage knows only the lengths that it has split.
@@ -78,8 +81,11 @@ class ShardedSequence:
         self._first.append(block)
 
     def _end(self, block: nn.Module) -> None:
-        block.register_forward_hook(functools.partial(_gather, self))
+        block.register_forward_hook(self._gather_output)
         self._last.append(block)
+
+    def _gather_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return (self.gather(output[0]), *output[1:]) if isinstance(output, tuple) else self.gather(output)
 
     def as_returned(self, hidden: Tensor, block: nn.Module) -> Tensor:
         """Returns a block's hidden state with the positions that the block returns: all, or this rank's shard.
@@ -88,11 +94,9 @@ class ShardedSequence:
             hidden: Hidden state that the block gets, `[B, l, D]`.
             block: Block.
         """
-        takes_full = any(block is one for one in self._first)
-        returns_full = any(block is one for one in self._last)
-        if takes_full == returns_full:
+        if (block in self._first) == (block in self._last):
             return hidden
-        return self.split(hidden) if takes_full else self.gather(hidden)
+        return self.split(hidden) if block in self._first else self.gather(hidden)
 
     def split(self, whole: Tensor) -> Tensor:
         """Returns this rank's shard `[B, l, D]` of `[B, L, D]`."""
@@ -125,26 +129,8 @@ class ShardedSequence:
 def change_first_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Registers a function on the first argument of a module's forward, the activations, by position or by name."""
     name = next(iter(inspect.signature(module.forward).parameters))
-    module.register_forward_pre_hook(functools.partial(_change, name, change), with_kwargs=True)
 
+    def change_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return ((change(args[0]), *args[1:]), kwargs) if args else (args, {**kwargs, name: change(kwargs[name])})
 
-def _change(
-    name: str, change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return ((change(args[0]), *args[1:]), kwargs) if args else (args, {**kwargs, name: change(kwargs[name])})
-
-
-def _gather(sequence: ShardedSequence, module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (sequence.gather(output[0]), *output[1:])
-    return sequence.gather(output)
-
-
-def _enter_dropout(sequence: ShardedSequence, module: nn.Module, args: Any) -> None:
-    dropout: Any = module
-    if dropout.training and dropout.p > 0:
-        sequence.random.enter(module, args[0].device)
-
-
-def _leave_dropout(sequence: ShardedSequence, module: nn.Module, args: Any, output: Any) -> None:
-    sequence.random.leave(module)
+    module.register_forward_pre_hook(change_input, with_kwargs=True)

@@ -22,7 +22,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +29,14 @@ from torch import Tensor, nn
 
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.vocab_parallel import VocabularyShard, set_shard, shard_of
-from dlo_plugins.tensor.adapted_projections import base_of, set_features
 from dlo_plugins.tensor.collectives import all_reduce_both, copy_last_in, gather_features, reduce_from_region
-from dlo_plugins.tensor.division import local_range
+from dlo_plugins.tensor.projections import REGION, base_of, mix_in, set_features
+from dlo_plugins.tensor.tp_plan import local_range
 
 if TYPE_CHECKING:
     from dlo_plugins.tensor.regions import Region
 
-_COMMUNICATOR = "tensor_communicator"
+_FEATURES = "tensor_features"
 
 
 class ShardedRMSNorm:
@@ -46,37 +45,23 @@ class ShardedRMSNorm:
     def forward(self, x: Tensor) -> Tensor:
         """Returns this rank's features `[..., d]`, normalised over the features of all ranks."""
         module: Any = self
-        found: tuple[Any, int] = module.__dict__[_COMMUNICATOR]
-        communicator, size = found
+        communicator, size = module.__dict__[REGION].communicator, module.__dict__[_FEATURES]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = all_reduce_both(wide.square().sum(dim=-1, keepdim=True), communicator) / size
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
         return (module.weight * (wide * torch.rsqrt(mean_square + eps))).to(x.dtype)
 
 
-class _Shared(tuple[Any, int]):
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
-        return self  # A process group cannot be copied.
-
-
-def install_norm(module: nn.Module, size: int, communicator: Communicator) -> None:
+def install_norm(module: nn.Module, size: int, region: Region) -> None:
     """Makes a norm with a sharded weight normalise over the features of all ranks.
 
     Args:
         module: Norm; its class is replaced by a derived one.
         size: Number of features over all ranks.
-        communicator: Communicator of the ranks that share the features.
+        region: Region of the norm.
     """
-    module.__dict__[_COMMUNICATOR] = _Shared((communicator, size))
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _sharded_class(cls: Any) -> type[nn.Module]:
-    return type(f"Sharded{cls.__name__}", (ShardedRMSNorm, cls), {})
-
-
-# --- projections with features that all ranks need -----------------------------------------------------------
+    module.__dict__[_FEATURES] = size
+    mix_in(ShardedRMSNorm, module, region)
 
 
 def install_sharing(projection: nn.Module, features: int, region: Region) -> None:
@@ -88,11 +73,7 @@ def install_sharing(projection: nn.Module, features: int, region: Region) -> Non
         region: Region of the projection.
     """
     if region.sequence is None:
-        projection.register_forward_hook(functools.partial(_share, features, region))
-
-
-def _share(features: int, region: Region, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return copy_last_in(output, features, region.communicator)
+        projection.register_forward_hook(lambda _, args, output: copy_last_in(output, features, region.communicator))
 
 
 def install_gather(column: nn.Module, features: int, region: Region) -> None:
@@ -103,14 +84,14 @@ def install_gather(column: nn.Module, features: int, region: Region) -> None:
         features: Number of features of key and value, over all ranks.
         region: Region of the projection.
     """
-    column.register_forward_hook(functools.partial(_gather, features, region))
 
+    def gather(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        local = features // region.communicator.size
+        own, shared = output.split((output.shape[-1] - local, local), dim=-1)
+        gathered = gather_features(shared.unflatten(-1, (2, -1)), region.communicator)  # Key and value, each divided.
+        return torch.cat((own, gathered.flatten(-2)), dim=-1)
 
-def _gather(features: int, region: Region, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    local = features // region.communicator.size
-    own, shared = output.split((output.shape[-1] - local, local), dim=-1)
-    gathered = gather_features(shared.unflatten(-1, (2, -1)), region.communicator)  # A key and a value, each divided.
-    return torch.cat((own, gathered.flatten(-2)), dim=-1)
+    column.register_forward_hook(gather)
 
 
 # --- vocabularies --------------------------------------------------------------------------------------------
@@ -149,7 +130,8 @@ def install_vocabulary(module: nn.Module, size: int, communicator: Communicator)
         communicator: Communicator of the ranks that share it.
     """
     first, count = local_range(size, communicator.size, communicator.rank)
-    set_shard(module, VocabularyShard(communicator, first, count, size))
+    shard = VocabularyShard(communicator, first, count, size)
+    set_shard(module, shard)
     if isinstance(module, nn.Embedding):
         module.num_embeddings = count
         if module.padding_idx is not None:
@@ -159,10 +141,4 @@ def install_vocabulary(module: nn.Module, size: int, communicator: Communicator)
         base_of(module).out_features = count
         if base_of(module) is not module:
             set_features(module)
-    module.__class__ = _split_class(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _split_class(cls: Any) -> type[nn.Module]:
-    mixin: Any = ShardedEmbedding if issubclass(cls, nn.Embedding) else ShardedHead
-    return type(f"Split{cls.__name__}", (mixin, cls), {})
+    mix_in(ShardedEmbedding if isinstance(module, nn.Embedding) else ShardedHead, module, shard)

@@ -108,26 +108,6 @@ def gathered(x: Tensor, ranks: int) -> list[Tensor]:
     return parts
 
 
-@pytest.mark.parametrize(
-    ("ranks", "method"),
-    # With four ranks heads of keys are repeated for ulysses; three ranks of a ring are tried below.
-    [
-        (2, "ring"),
-        (4, "ulysses"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ulysses"), (4, "ring"))),
-    ],
-)
-def test_attention_is_that_of_the_whole_sequence(method: str, ranks: int) -> None:
-    for worst in run_distributed(_worst_errors, ranks, method):
-        assert worst["torch.float32"] < 1e-6
-        assert worst["torch.float64"] < 1e-14
-
-
-def test_an_odd_number_of_ranks() -> None:
-    for worst in run_distributed(_worst_errors, 3, "ring"):
-        assert worst["torch.float64"] < 1e-14
-
-
 def _dropout(rank: int, ranks: int, method: str) -> None:
     sequence = ContextSequence(dist.group.WORLD, method)  # type: ignore[arg-type]
     batch, score, length = batch_of("packed", torch.Generator().manual_seed(0)), Score(0.4), 48
@@ -159,6 +139,30 @@ def _dropout(rank: int, ranks: int, method: str) -> None:
     assert (mean - exact).norm() < 0.1 * exact.norm()  # falls as the root of the runs
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_dropout_of_weights(method: str) -> None:
-    run_distributed(_dropout, 2, method)
+def _errors_and_dropout(rank: int, ranks: int) -> dict[str, float]:
+    for method in ("ring", "ulysses"):
+        _dropout(rank, ranks, method)
+    return _worst_errors(rank, ranks, "ring")
+
+
+def test_attention_and_dropout_are_those_of_the_whole_sequence() -> None:
+    check(run_distributed(_errors_and_dropout, 2))
+
+
+# With four ranks heads of keys are repeated for ulysses.
+@pytest.mark.parametrize(
+    ("ranks", "method"),
+    [
+        (4, "ulysses"),
+        (3, "ring"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ulysses"), (4, "ring"))),
+    ],
+)
+def test_attention_is_that_of_the_whole_sequence(method: str, ranks: int) -> None:
+    check(run_distributed(_worst_errors, ranks, method))
+
+
+def check(found: list[dict[str, float]]) -> None:
+    for worst in found:
+        assert worst["torch.float32"] < 1e-6
+        assert worst["torch.float64"] < 1e-14

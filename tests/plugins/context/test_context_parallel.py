@@ -19,6 +19,7 @@ from dlo_framework.recompute import recompute
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.context_parallel import ContextParallel
+from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.language_plans import plan_for
 
@@ -97,6 +98,7 @@ def test_a_method_that_does_not_exist() -> None:
 
 def _elements_and_bytes(rank: int, ranks: int) -> dict[Any, Any]:
     """Returns the elements sent and the bytes held, by ranks of the axis, method and recomputation."""
+    _beside_tensor_parallelism()
     found: dict[Any, Any] = {}
     for cp in (1, 2, 4):
         for method, again in itertools.product(("ring", "ulysses"), (False, True)):
@@ -183,10 +185,6 @@ def _other_uses(rank: int, ranks: int) -> None:
         assert torch.equal(reference(batch["input_ids"]).logits, whole)
 
 
-def test_other_uses_of_the_model() -> None:
-    run_distributed(_other_uses, 2)
-
-
 def _micro_batches(rank: int, ranks: int) -> None:
     """Two micro-batches of other documents, both forward before both backward, with recomputation."""
     positions = torch.stack([torch.arange(24), torch.arange(6).repeat(4), torch.arange(8).repeat(3), torch.arange(24)])
@@ -211,10 +209,6 @@ def _micro_batches(rank: int, ranks: int) -> None:
             assert whole.grad is not None
             dist.all_reduce(own.grad)
             torch.testing.assert_close(own.grad, whole.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_micro_batches_have_documents_of_their_own() -> None:
-    run_distributed(_micro_batches, 2)
 
 
 def _packed(rows: int, length: int, document: int) -> dict[str, Tensor]:
@@ -315,9 +309,19 @@ def _compiled_micro_batches(rank: int, ranks: int, *methods: str) -> None:
             hidden(model, part)
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
-def test_compiled_blocks_know_each_batch_s_documents_in_backward(method: str) -> None:
-    run_distributed(_compiled_micro_batches, 2, method)
+def _on_two(rank: int, ranks: int) -> None:
+    _other_uses(rank, ranks)
+    _micro_batches(rank, ranks)
+    _compiled_micro_batches(rank, ranks, "ring")
+
+
+def test_other_uses_micro_batches_and_compiled_blocks() -> None:
+    run_distributed(_on_two, 2, timeout=280)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_know_each_batch_s_documents_in_backward_by_ulysses() -> None:
+    run_distributed(_compiled_micro_batches, 2, "ulysses")
 
 
 def _simulated(rank: int, ranks: int) -> dict[str, int]:
@@ -345,14 +349,10 @@ def test_many_ranks_and_a_million_tokens_are_simulated_without_memory() -> None:
     assert elements["all_to_all"] == 2 * (4 * 64 * 8) * positions
 
 
-def _beside_tensor_parallelism(rank: int, ranks: int) -> None:
-    from dlo_plugins.appliers.tensor_parallel import TensorParallel
-
+def _beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     batch = {**batch_of(2, 24), "position_ids": torch.stack([torch.arange(24), torch.arange(8).repeat(3)])}
     whole = built()
-    expected = whole(batch["input_ids"], position_ids=batch["position_ids"]).logits
-    expected.square().sum().backward()
     for method in ("ring", "ulysses"):
         model = built()
         plan = plan_for(model)
@@ -363,7 +363,3 @@ def _beside_tensor_parallelism(rank: int, ranks: int) -> None:
         (out.square().sum()).backward()
         expected = whole.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
         torch.testing.assert_close(applier.gather(out), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_beside_tensor_parallelism() -> None:
-    run_distributed(_beside_tensor_parallelism, 4)

@@ -53,8 +53,18 @@ def check(found: list[dict[str, Any]]) -> None:
         assert not wrong
 
 
-def test_outputs_and_gradients_are_one_process_s() -> None:
-    check(run_distributed(compare, 2, CASES))
+def _compared_and_inspected(rank: int, ranks: int) -> Any:
+    return compare(rank, ranks, CASES), inspect_sequence(rank, ranks)
+
+
+def test_outputs_and_gradients_are_one_process_s_and_full_sequences_are_sent_once() -> None:
+    found = run_distributed(_compared_and_inspected, 2)
+    check([compared for compared, _ in found])
+    for _, (elements, is_local) in found:
+        hidden = 2 * 8 * 32 * 4  # rows, positions of the rank, width, layers
+        assert elements["all_gather"] == 2 * (hidden + 2 * 8)  # and the tokens
+        assert elements["reduce_scatter"] == 2 * hidden
+        assert is_local, "generation needs no full sequences"
 
 
 @pytest.mark.slow
@@ -86,14 +96,6 @@ def test_pairs_of_axes_and_recomputation() -> None:
     names = [(name, way) for name in ("bloom", "qwen3_next", "opt", "gpt_oss") for way in ways]
     cases = [Case(way, {"name": name}) for name, way in names if (name, way) != ("gpt_oss", ways[2])]
     assert_parity(build, cases, world_size=4, steps=3)
-
-
-def test_full_sequences_are_sent_once_and_generation_needs_none() -> None:
-    for elements, is_local in run_distributed(inspect_sequence, 2):
-        hidden = 2 * 8 * 32 * 4  # rows, positions of the rank, width, layers
-        assert elements["all_gather"] == 2 * (hidden + 2 * 8)  # and the tokens
-        assert elements["reduce_scatter"] == 2 * hidden
-        assert is_local
 
 
 def test_only_what_cannot_be_shared_is_gathered() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
+from dlo_plugins.appliers import tensor_parallel
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.quantisation.low_precision_linear import LowPrecisionForward
-from dlo_plugins.tensor import async_products
-from dlo_plugins.tensor.adapted_projections import REGION
+from dlo_plugins.tensor import overlap
+from dlo_plugins.tensor.projections import REGION
 from support.tensor_models import SIZES, VIT, cut, image_loss, image_model, language_model, text_loss
 
 CHUNKS = 4
@@ -111,12 +112,6 @@ def _quantise(model: nn.Module) -> None:
                 products.install(getattr(part, name))
 
 
-@contextmanager
-def _autocast() -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
-
-
 def _cases(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     for sequence in (False, True):
         for name in names:
@@ -129,7 +124,7 @@ def _cases(rank: int, world_size: int, names: tuple[str, ...]) -> None:
         loss = functools.partial(text_loss, length=length)
         _check(functools.partial(_double, "llama"), loss, True, f"{length} tokens", 1e-6)
     _check(functools.partial(_double, "llama"), text_loss, True, "int8", 1e-6, _quantise)
-    with _autocast():
+    with torch.autocast("cpu", torch.bfloat16):
         _check(functools.partial(language_model, "llama"), text_loss, True, "autocast", 2e-2)
     _check(functools.partial(language_model, "llama"), text_loss, True, "single precision", 2e-5)
 
@@ -194,8 +189,8 @@ def _fused(rank: int, world_size: int) -> list[str]:
 
     ops = mock.Mock(fused_all_gather_matmul=gather, fused_matmul_reduce_scatter=scatter)
     with (
-        mock.patch.object(async_products, "reaches_peers", return_value=True),
-        mock.patch.object(async_products, "_enabled_group", lambda c: c._name),
+        mock.patch.object(tensor_parallel, "reaches_peers", return_value=True),
+        mock.patch.object(overlap, "_enabled_group", lambda c: c._name),
         mock.patch.object(torch.ops, "symm_mem", ops),
     ):
         loss = functools.partial(text_loss, length=8)
@@ -206,32 +201,40 @@ def _fused(rank: int, world_size: int) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [(2, ("llama", "gpt_neox")), pytest.param(4, ("llama", "qwen2", "qwen3", "phi3", "gpt2"), marks=pytest.mark.slow)],
-)
-def test_values_are_those_of_plain_tensor_parallelism(ranks: int, names: tuple[str, ...]) -> None:
-    run_distributed(_cases, ranks, names, timeout=280)
+def _all(rank: int, world_size: int) -> tuple[dict[tuple[bool, int], dict[str, int]], list[str]]:
+    _cases(rank, world_size, ("llama", "gpt_neox"))
+    return _exposed(rank, world_size), _fused(rank, world_size)
 
 
-def test_all_but_one_chunk_is_hidden() -> None:
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    """Exposed bytes and calls of fused operators on two ranks, whose values are those of plain tensor parallelism."""
+    return run_distributed(_all, 2, timeout=280)
+
+
+@pytest.mark.slow
+def test_values_are_those_of_plain_tensor_parallelism_on_four_ranks() -> None:
+    run_distributed(_cases, 4, ("llama", "qwen2", "qwen3", "phi3", "gpt2"), timeout=280)
+
+
+def test_all_but_one_chunk_is_hidden(found: list[Any]) -> None:
     layers, rows = SIZES["num_hidden_layers"], 2
     unit = rows * 16 * SIZES["hidden_size"] * 4  # Bytes of the activations of all tokens.
-    for found in run_distributed(_exposed, 2, timeout=100):
-        plain, halves, quarters = (found[True, chunks] for chunks in (1, 2, 4))
+    for exposed, _ in found:
+        plain, halves, quarters = (exposed[True, chunks] for chunks in (1, 2, 4))
         # Two regions a layer: forward gathers and scatters, and backward gathers the gradient of the output.
         for name, regions in (("start_all_gather_parts", 2 * 2), ("start_reduce_scatter_parts", 2)):
             assert plain[name] - halves[name] == layers * regions * unit // 2, name
             assert plain[name] - quarters[name] == layers * regions * unit * 3 // 4, name
-        plain, halves, quarters = (found[False, chunks] for chunks in (1, 2, 4))
+        plain, halves, quarters = (exposed[False, chunks] for chunks in (1, 2, 4))
         name = "start_all_reduce"
         assert plain[name] - halves[name] == layers * 2 * unit // 2
         assert plain[name] - quarters[name] == layers * 2 * unit * 3 // 4
 
 
-def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetric() -> None:
+def test_torchs_fused_operators_take_the_place_of_chunks_where_memory_is_symmetric(found: list[Any]) -> None:
     layers = SIZES["num_hidden_layers"]
-    for called in run_distributed(_fused, 2, timeout=100):
+    for _, called in found:
         # Forward of two regions a layer, and the gradients of their rows' outputs; one column in none of them.
         assert called.count("gather") == 2 * 2 * layers + 2 * layers  # Forward twice: training and evaluation.
         assert called.count("scatter") == 2 * 2 * layers

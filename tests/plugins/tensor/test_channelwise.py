@@ -13,8 +13,8 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.shards import get_layout
 from dlo_framework.task import Task
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
+from dlo_plugins.tensor.inference.block_proof import run_on_threads
 from dlo_plugins.tensor.inference.inferred_rules import infer_rules
-from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 
@@ -115,7 +115,7 @@ def test_training_on_slices_of_channels(kind: Any, gates: bool, expected: dict[s
     """Rules are inferred; steps, running statistics and evaluation are those of one process."""
     meta = NetTask(kind, gates=gates).on_meta()
     found = infer_rules(meta, meta.parallel_plan())
-    rules = {name: rule for name, rule in found.tensor.items() if rule is not Rule.SEQUENCE}
+    rules = {name: rule for name, rule in found.plan.tensor.items() if rule is not Rule.SEQUENCE}
     assert rules == {f"blocks.*.{name}": rule for name, rule in expected.items()}
     assert not found.whole
 

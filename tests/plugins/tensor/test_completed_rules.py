@@ -11,9 +11,8 @@ from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.tensor import installation
-from dlo_plugins.tensor.inference.inferred_rules import infer_rules
-from dlo_plugins.tensor.inference.proof_units import lacks_rules
-from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
+from dlo_plugins.tensor.inference.block_proof import run_on_threads
+from dlo_plugins.tensor.inference.inferred_rules import infer_rules, lacks_rules
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_planner import make_tp_plan
 from dlo_tasks.imagenet.classifier import ImageClassifier
@@ -118,7 +117,7 @@ def test_attention_that_the_ranks_do_not_divide_stays_whole() -> None:
 
 def test_gpt_oss_has_its_heads_and_sinks_divided_beside_experts_with_biases() -> None:
     task = task_of("gpt_oss").on_meta()
-    inferred = infer_rules(task, task.parallel_plan(), Shapes()).tensor
+    inferred = infer_rules(task, task.parallel_plan(), Shapes()).plan.tensor
     rules = {name.split(".self_attn.")[-1]: rule for name, rule in inferred.items()}
     assert (rules["q_proj"], rules["sinks"], rules["o_proj"]) == (Rule.HEADS, Rule.HEADS, Rule.ROW)
     found = make_tp_plan(task.model, completed(task), 2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
-from dlo_framework.plan import ParallelPlan, Rule
+from dlo_framework.plan import Rule
 from dlo_framework.task import Task
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.tensor.inference.inferred_rules import InferredRules, infer_rules
@@ -30,7 +30,7 @@ def rules_of(task: Task) -> InferredRules:
 
 def kinds(found: InferredRules) -> dict[str, str]:
     """Rules of projections and tensors, without those that only say that a module works on full activations."""
-    return {name: str(rule) for name, rule in found.tensor.items() if rule not in (Rule.SEQUENCE, *SHAPING)}
+    return {name: str(rule) for name, rule in found.plan.tensor.items() if rule not in (Rule.SEQUENCE, *SHAPING)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -42,13 +42,13 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
         **{"layers.*.mix.out": "row", "layers.*.up": "column", "layers.*.down": "row"},
     }
     # The code takes the number of features from its input's shape, and no attribute has the width of a head.
-    assert found.tensor["layers.*.mix"] is Rule.LOCAL_SHAPES
-    assert found.head_widths == {"layers.*.mix": 8}
+    assert found.plan.tensor["layers.*.mix"] is Rule.LOCAL_SHAPES
+    assert found.plan.head_widths == {"layers.*.mix": 8}
     assert not found.whole
 
 
 @pytest.mark.parametrize(
-    ("family", "expected", "whole"),
+    ("family", "expected"),
     [
         (
             "bart",  # in the block itself, beside a cross attention that never runs
@@ -56,7 +56,6 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
                 **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "heads"),
                 **{"self_attn.out_proj": "row", "fc1": "column", "fc2": "row"},
             },
-            {},
         ),
         (
             "olmoe",  # grouped queries, norms over all heads, and experts in one tensor
@@ -65,7 +64,6 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
                 **{"self_attn.q_proj": "heads", "self_attn.k_proj": "kv_heads", "self_attn.v_proj": "kv_heads"},
                 "self_attn.o_proj": "row",
             },
-            {},
         ),
         (
             "bloom",  # biases of heads come from outside of the block
@@ -73,7 +71,6 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
                 **{"self_attention.query_key_value": "qkv_by_head", "self_attention.dense": "row"},
                 **{"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"},
             },
-            {},
         ),
         (
             "gpt_bigcode",  # one projection of all queries, one key and one value
@@ -81,16 +78,13 @@ def test_a_users_own_transformer_is_cut(fused: bool) -> None:
                 **{"attn.c_attn": "qkv_grouped", "attn.c_proj": "row"},
                 **{"mlp.c_fc": "column", "mlp.c_proj": "row"},
             },
-            {},
         ),
     ],
 )
-def test_families_of_transformers_without_rules(family: str, expected: dict[str, str], whole: dict[str, str]) -> None:
+def test_families_of_transformers_without_rules(family: str, expected: dict[str, str]) -> None:
     found = rules_of(CausalLM(config=tiny(family, dropout=False)))
     assert {name.split(".*.", 1)[1]: rule for name, rule in kinds(found).items()} == expected
-    reasons = {name.split(".*.", 1)[1]: why for name, why in found.whole.items()}
-    assert reasons.keys() == whole.keys()
-    assert all(text in reasons[name] for name, text in whole.items())
+    assert not found.whole
 
 
 def test_queries_beside_one_key_and_value() -> None:
@@ -130,7 +124,7 @@ def test_code_that_reshapes_to_full_features_and_checks_its_number_of_heads() ->
     """TrOCR's attention compares shapes with its attribute, and reshapes to its full width."""
     found = rules_of(CausalLM(config=tiny("trocr", dropout=False)))
     assert not found.whole
-    assert found.tensor["model.decoder.layers.*.self_attn"] is Rule.LOCAL_COUNTS
+    assert found.plan.tensor["model.decoder.layers.*.self_attn"] is Rule.LOCAL_COUNTS
 
 
 def test_timms_beit_whose_bias_is_added_by_hand() -> None:
@@ -148,7 +142,7 @@ def test_queries_keys_and_values_of_different_widths() -> None:
     args = {"embed_dim": (16, 32), "key_dim": 4, "depth": (2, 2), "num_heads": (2, 4), "attn_ratio": 2}
     task = ImageClassifier("levit_128s", num_classes=3, image_size=224, model_args=args).on_meta()
     found = infer_rules(task, task.parallel_plan())
-    plan = ParallelPlan(tensor=found.tensor)
+    plan = found.plan
     block = "stages.1.blocks.0.attn"
     assert plan.rule_for(f"{block}.qkv.linear") is Rule.HEADS
     assert plan.rule_for(f"{block}.qkv.bn") is Rule.PER_CHANNEL
@@ -163,7 +157,7 @@ def test_attention_whose_convolution_reshapes_pixels_with_the_heads() -> None:
     args = {"embed_dim": 32, "num_heads": 4, "depth": 6, "init_channels": 8}
     task = ImageClassifier("visformer_tiny", num_classes=3, image_size=64, model_args=args).on_meta()
     found = infer_rules(task, task.parallel_plan())
-    assert {found.tensor[name] for name in found.tensor if name.endswith("attn.qkv")} == {Rule.QKV}
+    assert {found.plan.tensor[name] for name in found.plan.tensor if name.endswith("attn.qkv")} == {Rule.QKV}
     assert not found.whole
 
 
@@ -172,7 +166,7 @@ def test_blocks_of_another_class_under_the_same_names_keep_their_projections() -
     task = ImageClassifier("volo_d1_224", num_classes=3, image_size=32)
     task = task.on_meta()
     found = infer_rules(task, task.parallel_plan(), Shapes())
-    plan = ParallelPlan(tensor=found.tensor)
+    plan = found.plan
     assert plan.rule_for("network.2.0.attn.proj") is Rule.ROW
     assert plan.rule_for("network.0.0.attn.proj") is Rule.REPLICATE
 

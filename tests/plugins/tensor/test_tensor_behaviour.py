@@ -43,9 +43,6 @@ def same_on_all(value: Tensor) -> bool:
     return torch.equal(highest, lowest)
 
 
-# --- what passes ---------------------------------------------------------------------------------------------------
-
-
 def _volume(rank: int, world_size: int) -> None:
     rows, length, layers = 2, 8, 2
     activations = rows * length * 32
@@ -71,24 +68,22 @@ def _volume(rank: int, world_size: int) -> None:
         assert backward == {**forward, "all_gather": (4 * layers + 1) * activations}
 
 
-def test_what_passes_is_megatrons_formula() -> None:
-    run_distributed(_volume, 2)
-
-
 class Between(TorchDispatchMode):
-    """Counts the matrix products that are computed between the start of each collective and its wait."""
+    """Counts the matrix products between the start of each collective and its wait, collectives, and attentions."""
 
     def __init__(self) -> None:
         super().__init__()
         self._started: dict[int, tuple[str, int]] = {}
         self._products = 0
         self.found: list[tuple[str, int]] = []
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self._products += name in ("mm", "addmm")
+        self.calls[name] += func.namespace == "_c10d_functional" or "attention" in name
         if name == "wait_tensor":
-            started, products = self._started.pop(args[0].data_ptr())
+            started, products = self._started.pop(args[0].data_ptr(), ("", 0))
             self.found.append((started, self._products - products))
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
@@ -96,24 +91,22 @@ class Between(TorchDispatchMode):
         return result
 
 
-def _order(rank: int, world_size: int) -> list[tuple[str, int]]:
+def _order(rank: int, world_size: int) -> None:
+    """With sequence parallelism, both collectives of backward run beside matrix products, as in Megatron.
+
+    They are those of the MLP's two column projections, and of attention's three.
+    """
     model = language_model("llama", num_hidden_layers=1)
     cut(model, sequence_parallel=True)
     embedded = model.get_input_embeddings()(tokens(8)[0]).detach().requires_grad_()
     hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
     with Between() as between:
         hidden.sum().backward()
-    return between.found
-
-
-def test_with_sequence_parallelism_both_collectives_of_backward_run_beside_matrix_products() -> None:
-    """As in Megatron: beside those of the MLP's two column projections, and of attention's three."""
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
     # The row projection's gradient is needed at once. The input is gathered beside the products of its gradient, whose
     # sum is scattered beside the products of the weights' gradients.
     mlp, attention = ([(gather, 0), (gather, products), (scatter, products)] for products in (2, 3))
-    for found in run_distributed(_order, 2):
-        assert found == [*mlp, *attention, (gather, 0)]
+    assert between.found == [*mlp, *attention, (gather, 0)]
 
 
 def _stages(rank: int, world_size: int) -> None:
@@ -123,7 +116,7 @@ def _stages(rank: int, world_size: int) -> None:
     applier = TensorParallel(sequence_parallel=True)
     lengths: dict[str, int] = {}
     for name in ("blocks.0.norm2", "blocks.1", "blocks.1.norm1"):
-        note = functools.partial(_note_length, lengths, name)
+        note = lambda _, args, name=name: lengths.update({name: args[0].shape[1]})
         model.get_submodule(name).register_forward_pre_hook(note)
     plan = plan_of(model)
     applier.apply(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), plan)
@@ -132,28 +125,22 @@ def _stages(rank: int, world_size: int) -> None:
     assert lengths == {"blocks.0.norm2": 9, "blocks.1": 17, "blocks.1.norm1": 9}
 
 
-def _note_length(lengths: dict[str, int], name: str, module: nn.Module, args: tuple[Tensor]) -> None:
-    lengths[name] = args[0].shape[1]
-
-
-def test_the_sequence_is_whole_between_stages() -> None:
-    run_distributed(_stages, 2)
-
-
-def _kept(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the bytes that forward keeps for backward, without and with sequence parallelism."""
+def _kept(rank: int, world_size: int) -> None:
+    """Sequence parallelism keeps less for backward."""
     found = []
     for sequence_parallel in (False, True):
         model = language_model("llama", num_hidden_layers=4)
         cut(model, sequence_parallel)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        sizes: dict[int, int] = {}
-        pack = functools.partial(_note_size, sizes, weights)
-        ids, _ = tokens(256)
+        kept: dict[int, int] = {}
+        pack = functools.partial(_note_size, kept, weights)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-            hidden_states(model, input_ids=ids)
-        found.append(sum(sizes.values()))
-    return found[0], found[1]
+            hidden_states(model, input_ids=tokens(256)[0])
+        found.append(sum(kept.values()))
+    activations = 2 * 256 * 32 * 4  # bytes of one tensor between regions
+    # Of each of a layer's two norms: its input, the same normalised, and its output, which the projections take; a rank
+    # has a half of the tokens.
+    assert found[0] - found[1] >= 4 * (2 * 3) * 0.5 * activations
 
 
 def _note_size(sizes: dict[int, int], weights: set[int], kept: Tensor) -> Tensor:
@@ -163,26 +150,11 @@ def _note_size(sizes: dict[int, int], weights: set[int], kept: Tensor) -> Tensor
     return kept
 
 
-def test_sequence_parallelism_keeps_less_for_backward() -> None:
-    activations = 2 * 256 * 32 * 4  # bytes of one tensor between regions
-    for without, split in run_distributed(_kept, 4):
-        # Of each of a layer's two norms: its input, the same normalised, and its output, which the projections take;
-        # a rank has a quarter of the tokens.
-        assert without - split >= 4 * (2 * 3) * 0.75 * activations
-
-
-# --- dropout -------------------------------------------------------------------------------------------------------
-
-
-class Seen:
-    """Notes what dropout layers let through."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self.kept: list[Tensor] = []
-        model.get_submodule(name).register_forward_hook(self._note)
-
-    def _note(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        self.kept.append(output.detach() != 0)
+def seen(model: nn.Module, name: str) -> list[Tensor]:
+    """Returns a list of what a dropout layer lets through."""
+    kept: list[Tensor] = []
+    model.get_submodule(name).register_forward_hook(lambda _, args, output: kept.append(output.detach() != 0))
+    return kept
 
 
 def dropping(p: float = 0.4) -> nn.Module:
@@ -196,8 +168,8 @@ def dropping(p: float = 0.4) -> nn.Module:
 def _dropout(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         model = dropping()
-        inside, outside = Seen(model, "blocks.0.mlp.drop1"), Seen(model, "blocks.0.mlp.drop2")
-        path = Seen(model, "blocks.1.drop_path1")
+        inside, outside = seen(model, "blocks.0.mlp.drop1"), seen(model, "blocks.0.mlp.drop2")
+        path = seen(model, "blocks.1.drop_path1")
         cut(model, sequence_parallel)
         losses, states = [], []
         for _ in range(2):
@@ -207,13 +179,13 @@ def _dropout(rank: int, world_size: int) -> None:
         assert torch.equal(losses[0], losses[1])  # It all follows from the seed.
         assert same_on_all(losses[0])
         assert same_on_all(states[0].double())
-        assert not same_on_all(inside.kept[0].double())
+        assert not same_on_all(inside[0].double())
         # Split along the sequence, a rank's tokens are its own; a sample's path is one for all tokens.
-        assert same_on_all(outside.kept[0].double()) == (not sequence_parallel)
-        assert same_on_all(path.kept[0].any(dim=(1, 2)).double())
-        assert 0.5 < float(inside.kept[0].double().mean()) < 0.7
+        assert same_on_all(outside[0].double()) == (not sequence_parallel)
+        assert same_on_all(path[0].any(dim=(1, 2)).double())
+        assert 0.5 < float(inside[0].double().mean()) < 0.7
         image_loss(model)
-        assert not torch.equal(inside.kept[-1], inside.kept[0])
+        assert not torch.equal(inside[-1], inside[0])
         model.eval()
         before = torch.get_rng_state()
         image_loss(model)
@@ -253,19 +225,6 @@ def _fail(*_: Any) -> None:
     raise Fails
 
 
-def _dropouts(rank: int, world_size: int) -> None:
-    _dropout(rank, world_size)
-    _dropout_recomputed(rank, world_size)
-    _after_an_error(rank, world_size)
-
-
-def test_dropout_differs_where_activations_do() -> None:
-    run_distributed(_dropouts, 2)
-
-
-# --- bfloat16 and recomputation ------------------------------------------------------------------------------------
-
-
 def _mixed(rank: int, world_size: int) -> None:
     for family, sequence_parallel in (("llama", False), ("qwen3", True)):
         gradients = {}
@@ -297,15 +256,6 @@ def _lengths_recomputed(rank: int, world_size: int) -> None:
         first.backward()
 
 
-@pytest.mark.slow
-def test_bfloat16_and_recomputation() -> None:
-    run_distributed(_mixed, 2)
-    run_distributed(_lengths_recomputed, 2)
-
-
-# --- copies, frozen parts, whole logits ----------------------------------------------------------------------------
-
-
 def _others(rank: int, world_size: int) -> None:
     alone, shared = language_model("llama"), language_model("llama")
     for model in (alone, shared):
@@ -326,13 +276,6 @@ def _others(rank: int, world_size: int) -> None:
         model.generate(ids[:1], max_new_tokens=5, do_sample=False) for model in (alone, shared, along)
     )
     assert all(torch.equal(found, expected) for found in generated)
-
-
-def test_frozen_parts_copies_and_generation() -> None:
-    run_distributed(_others, 2)
-
-
-# --- a module of one's own -----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -391,13 +334,6 @@ def _own(rank: int, world_size: int) -> None:
     assert_close(whole_gradients(shared), wanted, 1e-5, "one's own")
 
 
-def test_a_block_that_holds_all_its_projections_and_residuals() -> None:
-    run_distributed(_own, 2)
-
-
-# --- compile -------------------------------------------------------------------------------------------------------
-
-
 def _compiled(rank: int, world_size: int) -> None:
     for make, loss, sequence_parallel in (
         (functools.partial(language_model, "llama"), text_loss, False),
@@ -417,11 +353,6 @@ def _compiled(rank: int, world_size: int) -> None:
         assert_close(found[1], found[0], 1e-6, f"compiled, sequence {sequence_parallel}")
 
 
-@pytest.mark.slow
-def test_compiled_blocks_are_one_graph_each() -> None:
-    run_distributed(_compiled, 2)
-
-
 def _checkpointed_parts(rank: int, world_size: int) -> None:
     """Recomputation of a region alone, and of a part of one."""
     gradients = []
@@ -438,24 +369,6 @@ def _checkpointed_parts(rank: int, world_size: int) -> None:
     assert_close(gradients[1], gradients[0], 0.0, "recomputed regions")
 
 
-def test_recomputed_regions() -> None:
-    run_distributed(_checkpointed_parts, 2)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives, and attention's kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "_c10d_functional" or "attention" in name:
-            self.calls[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _selective(rank: int, world_size: int) -> None:
     for sequence_parallel in (False, True):
         found, counts = [], []
@@ -464,18 +377,14 @@ def _selective(rank: int, world_size: int) -> None:
             cut(model, sequence_parallel)
             if mode is not None:
                 ActivationCheckpoint(mode).apply(model, None, plan_of(model))
-            with Collectives() as collectives:
+            with Between() as between:
                 text_loss(model).backward()
-            counts.append(collectives.calls)
+            counts.append(between.calls)
             found.append(whole_gradients(model))
         plain, selective, full = counts
         assert selective == plain
         assert full.total() > plain.total()
         assert_close(found[1], found[0], 0.0, "selective")
-
-
-def test_selective_recomputation_passes_nothing_twice() -> None:
-    run_distributed(_selective, 2)
 
 
 def _overlapped(rank: int, world_size: int) -> None:
@@ -501,5 +410,22 @@ def _overlapped(rank: int, world_size: int) -> None:
         assert torch.equal(found, hidden) == (factor == 1)
 
 
-def test_the_inputs_gradient_is_summed_while_weights_gradients_are_computed() -> None:
-    run_distributed(_overlapped, 2)
+CHECKS = (
+    *(_volume, _order, _stages, _kept, _overlapped, _dropout, _dropout_recomputed, _after_an_error, _others, _own),
+    *(_checkpointed_parts, _selective),
+)
+
+
+def _run(rank: int, world_size: int, checks: tuple[Any, ...]) -> None:
+    for check in checks:
+        check(rank, world_size)
+
+
+def test_behaviour_on_two_ranks() -> None:
+    """Each check is in the traceback of a failure."""
+    run_distributed(_run, 2, CHECKS, timeout=280)
+
+
+@pytest.mark.slow
+def test_bfloat16_recomputation_and_compiled_blocks() -> None:
+    run_distributed(_run, 2, (_mixed, _lengths_recomputed, _compiled))

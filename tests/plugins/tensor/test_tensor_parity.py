@@ -41,18 +41,6 @@ def _language(rank: int, world_size: int, names: tuple[str, ...]) -> None:
         compare(functools.partial(language_model, "llama"), loss, True, f"{length} tokens")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [
-        (2, FEW),
-        pytest.param(2, tuple(name for name in FAMILIES if name not in FEW), marks=pytest.mark.slow),
-        pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
-    ],
-)
-def test_language_models(ranks: int, names: tuple[str, ...]) -> None:
-    run_distributed(_language, ranks, names)
-
-
 VITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norms of queries and keys, layer scale": {"qk_norm": True, "init_values": 0.1},
@@ -69,9 +57,21 @@ def _vision(rank: int, world_size: int) -> None:
     compare(packed, image_loss, True, "a gate packed with the values")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_vision_transformers(ranks: int) -> None:
-    run_distributed(_vision, ranks)
+def _all(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    _language(rank, world_size, names)
+    _vision(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, FEW),
+        pytest.param(2, tuple(name for name in FAMILIES if name not in FEW), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, marks=pytest.mark.slow),
+    ],
+)
+def test_language_models_and_vision_transformers(ranks: int, names: tuple[str, ...]) -> None:
+    run_distributed(_all, ranks, names)
 
 
 def _coatnets(rank: int, world_size: int, names: tuple[str, ...]) -> None:
@@ -81,11 +81,9 @@ def _coatnets(rank: int, world_size: int, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["coatnet_nano_rw_224", "coatnet_rmlp_nano_rw_224"])
-def test_coatnets_attention(name: str) -> None:
-    run_distributed(_coatnets, 2, (name,))
-
-
-@pytest.mark.slow
-def test_maxvits_attention() -> None:
-    run_distributed(_coatnets, 2, ("maxvit_tiny_tf_224", "coatnext_nano_rw_224"))
+@pytest.mark.parametrize(
+    "names",
+    [("coatnet_nano_rw_224",), ("coatnet_rmlp_nano_rw_224",), ("maxvit_tiny_tf_224", "coatnext_nano_rw_224")],
+)
+def test_attention_over_pixels(names: tuple[str, ...]) -> None:
+    run_distributed(_coatnets, 2, names)

@@ -1,17 +1,20 @@
 """Proves tensor rules of a block: ranks with slices of its weights compute what one process computes with all of them.
 
-The ranks are threads of this process. The block has random weights and inputs of the shapes of a run, few samples of
-them, in double precision (single for large blocks). Compared are outputs, the gradient of the input, and the gradients
-of all parameters.
+The ranks are threads of this process, on the CPU without a process group. Backward runs in the thread that calls it, as
+all tensors are on the CPU, so that its collectives meet too. The block has random weights and inputs of the shapes of a
+run, few samples of them, in double precision (single for large blocks). Compared are outputs, the gradient of the
+input, and the gradients of all parameters.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +24,92 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.errors import DloError
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_plugins.tensor.inference.projection_flow import BlockCall, TensorInput
-from dlo_plugins.tensor.inference.thread_ranks import run_on_threads
 from dlo_plugins.tensor.installation import install_plan
 from dlo_plugins.tensor.tp_plan import TPPlan, region_of
 from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan
+
+T = TypeVar("T")
+#: Seconds that a rank waits for the others.
+_SECONDS = 300.0
+#: Entries of a plan that divide layers: mappings of patterns.
+_ENTRIES = ("tensor", "head_widths", "head_operands", "shared_features")
+
+
+def join_plans(plan: ParallelPlan, more: ParallelPlan) -> ParallelPlan:
+    """Returns a plan with the rules, widths, operands and shared features of another after its own."""
+    return replace(plan, **{key: {**getattr(plan, key), **getattr(more, key)} for key in _ENTRIES})
+
+
+def rename_plan(plan: ParallelPlan, parents: Sequence[str]) -> ParallelPlan:
+    """Returns a plan for each of several modules, of one whose names are relative to such a module."""
+    return ParallelPlan(
+        **{
+            key: {f"{at}.{name}" if name else at: value for at in parents for name, value in getattr(plan, key).items()}
+            for key in _ENTRIES
+        }
+    )
+
+
+class _ThreadCommunicator(Communicator):
+    """Communicator of ranks that are threads of one process.
+
+    Args:
+        barrier: Barrier of the ranks.
+        slots: Tensors that the ranks exchange, shared by all.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, barrier: threading.Barrier, slots: list[Any], rank: int) -> None:
+        self._barrier, self._slots, self.rank, self.size = barrier, slots, rank, len(slots)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ThreadCommunicator:
+        return self
+
+    def start_all_gather_parts(self, part: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that returns the ranks' tensors, `[size, ...]`."""
+        self._slots[self.rank] = part.detach()
+        self._barrier.wait()
+        found = torch.stack(self._slots)
+        self._barrier.wait()
+        return lambda: found
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that returns the sum over the ranks."""
+        found = self.all_gather_parts(tensor).sum(dim=0)
+        return lambda: found
+
+    def start_reduce_scatter_parts(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Returns a function that returns this rank's entry of the sum of `[size, ...]`."""
+        found = self.all_reduce(parts)[self.rank]
+        return lambda: found
+
+
+def run_on_threads(ranks: int, run: Callable[[Communicator], T]) -> list[T]:
+    """Returns the result of a function on each rank.
+
+    Args:
+        ranks: Number of ranks.
+        run: Function of a rank, which gets the rank's communicator.
+
+    Raises:
+        Exception: The first error that a rank raised.
+    """
+    barrier, slots = threading.Barrier(ranks, timeout=_SECONDS), [None] * ranks
+
+    def run_rank(rank: int) -> T:
+        try:
+            return run(_ThreadCommunicator(barrier, slots, rank))
+        except Exception:  # The other ranks wait for this one.
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(run_rank, rank) for rank in range(ranks)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return [future.result() for future in futures]
+
 
 #: Largest relative difference: code that computes in single precision inside is off by 1e-6, a wrong slice by 1e-1.
 _TOLERANCE = 1e-4
@@ -32,10 +117,6 @@ _TOLERANCE = 1e-4
 _LARGE, _LONG = 50_000_000, 10_000_000_000
 #: Sizes of the axis to try: heads may not be even.
 _RANKS = (2, 3, 5, 7)
-
-
-#: Dims of heads of arguments, by attention modules' names.
-Operands = Mapping[str, Mapping[str, int]]
 
 
 class NotProvenError(DloError):
@@ -49,12 +130,6 @@ class _Result:
     outputs: list[Tensor]
     inputs: list[Tensor | None]
     grads: dict[str, Tensor | None]
-
-
-class _Holder(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
 
 
 class BlockProof:
@@ -77,7 +152,7 @@ class BlockProof:
         for dtype in (torch.float64, torch.float32)[is_large:]:  # Grouped products have no double precision.
             self._dtype, self._least = dtype, 0.0
             self._generator = torch.Generator().manual_seed(0)
-            self._holder = _Holder(self._with_values(block)).eval()
+            self._holder = nn.ModuleDict({"block": self._with_values(block)}).eval()
             self._call = self._with_inputs(call)
             try:
                 self._full = self._run(self._copied())
@@ -85,36 +160,35 @@ class BlockProof:
             except Exception as error:  # Code of the model's that cannot run on random values.
                 failure = error
         else:
-            raise NotProvenError(f"{type(block).__name__} does not run on its own: {_line(failure)}") from failure
+            raise NotProvenError(f"{type(block).__name__} does not run on its own: {error_line(failure)}") from failure
         largest = [float(grad.abs().max()) for grad in self._full.grads.values() if grad is not None and grad.numel()]
         self._least = 1e-2 * max(largest, default=1.0)
 
-    def prove(
-        self,
-        rules: Mapping[str, Rule],
-        head_widths: Mapping[str, int],
-        operands: Operands | None = None,
-        shared: Mapping[str, int] | None = None,
-    ) -> dict[str, Rule]:
-        """Returns the rules with those of uncut parameters beside the projections added.
+    def prove(self, rules: ParallelPlan) -> dict[str, Rule]:
+        """Returns the tensor rules with those of uncut parameters beside the projections added.
 
         Args:
-            rules: Rules, by names relative to the block.
-            head_widths: Widths of heads, by attention modules' names.
-            operands: Dims of heads of arguments, by attention modules' names.
-            shared: Numbers of last output features that all heads use, by projections' names.
+            rules: Plan with names relative to the block.
 
         Raises:
             DloError: The rules do not fit the block, or its parts do not give the full result.
         """
-        sequential = self._plan(self._sequential(rules), head_widths, operands, shared)
-        ranks = self._ranks(sequential)
-        found = make_tp_plan(self._holder, sequential, ranks)
-        results = self._run_ranks(found, ranks)
+        sequential = self._plan(rules, self._sequential(rules))
+        found, ranks = self._divide(sequential)
+
+        def run(communicator: Communicator) -> _Result:
+            holder = self._copied()
+            install_plan(holder, found, communicator)
+            return self._run(holder)
+
+        try:
+            results = run_on_threads(ranks, run)
+        except Exception as error:  # Code of the model's that does not run on a slice.
+            raise NotProvenError(f"a slice does not run: {error_line(error)}") from error
         for result in results:
             self._compare("output", result.outputs, self._full.outputs)
             self._compare("input's gradient", result.inputs, self._full.inputs)
-        more, partial = dict(rules), set[str]()
+        more, partial = dict(rules.tensor), set[str]()
         biases = {f"{row}.bias" for region in found.regions.values() for row in region.rows}
         for name, expected in self._full.grads.items():
             parts = [result.grads[name] for result in results]
@@ -125,90 +199,63 @@ class BlockProof:
                     wanted = [division.slice_for(ranks, rank).slice_tensor(expected) for rank in range(ranks)]
                 self._compare(f"gradient of {name}", parts, wanted)
                 continue
-            if name in found.partial and self._differs(_sum(parts), expected) is None:
+            is_summed = self._differs(_sum(parts), expected) is None
+            if name in found.partial and is_summed:
                 continue  # Such as the bias that the experts' first rank adds.
-            local = name.removeprefix("block.")
+            local, in_region = name.removeprefix("block."), region_of(found, name) is not None
             if all(self._differs(part, expected) is None for part in parts):
-                if region_of(found, name) is not None and name not in biases:
+                if in_region and name not in biases:
                     more.setdefault(local, Rule.SEQUENCE)
-            elif region_of(found, name) is None or self._differs(_sum(parts), expected) is not None:
-                raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
-            else:
+            elif in_region and is_summed:
                 partial.add(name)
+            else:
+                raise NotProvenError(f"the gradient of '{local}' differs with slices of the weights")
         more = dict(sorted(more.items(), key=lambda item: item[1] in SHAPING))
         try:
-            final = make_tp_plan(self._holder, self._plan(more, head_widths, operands, shared), ranks)
-        except DloError as error:
+            partial -= make_tp_plan(self._holder, self._plan(rules, more), ranks).partial
+        except DloError:
             if not partial:
                 raise
-            raise _partial_error(partial) from error
-        if partial - final.partial:
-            raise _partial_error(partial - final.partial)
-        return more
+        if partial:
+            name = min(partial).removeprefix("block.")
+            raise NotProvenError(f"the gradient of '{name}' differs, a partial sum on each rank")
+        return more  # type: ignore[return-value]
 
-    def _plan(
-        self,
-        rules: Mapping[str, Rule],
-        head_widths: Mapping[str, int],
-        operands: Operands | None,
-        shared: Mapping[str, int] | None,
-    ) -> ParallelPlan:
-        def named(values: Mapping[str, Any] | None) -> dict[str, Any]:
-            return {f"block.{name}" if name else "block": value for name, value in (values or {}).items()}
+    def _plan(self, rules: ParallelPlan, tensor: Mapping[str, Any]) -> ParallelPlan:
+        return replace(rename_plan(replace(rules, tensor=tensor), ["block"]), blocks=self._blocks)
 
-        return ParallelPlan(
-            blocks=self._blocks,
-            tensor=named(rules),
-            head_widths=named(head_widths),
-            head_operands=named(operands),
-            shared_features=named(shared),
-        )
-
-    def _copied(self) -> _Holder:
+    def _copied(self) -> nn.ModuleDict:
         """Returns a copy of the block whose parameters have gradients of their own, and share values."""
         memo: dict[int, Any] = {
             id(one): nn.Parameter(one.detach(), requires_grad=one.requires_grad) for one in self._holder.parameters()
         }
         return copy.deepcopy(self._holder, memo)
 
-    def _ranks(self, plan: ParallelPlan) -> int:
-        """Returns the smallest number of ranks that divides the block's heads and features."""
+    def _divide(self, plan: ParallelPlan) -> tuple[TPPlan, int]:
+        """Returns the division over the smallest number of ranks that divides the block's heads and features."""
         first: DloError | None = None
         for ranks in _RANKS:
             try:
-                make_tp_plan(self._holder, plan, ranks)
+                return make_tp_plan(self._holder, plan, ranks), ranks
             except DloError as error:
                 first = first or error
-                continue
-            return ranks
         assert first is not None
         raise first
 
-    def _sequential(self, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    def _sequential(self, rules: ParallelPlan) -> dict[str, Any]:
         """Returns rules with `sequence` for all parameters that have none: gradients tell later which are partial."""
+        local = {name: rule for name, rule in rules.tensor.items() if rule in SHAPING}
+        cut = {name: rule for name, rule in rules.tensor.items() if rule not in SHAPING}
+        known = ParallelPlan(tensor=cut)
         names = [name.removeprefix("block.") for name, _ in self._holder.named_parameters()]
-        known = ParallelPlan(tensor={name: rule for name, rule in rules.items() if rule not in SHAPING})
         unnamed = [name for name in names if known.rule_for(name) is Rule.REPLICATE]
-        local = {name: rule for name, rule in rules.items() if rule in SHAPING}
-        cut = {name: rule for name, rule in rules.items() if rule not in SHAPING}
         return {**cut, **dict.fromkeys(unnamed, Rule.SEQUENCE), **local}
 
-    def _run_ranks(self, found: TPPlan, ranks: int) -> list[_Result]:
-        def run(communicator: Communicator) -> _Result:
-            holder = self._copied()
-            install_plan(holder, found, communicator)
-            return self._run(holder)
-
-        try:
-            return run_on_threads(ranks, run)
-        except Exception as error:  # Code of the model's that does not run on a slice.
-            raise NotProvenError(f"a slice does not run: {_line(error)}") from error
-
-    def _run(self, holder: _Holder) -> _Result:
+    def _run(self, holder: nn.ModuleDict) -> _Result:
         leaves = tree_leaves(self._call)
         trained = {id(leaves[at]): leaves[at].clone().requires_grad_() for at in self._trained}
         args, kwargs = tree_map(lambda leaf: trained.get(id(leaf), leaf), self._call)
-        result = enumerate(tree_leaves(holder.block(*args, **kwargs)))
+        result = enumerate(tree_leaves(holder["block"](*args, **kwargs)))
         outputs = [leaf for at, leaf in result if isinstance(leaf, Tensor) and (at == 0 or at in self._used)]
         outputs = [leaf for leaf in outputs if leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(1)
@@ -290,10 +337,6 @@ class BlockProof:
         return tree_map(made, (call.args, call.kwargs))
 
 
-def _partial_error(names: set[str]) -> NotProvenError:
-    return NotProvenError(f"the gradient of '{min(names).removeprefix('block.')}' differs, a partial sum on each rank")
-
-
 def _size(difference: str) -> float:
     """Returns the number in a difference; infinity for one that has none."""
     last = difference.rpartition(" ")[2]
@@ -305,6 +348,7 @@ def _sum(parts: list[Tensor | None]) -> Tensor | None:
     return torch.stack(present).sum(dim=0) if present else None
 
 
-def _line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
+    """Returns the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

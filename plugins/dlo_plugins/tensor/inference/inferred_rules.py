@@ -1,13 +1,19 @@
-"""Tensor rules of a task's model, inferred where its plan has none."""
+"""Tensor rules of a task's model, inferred where its plan has none.
+
+They are inferred unit by unit. A block is one unit, since its projections may be in its own code. Where blocks have
+stacked experts, which are divided without rules, or projections with rules of the family, the units are their outermost
+modules without them: a proof of an attention needs neither the values of hundreds of experts nor those of an MLP.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -18,13 +24,11 @@ from dlo_framework.errors import DloError
 from dlo_framework.experts import find_mixtures
 from dlo_framework.fake_kernels import fake_copy, fake_like, fake_tensors
 from dlo_framework.plan import ParallelPlan, Rule
-from dlo_plugins.tensor.division import check_divisibility
-from dlo_plugins.tensor.inference.block_kinds import block_kind
-from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError
-from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, is_projection, record_flow
-from dlo_plugins.tensor.inference.proof_units import find_units
-from dlo_plugins.tensor.inference.rule_candidates import Candidate, find_candidates
-from dlo_plugins.tensor.tp_plan import TPPlan, region_of
+from dlo_plugins.tensor.inference.block_proof import BlockProof, NotProvenError, error_line, join_plans, rename_plan
+from dlo_plugins.tensor.inference.projection_flow import ProjectionFlow, block_kind, is_projection, record_flow
+from dlo_plugins.tensor.inference.rule_candidates import find_candidates
+from dlo_plugins.tensor.projections import base_of
+from dlo_plugins.tensor.tp_plan import TPPlan, check_divisibility, region_of
 from dlo_plugins.tensor.tp_planner import SHAPING, make_tp_plan, unsaved_buffers
 
 _ROWS = 2
@@ -38,18 +42,13 @@ class InferredRules:
     """Rules that were inferred for a model.
 
     Attributes:
-        tensor: Rules by pattern.
-        head_widths: Widths of heads by pattern of attention modules.
-        head_operands: Arguments with an entry for each head, by pattern of attention modules.
-        shared_features: Numbers of last features that all heads use, by pattern of projections that stay whole.
+        plan: Plan with the rules, the widths of heads, the operands with an entry for each head, and the numbers of
+            features that all heads use, by pattern.
         cut: Patterns of the row projections whose attention or MLP is cut.
         whole: Reasons why others stay whole, by pattern.
     """
 
-    tensor: Mapping[str, Rule] = field(default_factory=dict)
-    head_widths: Mapping[str, int] = field(default_factory=dict)
-    head_operands: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    shared_features: Mapping[str, int] = field(default_factory=dict)
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
     cut: tuple[str, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,13 +77,7 @@ def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: i
     Raises:
         DloError: The ranks divide none of them.
     """
-    made = replace(
-        plan,
-        tensor={**plan.tensor, **found.tensor},
-        head_widths={**plan.head_widths, **found.head_widths},
-        head_operands={**plan.head_operands, **found.head_operands},
-        shared_features={**plan.shared_features, **found.shared_features},
-    )
+    made = join_plans(plan, found.plan)
     cut = make_tp_plan(model, made, 1)
     undivided = {region_of(cut, demand.owner) for demand in cut.divisibilities if demand.count % tp}
     if not undivided:
@@ -104,52 +97,50 @@ def with_rules(plan: ParallelPlan, found: InferredRules, model: nn.Module, tp: i
 
 
 def infer_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules:
-    """Returns the rules of a task's model.
+    """Returns rules of the attentions and MLPs that a plan leaves whole.
+
+    A plan may have rules for other projections: transformers' own plans of DeepSeek's families divide experts, and
+    leave their latent attention whole. If it has, there may be no more to divide.
 
     Args:
         task: Task with its model built, on any device; it is not changed.
-        plan: Plan of the model without tensor rules.
+        plan: Plan of the model.
         datamodule: Datamodule that may know the shapes of a batch.
 
     Raises:
-        DloError: No attention or MLP can be cut; the message has the layers that stand in the way.
+        DloError: The plan has no rules, and no attention or MLP can be cut; the message has the layers that stand in
+            the way.
     """
-    name = type(task.model).__name__
-    example = task.example_batch(datamodule)
+    name, completes, example = type(task.model).__name__, has_rules(plan), task.example_batch(datamodule)
+    if example is None and completes:
+        return InferredRules()
     if example is None:
         raise DloError(
             f"a plan without tensor rules must have an example batch, to infer them from a forward, got none for"
             f" {name}; let the task's example_batch(datamodule) return a batch with any values, such as"
             ' {"input_ids": torch.zeros(1, 64, dtype=torch.long)}, or set ParallelPlan(tensor=...)'
         )
+    found = InferredRules()
     with isolate_rng(include_cuda=False):
         units = find_units(task.model, plan)
-        flow = _record(task, units, example)
-        found = _infer(task.model, units, flow)
-        if not found.tensor and any(_is_wide(part) for part in task.model.modules()):
-            flow = _record(task, units, example, wide=True)
-            found = _infer(task.model, units, flow)
-    if not found.tensor:
-        raise DloError(_refusal(name, flow, found))
-    return found
-
-
-def complete_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules:
-    """Returns rules of attentions and MLPs that a plan with rules leaves whole; none if they cannot be divided.
-
-    transformers' own plans of DeepSeek's families divide experts, and leave their latent attention whole.
-
-    Args:
-        task: Task with its model built, on any device; it is not changed.
-        plan: Plan of the model, with rules for other projections.
-        datamodule: Datamodule that may know the shapes of a batch.
-    """
-    example = task.example_batch(datamodule)
-    if example is None:
-        return InferredRules()
-    with isolate_rng(include_cuda=False):
-        units = find_units(task.model, plan)
-        return _infer(task.model, units, _record(task, units, example))
+        for wide in (False,) if completes else (False, True):
+            if wide and not any(is_projection(part, wide) and not is_projection(part) for part in task.model.modules()):
+                break
+            flow = _record(task, units, example, wide)
+            prove = functools.partial(_prove_block, task.model, units, flow)
+            found = _infer_kinds(task.model, units, flow, prove)
+            if found.plan.tensor:
+                break
+    if completes or found.plan.tensor:
+        return found
+    reasons = [f"'{layer}': {why}" for layer, why in list(found.whole.items())[:3]]
+    if flow.stopped is not None:
+        reasons += [f"its forward fails on fake tensors: {error_line(flow.stopped)}"]
+    what = "; ".join(reasons) or "no linear layer of a block feeds another without the residual stream between them"
+    raise DloError(
+        f"a plan must have tensor rules for tensor parallelism, got none from {name}, and none can be inferred"
+        f" ({what}); set tp=1, or ParallelPlan(tensor=...) with the projections' rules"
+    )
 
 
 def try_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> InferredRules | None:
@@ -175,33 +166,30 @@ def try_rules(task: Any, plan: ParallelPlan, datamodule: Any = None) -> Inferred
             f"the tensor rules of {type(model).__name__} were not tried on values, since its task has no example_batch"
         )
         return None
-    modules, found = [name for name, _ in model.named_modules()], InferredRules()
     with isolate_rng(include_cuda=False):
         flow = _record(task, dict.fromkeys(blocks, True), example)
-        by_kind: dict[Any, list[str]] = {}
-        for name in (name for name in blocks if name in flow.calls):
-            by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
-        for names in by_kind.values():
-            own = _try_block(model.get_submodule(names[0]), names[0], flow, plan, cut)
-            found = _merged(found, own, _patterns(names, modules))
-    return found
+        return _infer_kinds(model, blocks, flow, functools.partial(_try_block, model, plan, cut, flow))
 
 
-def _try_block(block: nn.Module, name: str, flow: ProjectionFlow, plan: ParallelPlan, cut: TPPlan) -> InferredRules:
+def _try_block(model: nn.Module, plan: ParallelPlan, cut: TPPlan, flow: ProjectionFlow, name: str) -> InferredRules:
     """Returns the rules that a plan leaves to be known, with names relative to a block.
 
     Raises:
         DloError: The block's slices do not give its outputs or gradients.
     """
+    block = model.get_submodule(name)
     inside = [one for one, _ in (*block.named_modules(), *block.named_parameters(), *unsaved_buffers(block)) if one]
     inside.sort(key=lambda one: -one.count("."))  # The rule of a module does not hide those inside it.
     rules = {one: rule for one in inside if (rule := plan.rule_for(f"{name}.{one}")) is not Rule.REPLICATE}
-    widths = {one: width for one in inside if (width := plan.head_width_for(f"{name}.{one}"))}
-    operands = {one: dims for one in inside if (dims := plan.head_operands_for(f"{name}.{one}"))}
-    shared = {one: count for one in inside if (count := plan.shared_features_for(f"{name}.{one}"))}
+    tried = ParallelPlan(
+        tensor=rules,
+        head_widths={one: width for one in inside if (width := plan.head_width_for(f"{name}.{one}"))},
+        head_operands={one: dims for one in inside if (dims := plan.head_operands_for(f"{name}.{one}"))},
+        shared_features={one: count for one in inside if (count := plan.shared_features_for(f"{name}.{one}"))},
+    )
     try:
         proof = BlockProof(block, flow.calls[name])
-        proved = proof.prove(rules, widths, operands, shared)
+        proved = proof.prove(tried)
     except NotProvenError as error:
         if "does not run" in str(error):
             return InferredRules()
@@ -210,7 +198,7 @@ def _try_block(block: nn.Module, name: str, flow: ProjectionFlow, plan: Parallel
             others = tuple(f"{one}." for of in regions if of is not region for one in (*of.columns, *of.rows))
             alone = {one: rule for one, rule in rules.items() if not f"{name}.{one}.".startswith(others)}
             with contextlib.suppress(DloError):
-                proof.prove(alone, widths, operands, shared)
+                proof.prove(replace(tried, tensor=alone))
                 rules = {one: rule for one, rule in rules.items() if one not in alone}
         shown = ", ".join(f"{one}: {rule}" for one, rule in rules.items() if one in dict(block.named_modules()))
         raise DloError(
@@ -219,23 +207,7 @@ def _try_block(block: nn.Module, name: str, flow: ProjectionFlow, plan: Parallel
         ) from error
     except DloError:  # Sizes that do not fit, of which the planner tells.
         return InferredRules()
-    return InferredRules({one: rule for one, rule in proved.items() if one not in rules})
-
-
-def _refusal(name: str, flow: ProjectionFlow, found: InferredRules) -> str:
-    reasons = [f"'{layer}': {why}" for layer, why in list(found.whole.items())[:3]]
-    if flow.stopped is not None:
-        line = (str(flow.stopped).strip().splitlines() or [""])[0][:160]
-        reasons += [f"its forward fails on fake tensors: {type(flow.stopped).__name__}: {line}"]
-    what = "; ".join(reasons) or "no linear layer of a block feeds another without the residual stream between them"
-    return (
-        f"a plan must have tensor rules for tensor parallelism, got none from {name}, and none can be inferred"
-        f" ({what}); set tp=1, or ParallelPlan(tensor=...) with the projections' rules"
-    )
-
-
-def _is_wide(module: nn.Module) -> bool:
-    return is_projection(module, wide=True) and not is_projection(module)
+    return InferredRules(ParallelPlan(tensor={one: rule for one, rule in proved.items() if one not in rules}))
 
 
 def _record(task: Any, units: Mapping[str, bool], example: Any, wide: bool = False) -> ProjectionFlow:
@@ -263,62 +235,68 @@ def _small(example: Any) -> Any:
     return map_rows(repeat, example, batch_size(example))
 
 
-def _infer(model: nn.Module, units: Mapping[str, bool], flow: ProjectionFlow) -> InferredRules:
-    modules = [name for name, _ in model.named_modules()]
-    by_kind: dict[Any, list[str]] = {}
-    for name in units:
+def _infer_kinds(
+    model: nn.Module, names: Iterable[str], flow: ProjectionFlow, infer: Callable[[str], InferredRules]
+) -> InferredRules:
+    """Returns what a function infers of the first block of each kind that ran, for all blocks of the kind.
+
+    Args:
+        model: Model.
+        names: Names of blocks.
+        flow: Flow between its projections.
+        infer: Function of a block's name, with names relative to the block in its result.
+    """
+    modules, by_kind, found = [name for name, _ in model.named_modules()], dict[Any, list[str]](), InferredRules()
+    for name in names:
         by_kind.setdefault(block_kind(model.get_submodule(name)), []).append(name)
-    found = InferredRules()
-    for names in by_kind.values():
-        first = next((name for name in names if name in flow.calls), None)
+    for same in by_kind.values():
+        first = next((name for name in same if name in flow.calls), None)
         if first is None:
             continue
-        block = model.get_submodule(first)
-        candidates = find_candidates(block, first, flow)
-        if candidates:
-            own = _prove_block(block, first, flow, candidates, units[first])
-            found = _merged(found, own, _patterns(names, modules))
+        own, patterns = infer(first), _patterns(same, modules)
+        plan = join_plans(found.plan, rename_plan(own.plan, patterns))
+        tensor = dict(sorted(plan.tensor.items(), key=lambda item: item[1] in SHAPING))
+        cut = (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut))
+        whole = {f"{at}.{key}": why for at in patterns for key, why in own.whole.items()}
+        found = InferredRules(replace(plan, tensor=tensor), cut, {**found.whole, **whole})
     return found
 
 
-def _prove_block(
-    block: nn.Module, name: str, flow: ProjectionFlow, candidates: Sequence[Candidate], is_block: bool
-) -> InferredRules:
+def _prove_block(model: nn.Module, units: Mapping[str, bool], flow: ProjectionFlow, name: str) -> InferredRules:
     """Returns a block's rules, with names relative to it."""
+    block = model.get_submodule(name)
+    candidates = find_candidates(block, name, flow)
+    if not candidates:
+        return InferredRules()
     try:
-        proof = BlockProof(block, flow.calls[name], is_block)
+        proof = BlockProof(block, flow.calls[name], units[name])
     except DloError as error:
         return InferredRules(whole={candidates[0].row: str(error)})
-    rules: dict[str, Rule] = {}
-    widths: dict[str, int] = {}
-    operands: dict[str, Mapping[str, int]] = {}
-    shared: dict[str, int] = {}
-    cut: list[str] = []
-    whole: dict[str, str] = {}
+    proved, cut, whole = ParallelPlan(), list[str](), dict[str, str]()
     for candidate in candidates:
-        used = ParallelPlan(tensor={key: rule for key, rule in rules.items() if rule not in SHAPING})
-        taken = [key for key in (candidate.row, *candidate.columns) if used.rule_for(key) not in _PROJECTING]
-        if taken:
+        used = ParallelPlan(tensor={key: rule for key, rule in proved.tensor.items() if rule not in SHAPING})
+        if any(used.rule_for(key) not in _PROJECTING for key in (candidate.row, *candidate.columns)):
             continue
-        with_width = {**widths}
-        if candidate.head_width is not None:
-            with_width[candidate.around] = candidate.head_width
-        own = {key: rule for key, rule in rules.items() if rule is not Rule.SEQUENCE}
+        own = replace(proved, tensor={key: rule for key, rule in proved.tensor.items() if rule is not Rule.SEQUENCE})
+        widths = {} if candidate.head_width is None else {candidate.around: candidate.head_width}
         reasons: list[DloError] = []
         for variant, of_heads in itertools.product(candidate.variants, candidate.operands):
-            with_operands = {**operands, candidate.around: of_heads} if of_heads else operands
+            operands = {candidate.around: of_heads} if of_heads else {}
+            more = ParallelPlan(
+                tensor=variant, head_widths=widths, head_operands=operands, shared_features=candidate.shared
+            )
+            tried = join_plans(own, more)
             try:
-                rules = proof.prove({**own, **variant}, with_width, with_operands, {**shared, **candidate.shared})
+                proved = replace(tried, tensor=proof.prove(tried))
             except DloError as error:
                 reasons.append(error)
                 continue
-            widths, operands, shared, reasons = with_width, with_operands, {**shared, **candidate.shared}, []
             cut.append(candidate.row)
             break
-        if reasons:
+        else:
             whole[candidate.row] = _likeliest(reasons)
-    whole = {row: why for row, why in whole.items() if ParallelPlan(tensor=rules).rule_for(row) is not Rule.ROW}
-    return InferredRules(rules, widths, operands, shared, tuple(cut), whole)
+    whole = {row: why for row, why in whole.items() if proved.rule_for(row) is not Rule.ROW}
+    return InferredRules(proved, tuple(cut), whole)
 
 
 def _likeliest(reasons: Sequence[DloError]) -> str:
@@ -338,17 +316,64 @@ def _patterns(names: Sequence[str], modules: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _merged(found: InferredRules, own: InferredRules, patterns: Sequence[str]) -> InferredRules:
-    def named(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{at}.{key}" if key else at: value for at in patterns for key, value in values.items()}
+#: A projection this many times smaller than its block's largest is too small to look for rules.
+_SMALL = 32
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
-    tensor = {**found.tensor, **named(own.tensor)}
-    tensor = dict(sorted(tensor.items(), key=lambda item: item[1] in SHAPING))
-    return InferredRules(
-        tensor,
-        {**found.head_widths, **named(own.head_widths)},
-        {**found.head_operands, **named(own.head_operands)},
-        {**found.shared_features, **named(own.shared_features)},
-        (*found.cut, *(f"{at}.{key}" for at in patterns for key in own.cut)),
-        {**found.whole, **named(own.whole)},
-    )
+
+def find_units(model: nn.Module, plan: ParallelPlan) -> dict[str, bool]:
+    """Returns the names of the units without rules, in order, each with whether it is a block of the plan.
+
+    Args:
+        model: Model, on any device.
+        plan: Plan of the model, with the rules of its family if it has some.
+    """
+    stacked = {mixture.experts for mixture in find_mixtures(model) if mixture.is_stacked}
+    modules = dict(model.named_modules())
+    is_done = {
+        name: name in stacked or (plan.has_rule_for(name) and plan.rule_for(name) is not Rule.SEQUENCE)
+        for name, part in modules.items()
+        if name in stacked or is_projection(part, wide=True)
+    }
+    blocks = plan.block_names(model)
+    if not any(is_done[name] for name in is_done if name.startswith(tuple(f"{block}." for block in blocks))):
+        return dict.fromkeys(blocks, True)
+    found: dict[str, bool] = {}
+    for block in blocks:
+        children = [f"{block}.{name}" for name, _ in modules[block].named_children()]
+        own = _outermost(children, modules, is_done)
+        if own or plan.tensor:
+            found |= dict.fromkeys(own, False)
+        else:  # Projections in the block's own code, beside its experts.
+            found[block] = True
+    return found
+
+
+def lacks_rules(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Returns whether linear layers of a block have no rule, where a plan has rules for others of the model."""
+    for block in plan.block_names(model):
+        part = model.get_submodule(block)
+        linear = {
+            name: cast("nn.Parameter", base_of(module).weight).numel()
+            for name, module in part.named_modules()
+            if is_projection(module) and not isinstance(base_of(module), nn.Conv2d)
+        }
+        without = [size for name, size in linear.items() if not plan.has_rule_for(f"{block}.{name}")]
+        if sum(_SMALL * size >= max(linear.values()) for size in without) > 1:
+            return True
+    return False
+
+
+def _outermost(names: list[str], modules: dict[str, nn.Module], is_done: dict[str, bool]) -> list[str]:
+    """Returns the outermost modules with two projections or more, none of them divided by other means."""
+    found: list[str] = []
+    for name in names:
+        if is_done.get(name):
+            continue
+        within = [other for other in is_done if other.startswith(f"{name}.")]
+        if not isinstance(modules[name], _CONTAINERS) and not any(is_done[other] for other in within):
+            found += [name] if len(within) > 1 else []
+            continue
+        children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+        found += _outermost(children, modules, is_done)
+    return found

@@ -1,4 +1,4 @@
-"""Records in a forward on fake tensors which projections of a block feed which."""
+"""Records in a forward on fake tensors which projections of a block feed which; and compares blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlo_framework.batches import tree_leaves, tree_map
+from dlo_framework.batches import tree_leaves, tree_map_only
 from dlo_framework.errors import DloError
-from dlo_plugins.tensor.channelwise import is_channelwise
-from dlo_plugins.tensor.head_operands import parameter_names
-from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.heads import parameter_names
+from dlo_plugins.tensor.projections import is_channelwise, projection_kind
 
 #: Label of a block's input and of what a residual branch adds to it.
 INPUT = "<input>"
@@ -111,15 +110,12 @@ def record_flow(
     """
     found = ProjectionFlow()
     mode = _FlowMode(found, model, wide)
-    handles = [
-        model.get_submodule(block).register_forward_pre_hook(
-            functools.partial(mode.enter_block, block), with_kwargs=True, prepend=True
-        )
-        for block in blocks
-    ]
-    handles += [
-        model.get_submodule(block).register_forward_hook(functools.partial(mode.leave_block, block)) for block in blocks
-    ]
+    handles = []
+    for block in blocks:
+        part = model.get_submodule(block)
+        enter = functools.partial(mode.enter_block, block)
+        handles.append(part.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(part.register_forward_hook(functools.partial(mode.leave_block, block)))
     for name, module in model.named_modules():
         inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
         if inside and not is_projection(module, wide) and any(is_projection(part, wide) for part in module.modules()):
@@ -168,33 +164,27 @@ class _FlowMode(TorchDispatchMode):
     def enter_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Starts a block: its input gets the label :data:`INPUT` alone."""
         leaves = tree_leaves((args, kwargs))
-        hidden = next(
-            (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
-        )
+        floats = (at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        hidden = next(floats, None)
         if hidden is None:
             return
         self._labels[id(leaves[hidden])] = frozenset({INPUT})
         self._alive.append(leaves[hidden])
-
-        def described(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return TensorInput(tuple(leaf.shape), leaf.dtype, id(leaf) in self._trained)
-
-        args, kwargs = tree_map(described, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self._describe, (args, kwargs))
         self._found.calls.setdefault(name, BlockCall(args, kwargs, hidden))
 
     def enter_module(self, name: str, names: Sequence[str], module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes the tensors that a module gets from outside of its block."""
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        self._found.operands.setdefault(
-            name,
-            {
-                key: TensorInput(tuple(value.shape), value.dtype, id(value) in self._trained)
-                for key, value in given.items()
-                if key in names and isinstance(value, Tensor) and id(value) not in self._labels
-            },
-        )
+        outside = {
+            key: self._describe(value)
+            for key, value in given.items()
+            if key in names and isinstance(value, Tensor) and id(value) not in self._labels
+        }
+        self._found.operands.setdefault(name, outside)
+
+    def _describe(self, tensor: Tensor) -> TensorInput:
+        return TensorInput(tuple(tensor.shape), tensor.dtype, id(tensor) in self._trained)
 
     def leave_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a block: its result is watched for use."""
@@ -275,3 +265,21 @@ def _outer_name(model: nn.Module, name: str) -> str:
         if parent and hasattr(model.get_submodule(parent), "base_layer"):
             return parent
     return name
+
+
+#: Attributes that number a block: two blocks that differ only in these are of one kind.
+_NUMBERS = ("idx", "index", "id", "number")
+
+
+def block_kind(block: nn.Module) -> Any:
+    """Returns a key of a block's kind: its modules' classes, settings and parameters' shapes."""
+    kind = []
+    for name, module in block.named_modules():
+        settings = sorted(
+            (key, str(value))
+            for key, value in vars(module).items()
+            if isinstance(value, int | str) and not key.endswith(_NUMBERS)
+        )
+        shapes = tuple((key, tuple(tensor.shape)) for key, tensor in module.named_parameters(recurse=False))
+        kind.append((name, type(module), tuple(settings), shapes))
+    return tuple(kind)

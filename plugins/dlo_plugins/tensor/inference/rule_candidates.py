@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -12,8 +12,7 @@ from torch import nn
 
 from dlo_framework.batches import tree_leaves
 from dlo_framework.plan import Rule
-from dlo_plugins.tensor.adapted_projections import base_of
-from dlo_plugins.tensor.head_operands import operand_dim
+from dlo_plugins.tensor.heads import operand_dim
 from dlo_plugins.tensor.inference.projection_flow import (
     INPUT,
     PRODUCT,
@@ -22,7 +21,7 @@ from dlo_plugins.tensor.inference.projection_flow import (
     TensorInput,
     is_projection,
 )
-from dlo_plugins.tensor.projections import projection_kind
+from dlo_plugins.tensor.projections import base_of, projection_kind
 from dlo_plugins.tensor.tp_planner import SHAPING
 
 #: Factor by which the output of a bottleneck, such as a squeeze-and-excitation's, is wider than its hidden features.
@@ -138,8 +137,6 @@ def _candidate(
     around = _common_parent([row, *columns])
     sizes = {name: _features(block, name)[0] for name in columns}
     inputs = _features(block, row)[1]
-    rules: list[dict[str, Rule]] = []
-    width: int | None = None
     if not is_attention:
         halves = [Rule.GATE_UP, Rule.COLUMN] if len(columns) == 1 and sizes[columns[0]] == 2 * inputs else [Rule.COLUMN]
         norms = _head_parameters(block, around, [row, *columns], {inputs}, None)
@@ -151,23 +148,28 @@ def _candidate(
         return Candidate(row, columns, False, around, tuple(rules))
     entering = [name for name in columns if name in from_input] or list(columns)
     width = next((shape[-1] for name in entering for shape in splits[name] if len(shape) > 1), None)
-    only = entering[0] if len(entering) == 1 else None
-    if width and only and any(len(shape) == 2 and math.prod(shape) == 3 * inputs for shape in splits[only]):
+    is_fused = len(entering) == 1
+    if width and is_fused and any(len(one) == 2 and math.prod(one) == 3 * inputs for one in splits[entering[0]]):
         width //= 3  # [heads, 3 * head_dim]
     heads = inputs // width if width and inputs % width == 0 else None
-    choices: list[list[tuple[str, tuple[Rule, ...]]]] = []
-    if len(entering) == 1:
-        choices = [[(entering[0], (rule,)) for rule in _fused(sizes[entering[0]], inputs, splits[entering[0]])]]
-    else:
-        of_name = [(name, _rules_of(sizes[name], inputs, max(sizes[one] for one in entering))) for name in entering]
-        choices = [[(name, (rule,)) for rule in options] for name, options in of_name]
+    largest = max(sizes[name] for name in entering)
+    choices = [
+        _fused(sizes[name], inputs, splits[name]) if is_fused else _rules_of(sizes[name], inputs, largest)
+        for name in entering
+    ]
     extras = _head_parameters(block, around, [row, *entering], {inputs, *(sizes[name] for name in entering)}, heads)
-    for combination in itertools.product(*choices):
-        made = {name: options[0] for name, options in combination}
-        for more in [extras, {}] if extras else [{}]:
-            plain = {**more, **made, row: Rule.ROW}
-            rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
-    return Candidate(row, tuple(entering), True, around, tuple(rules), width)
+    every = [extras, {}] if extras else [{}]
+    variants = (
+        {**more, **dict(zip(entering, combination, strict=True)), row: Rule.ROW}
+        for combination in itertools.product(*choices)
+        for more in every
+    )
+    return Candidate(row, tuple(entering), True, around, _with_shaping(variants, around), width)
+
+
+def _with_shaping(variants: Iterable[dict[str, Rule]], around: str) -> tuple[dict[str, Rule], ...]:
+    """Returns rules of an attention, each alone and with each rule of how its code reshapes."""
+    return tuple(one for plain in variants for one in (plain, *({**plain, around: rule} for rule in SHAPING)))
 
 
 def _by_heads(
@@ -211,16 +213,15 @@ def _by_heads(
         return
     around = _common_parent([row, *columns])
     extras = _head_parameters(block, around, [row, *columns], {inputs, *sizes.values()}, heads)
-    own = {name: rule for name, rule in extras.items() if not _is_of_projection(block, name)}
-    rules: list[dict[str, Rule]] = []
-    for more in [one for at, one in enumerate((extras, own, {})) if one not in (extras, own, {})[:at]]:
-        plain = {**more, **dict.fromkeys(entering, Rule.COLUMN), first: Rule.HEADS, row: Rule.ROW}
-        rules += [plain, *({**plain, around: rule} for rule in SHAPING)]
-    yield Candidate(row, tuple(entering), True, around, tuple(rules), widths[first], shared=shared)
-
-
-def _is_of_projection(block: nn.Module, parameter: str) -> bool:
-    return is_projection(block.get_submodule(parameter.rpartition(".")[0]), wide=True)
+    own = {
+        name: rule
+        for name, rule in extras.items()
+        if not is_projection(block.get_submodule(name.rpartition(".")[0]), wide=True)
+    }
+    every = [one for at, one in enumerate((extras, own, {})) if one not in (extras, own, {})[:at]]
+    variants = ({**more, **dict.fromkeys(entering, Rule.COLUMN), first: Rule.HEADS, row: Rule.ROW} for more in every)
+    shaped = _with_shaping(variants, around)
+    yield Candidate(row, tuple(entering), True, around, shaped, widths[first], shared=shared)
 
 
 def _operands(
