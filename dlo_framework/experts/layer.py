@@ -352,11 +352,6 @@ class DenseMLP:
     dropout: tuple[float, float] = (0.0, 0.0)
 
 
-def replaced_blocks(count: int, every: int) -> list[int]:
-    """Returns the numbers of the blocks that get a mixture: the last of each `every`, as in V-MoE."""
-    return list(range(every - 1, count, every))
-
-
 def upcycle(
     model: nn.Module, mlps: Sequence[str], read: Callable[[nn.Module], DenseMLP | None], options: MixtureOptions
 ) -> None:
@@ -374,7 +369,7 @@ def upcycle(
     Raises:
         DloError: If no block is replaced, or its MLP cannot be read.
     """
-    chosen = [mlps[number] for number in replaced_blocks(len(mlps), options.every)]
+    chosen = mlps[options.every - 1 :: options.every]  # The last of each `every`, as in V-MoE.
     if not mlps:
         raise DloError(
             f"experts.count must have a model whose blocks have MLPs, got {type(model).__name__}; leave experts out"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dlo_framework.experts.layer import DenseMLP, Experts, MixtureLayer, grouped_linear, mixture_of, replaced_blocks
+from dlo_framework.experts.layer import DenseMLP, Experts, MixtureLayer, grouped_linear, mixture_of
 from dlo_framework.experts.mixture_options import MixtureOptions
 
 
@@ -125,12 +125,6 @@ def test_expert_choice_adds_each_experts_tokens() -> None:
     wanted = [x, *layer.parameters()]
     alone = torch.autograd.grad(expected.square().sum(), wanted)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), wanted), alone)
-
-
-def test_every_second_block_ends_with_the_last() -> None:
-    assert replaced_blocks(6, 2) == [1, 3, 5]
-    assert replaced_blocks(3, 1) == [0, 1, 2]
-    assert replaced_blocks(3, 4) == []
 
 
 def test_a_layer_without_its_weights_has_a_text_form() -> None:

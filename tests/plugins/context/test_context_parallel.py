@@ -324,31 +324,6 @@ def test_compiled_blocks_know_each_batch_s_documents_in_backward_by_ulysses() ->
     run_distributed(_compiled_micro_batches, 2, "ulysses")
 
 
-def _simulated(rank: int, ranks: int) -> dict[str, int]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
-    elements: dict[str, int] = {}
-    for method in ("ring", "ulysses"):
-        model = on_meta("llama", num_attention_heads=64, num_key_value_heads=8, hidden_size=512, head_dim=8)
-        applier = applied(model, method)
-        batch = {"input_ids": torch.zeros(1, 2**20, dtype=torch.long, device="meta")}
-        part = applier.shard_batch(batch)
-        assert part["input_ids"].shape == (1, 2**20 // 64)
-        hidden(model, part).sum().backward()
-        assert applier.sequence is not None
-        elements.update(applier.sequence.ring.elements)
-    dist.destroy_process_group()
-    return elements
-
-
-def test_many_ranks_and_a_million_tokens_are_simulated_without_memory() -> None:
-    positions = 2**20 // 64 * LAYERS
-    elements = run_distributed(_simulated, 1, backend=None)[0]
-    assert elements["forward_keys_values"] == 63 * 2 * 8 * 8 * positions
-    assert elements["all_to_all"] == 2 * (4 * 64 * 8) * positions
-
-
 def _beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     batch = {**batch_of(2, 24), "position_ids": torch.stack([torch.arange(24), torch.arange(8).repeat(3)])}

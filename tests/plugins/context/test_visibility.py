@@ -1,6 +1,5 @@
 """Who sees whom, against a mask written out for the whole sequence."""
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dlo_plugins.context import context_sequence, visibility
+from dlo_plugins.context import visibility
 from dlo_plugins.context.block_attention import Score
 from dlo_plugins.context.blockwise import Attention, MergedOutput, attend, attend_backward
 from dlo_plugins.context.visibility import (
@@ -177,8 +176,3 @@ def test_without_values_each_row_is_one_document(fake: bool) -> None:
         documents = find_documents(torch.zeros(2, LENGTH, dtype=torch.long, device="meta"), None, CHUNKS)
     assert documents.plain
     assert documents.seen(1, 0) is Visibility.ALL
-
-
-def test_another_kind_of_mapping_tells_its_documents_too() -> None:
-    batch = OrderedDict(input_ids=torch.ones(1, 8), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
-    assert len(context_sequence._document_tensors(batch)) == 1
