@@ -12,25 +12,14 @@ from typing import TYPE_CHECKING, Any
 from dlo_framework._version import __version__
 
 if TYPE_CHECKING:
-    from dlo_framework.applier import Applier, Phase
-    from dlo_framework.checkpoint.loading import load_from_checkpoint
-    from dlo_framework.cli.loaded_config import load_config
-    from dlo_framework.errors import DloError
-    from dlo_framework.plan import ParallelPlan
-    from dlo_framework.task import Task
-    from dlo_framework.trainer import Trainer
-
-__all__ = [
-    "Applier",
-    "DloError",
-    "ParallelPlan",
-    "Phase",
-    "Task",
-    "Trainer",
-    "__version__",
-    "load_config",
-    "load_from_checkpoint",
-]
+    from dlo_framework.applier import Applier as Applier
+    from dlo_framework.applier import Phase as Phase
+    from dlo_framework.checkpoint.loading import load_from_checkpoint as load_from_checkpoint
+    from dlo_framework.cli.loaded_config import load_config as load_config
+    from dlo_framework.errors import DloError as DloError
+    from dlo_framework.plan import ParallelPlan as ParallelPlan
+    from dlo_framework.task import Task as Task
+    from dlo_framework.trainer import Trainer as Trainer
 
 _HOMES = {
     "Applier": "dlo_framework.applier",
@@ -42,6 +31,7 @@ _HOMES = {
     "load_config": "dlo_framework.cli.loaded_config",
     "load_from_checkpoint": "dlo_framework.checkpoint.loading",
 }
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +14,7 @@ from torch import nn
 from dlo_framework.batch_transform import BatchCopier, join_transfer, leave_transfer
 from dlo_framework.batches import tree_leaves
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import check_choice, check_number
 
 #: Types that a batch may hold beside tensors and still be copied on a separate stream.
 _PLAIN = (int, float, str, bytes, type(None))
@@ -54,10 +55,7 @@ class AcceleratorSettings(BatchCopier):
         gc_steps: int = 50,
         copy_stream: bool = True,
     ) -> None:
-        if matmul_precision not in ("highest", "high", "medium"):
-            raise DloError(
-                f"AcceleratorSettings: matmul_precision must be highest, high or medium, got {matmul_precision!r}"
-            )
+        check_choice("AcceleratorSettings: matmul_precision", matmul_precision, get_args(MatmulPrecision))
         check_number("AcceleratorSettings: gc_steps", gc_steps, "at least 0", "0 leaves it to Python")
         self.matmul_precision, self.cudnn_benchmark = matmul_precision, cudnn_benchmark
         self.gc_steps, self.copy_stream = gc_steps, copy_stream
@@ -186,14 +184,11 @@ class Collector:
             gc.enable()
 
 
-_forks: list[bool] = []  # not empty after a fork handler has run
-
-
+@functools.cache
 def _collect_in_forks() -> None:
     """Lets forked processes, such as loaders' workers, collect their own garbage."""
-    if not _forks and hasattr(os, "register_at_fork"):
+    if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.enable)
-        _forks.append(True)
 
 
 def may_benchmark(module: nn.Module) -> bool:

@@ -133,4 +133,4 @@ def replace_entries(batch: Any, entries: dict[int | str, Any]) -> Any:
     for key, value in entries.items():
         assert isinstance(key, int)
         values[key] = value
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return rebuild(batch, values)

@@ -280,6 +280,7 @@ def known_peak(name: str) -> Peak | None:
     return next((peak for pattern, peak in _PEAKS if re.search(rf"\b({pattern})\b", plain)), None)
 
 
+@functools.cache  # Lightning warns about each unknown device.
 def device_peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
     """Returns the peak FLOP/s of an accelerator; None where it is not known.
 
@@ -417,18 +418,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def peak_flops(trainer: Trainer) -> float | None:
     """Returns the peak FLOP/s of this rank's accelerator at the run's precision; None where it is not known."""
-    device, dtype = trainer.strategy.root_device, _dtype(str(trainer.precision))
-    if device.type != "cuda" or dtype is None:
-        return None
-    return _peak(device, dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
-@functools.cache
-def _peak(device: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    return device_peak(device, dtype, tf32)  # Cached: Lightning warns about each unknown device.
-
-
-def _dtype(precision: str) -> torch.dtype | None:
-    """Returns the dtype of matrix products at a Trainer's precision; None for engines of others."""
     of_bits = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
-    return of_bits.get(precision.partition("-")[0])
+    device, dtype = trainer.strategy.root_device, of_bits.get(str(trainer.precision).partition("-")[0])
+    if device.type != "cuda" or dtype is None:  # Engines of others have precisions of their own.
+        return None
+    return device_peak(device, dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -15,23 +15,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from dlo_framework import runs
+from dlo_framework import resume, runs
 from dlo_framework.accelerator import AcceleratorSettings
 from dlo_framework.distributed.collectives import collectives_begun
 from dlo_framework.distributed.equal_batches import EqualBatches
 from dlo_framework.distributed.signals import GRACE
-from dlo_framework.errors import DloError, OrderlyEnd, is_agreed
+from dlo_framework.errors import DloError, OrderlyEnd, first_line, is_agreed
 from dlo_framework.finite import FiniteLoss
 from dlo_framework.progress import AccumulationTail
 from dlo_framework.random_streams import raw_random_state, restore_raw_random_state
-from dlo_framework.resume import (
-    ExactResume,
-    logged_metrics,
-    metrics_of,
-    replayed_loaders,
-    same_metrics,
-    training_metrics,
-)
 from dlo_framework.stop import SAVE_MINUTES, GracefulStop
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.watch.bar import RunBar
@@ -41,6 +33,8 @@ from dlo_framework.watch.summary import RunRecord
 
 #: Default metric and mode of the best checkpoint, for a model without ``best_metric``.
 ASSUMED_METRIC = ("val_loss", "min")
+#: Classes of defaults that a callback of the user replaces.
+_REPLACEABLE = (AccumulationTail, AcceleratorSettings, FiniteLoss, ProgressBar)
 
 
 def add_default_callbacks(
@@ -77,36 +71,35 @@ def add_default_callbacks(
     monitor = next((callback for callback in callbacks if isinstance(callback, RunMonitor)), RunMonitor())
     state, traffic = StateReport(), TrafficReport()
     # Before the user's: a callback that clips gradients, or adds noise to them, must get the corrected gradient.
-    first: list[Callback] = []
-    if not any(isinstance(callback, AccumulationTail) for callback in callbacks):
-        first.append(AccumulationTail())
-    defaults: list[Callback] = [EqualBatches(), monitor, ExactResume(), state, traffic]
+    first: list[Callback] = [AccumulationTail()]
+    defaults: list[Callback] = [EqualBatches(), monitor, resume.ExactResume(), state, traffic]
     defaults.append(RunRecord(run_folder, config, monitor, state, traffic))
+    defaults += [AcceleratorSettings(cudnn_benchmark=cudnn_benchmark), FiniteLoss()]
+    if progress_bar:
+        defaults.append(RunBar())
     for callback in callbacks:
         if isinstance(callback, AcceleratorSettings):
             callback.cudnn_benchmark &= cudnn_benchmark
-    if not any(isinstance(callback, AcceleratorSettings) for callback in callbacks):
-        defaults.append(AcceleratorSettings(cudnn_benchmark=cudnn_benchmark))
-    if not any(isinstance(callback, FiniteLoss) for callback in callbacks):
-        defaults.append(FiniteLoss())
-    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        defaults.append(RunBar())
     if checkpoints:
         folder = run_folder / runs.CHECKPOINTS
+        here = os.path.realpath(folder)
         own = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in own:
             # Lightning's own default is the first logger's folder, where `last`, `best` and `auto` do not look.
-            callback.dirpath = callback.dirpath or os.path.realpath(folder)
+            callback.dirpath = callback.dirpath or here
         if not any(callback.monitor for callback in own):
             defaults += best_checkpoint(run_folder, model)
-        last = next((callback for callback in own if callback.save_last and _is_same(callback.dirpath, folder)), None)
+        last = next((one for one in own if one.save_last and os.path.realpath(one.dirpath or "") == here), None)
         if last is None:
             last = LastCheckpoint(folder)
             defaults.append(last)
         stop = GracefulStop(folder, stop_grace, save_minutes)
         defaults.append(stop)
         first.append(EndCheckpoint(last, stop))
-    return [*first, *callbacks, *(callback for callback in defaults if callback not in callbacks)]
+    replaced = tuple(kind for kind in _REPLACEABLE if any(isinstance(callback, kind) for callback in callbacks))
+    first = [callback for callback in first if not isinstance(callback, replaced)]
+    defaults = [callback for callback in defaults if callback not in callbacks and not isinstance(callback, replaced)]
+    return [*first, *callbacks, *defaults]
 
 
 def check_checkpoint_folders(callbacks: Iterable[Callback]) -> None:
@@ -184,15 +177,14 @@ class BestIfLogged(_SavesAtEnds):
 
     def __init__(self, *, assumed: bool, **options: Any) -> None:
         super().__init__(**options)
-        if assumed:
-            self.monitor_is_optional = True
+        self.monitor_is_optional = assumed
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Saves if the metric was logged; Lightning's (2.6.6), which it overrides, raises an error without it."""
         is_logged = self.monitor in monitor_candidates
-        if not is_logged and not hasattr(self, "monitor_is_optional") and trainer.enable_validation:
+        if not is_logged and not self.monitor_is_optional and trainer.enable_validation:
             super()._save_topk_checkpoint(trainer, monitor_candidates)  # Raises.
-        if not self._said and (not is_logged or hasattr(self, "monitor_is_optional")):
+        if not self._said and (not is_logged or self.monitor_is_optional):
             name = type(trainer.lightning_module).__name__
             choose = f"set best_metric = (name, 'min' or 'max') on {name} to take another metric"
             rank_zero_info(
@@ -224,10 +216,6 @@ class LastCheckpoint(_SavesAtEnds):
             save_top_k=1,
             enable_version_counter=False,
         )
-
-    def save_now(self, trainer: Trainer) -> None:
-        """Saves the current state."""
-        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
 class EndCheckpoint(Callback):
@@ -262,7 +250,7 @@ class EndCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds what a forward pass changes."""
-        self._before, self._torchmetrics = None, metrics_of(pl_module)
+        self._before, self._torchmetrics = None, resume.metrics_of(pl_module)
         norms = (module for module in pl_module.modules() if isinstance(module, _NormBase))
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
@@ -270,9 +258,9 @@ class EndCheckpoint(Callback):
         """Copies what the batch changes besides weights."""
         self._had_backward = False
         statistics = [each.clone() for each in self._statistics]
-        metrics = training_metrics(trainer, self._torchmetrics)
+        metrics = resume.training_metrics(trainer, self._torchmetrics)
         # A resumed run takes the batch from its loader again.
-        states = (each.before_batch for each in replayed_loaders(trainer) if each.before_batch is not None)
+        states = (each.before_batch for each in resume.replayed_loaders(trainer) if each.before_batch is not None)
         random = next(states, None) or raw_random_state()
         self._before = _BatchStart(trainer.global_step, random, statistics, metrics)
 
@@ -282,12 +270,12 @@ class EndCheckpoint(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Records the metrics that the checkpoint holds; if this save fails, another one would."""
-        self._metrics, self._before = logged_metrics(trainer), None
+        self._metrics, self._before = resume.logged_metrics(trainer), None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves, if steps have been done or metrics logged since the last save."""
         if self._saves(trainer) and not (
-            self._is_saved(trainer) and same_metrics(self._metrics, logged_metrics(trainer))
+            self._is_saved(trainer) and resume.same_metrics(self._metrics, resume.logged_metrics(trainer))
         ):
             self._save(trainer)
 
@@ -301,13 +289,10 @@ class EndCheckpoint(Callback):
         path = runs.shown(Path(self.last.dirpath or "") / runs.LAST)
         try:
             self._save(trainer)
-            what = (
-                f"saved the state before the error, of step {trainer.global_step}: {path}; go on with --ckpt_path last"
-            )
+            what = f"saved the state before the error, of step {trainer.global_step}: {path}"
+            what += "; go on with --ckpt_path last"
         except Exception as error:  # A full disk, or an accelerator that has failed.
-            what = (
-                f"the state before the error could not be saved: {(str(error) or type(error).__name__).splitlines()[0]}"
-            )
+            what = f"the state before the error could not be saved: {first_line(error)}"
         if trainer.is_global_zero:
             print(f"dlo: {what}", file=sys.stderr, flush=True)
 
@@ -344,7 +329,7 @@ class EndCheckpoint(Callback):
         for buffer, value in zip(self._statistics, before.statistics, strict=True):
             buffer.copy_(value)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ExactResume):
+            if isinstance(callback, resume.ExactResume):
                 callback.set_metrics(before.metrics)
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         for batches in (progress.total, progress.current):
@@ -360,10 +345,13 @@ class EndCheckpoint(Callback):
         return self.last._last_global_step_saved == trainer.global_step
 
     def _save(self, trainer: Trainer) -> None:
+        candidates = self.last._monitor_candidates(trainer)
         if isinstance(self.last, LastCheckpoint):
-            self.last.save_now(trainer)
+            self.last._save_topk_checkpoint(trainer, candidates)
         else:
-            _save_last(self.last, trainer)
+            # Lightning (2.6.6) has no public method for it; with `save_last: link` it would link to the last saved one.
+            self.last._last_checkpoint_saved = ""
+            self.last._save_last_checkpoint(trainer, candidates)
 
 
 def _is_in_batch(trainer: Trainer) -> bool:
@@ -378,16 +366,3 @@ class _BatchStart(NamedTuple):
     random: tuple[Any, ...]
     statistics: list[Tensor]
     metrics: dict[str, Any]
-
-
-def _save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
-    """Makes a user's ModelCheckpoint write its last checkpoint now.
-
-    Lightning (2.6.6) has no public method for it; with ``save_last: link`` it would link to the last saved one.
-    """
-    callback._last_checkpoint_saved = ""
-    callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-
-
-def _is_same(path: str | Path | None, folder: Path) -> bool:
-    return path is not None and os.path.realpath(path) == os.path.realpath(folder)

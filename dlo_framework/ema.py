@@ -24,7 +24,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from dlo_framework.checkpoint import load
 from dlo_framework.errors import check_number
-from dlo_framework.placed_model import PlacedModel
+from dlo_framework.placed_model import PlacedModel, evaluation_mode
 from dlo_framework.strategy_contract import contract_of
 
 _CURRENT = "current_model_state"
@@ -87,9 +87,7 @@ class WeightEMA(Callback):
         self._last_step = trainer.global_step
         self._held.begin(tensors)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Updates the average if the batch ended an optimizer step."""
         if trainer.global_step == self._last_step or self._average is None:
             return
@@ -284,7 +282,7 @@ def _to_fp32(tensor: Tensor) -> Tensor:
 _KEY = "frozen_average"
 
 
-class AveragedModel(PlacedModel):
+class AveragedModel(PlacedModel, Callback):
     """Average of the run's own model, whose weights are in the model for the time of a forward.
 
     Each rank keeps the average of its shards; the model's own placement computes with them. The average is in the
@@ -302,13 +300,17 @@ class AveragedModel(PlacedModel):
         self._average = WeightAverage(decay, copies_buffers=True)
         self._head: Any = None
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        number = sum(isinstance(callback, _Updates) for callback in callbacks)
-        self._updates = _Updates(self, f"{_KEY}_{number}")
+        self._key = f"{_KEY}_{sum(isinstance(callback, AveragedModel) for callback in callbacks)}"
         self._last_step = 0
-        callbacks.append(self._updates)
+        callbacks.append(self)
 
-    def begin(self) -> None:
-        """Starts from the weights, unless the run resumes with an average; called when the run has read its state."""
+    @property
+    def state_key(self) -> str:
+        """Key of the callback, one for each average."""
+        return self._key
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts from the weights, unless the run resumes with an average."""
         self._restore()  # Only now: strategies that shard load the run's checkpoint after `on_fit_start`.
         # Not from those after the first step, as WeightEMA does: the first forward comes before it.
         self._average.begin(self._contract.local_tensors())
@@ -320,7 +322,7 @@ class AveragedModel(PlacedModel):
         strategy: Any = self._trainer.strategy
         path = strategy.broadcast(str(self._trainer.ckpt_path or ""))
         saved = load(path, level=None) if path else {}  # The strategy has verified it.
-        entry = saved.get(self._updates.key)
+        entry = saved.get(self._key)
         if entry is None:
             return
         trained = [tensor.detach().clone() for tensor in self._contract.local_tensors()]
@@ -376,57 +378,31 @@ class AveragedModel(PlacedModel):
         buffers = sum(not buffer.is_meta for buffer in self.task.buffers())
         self._average.update(self._contract.local_tensors(), buffers)
 
-    def save(self) -> dict[str, Any]:
-        """Returns the average's state for a checkpoint: its shards by name; called on all ranks."""
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Updates the average if the batch ended an optimizer step."""
         self.catch_up()
-        strategy = self._trainer.strategy
-        state = {"state": self._average.other_state(strategy), "updates": self._average.updates}
-        rest = self._average.residual(strategy)
-        return {**state, "rest": rest} if rest else state
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds the average's state: its shards by name; called on all ranks."""
+        self.catch_up()
+        state = {"state": self._average.other_state(trainer.strategy), "updates": self._average.updates}
+        rest = self._average.residual(trainer.strategy)
+        checkpoint[self._key] = {**state, "rest": rest} if rest else state
 
     def close(self) -> None:
         """Frees the average; the run's model keeps its own weights."""
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._updates in callbacks:
-            callbacks.remove(self._updates)
+        if self in callbacks:
+            callbacks.remove(self)
         self.task = self._head = self._average.tensors = None
-
-
-class _Updates(Callback):
-    """Callback that updates an average after each optimizer step, and adds it to checkpoints."""
-
-    def __init__(self, model: AveragedModel, key: str) -> None:
-        self._model, self.key = model, key
-
-    @property
-    def state_key(self) -> str:
-        """Key of the callback, one for each average."""
-        return self.key
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the average."""
-        self._model.begin()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Updates the average if the batch ended an optimizer step."""
-        self._model.catch_up()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the average; called on all ranks."""
-        checkpoint[self.key] = self._model.save()
 
 
 @contextlib.contextmanager
 def _evaluating(task: Any) -> Iterator[None]:
     """Puts a task into evaluation mode inside the block, and hides its trainer, which is in a stage of training."""
-    modes = [(module, module.training) for module in task.modules()]
     trainer, task._trainer = task._trainer, None
-    task.eval()
     try:
-        yield
+        with evaluation_mode(task):
+            yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         task._trainer = trainer

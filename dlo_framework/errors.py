@@ -138,6 +138,11 @@ def dlo_error_in(error: BaseException) -> DloError | None:
     return None
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; its class where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def worker_message(error: BaseException) -> str:
     """Returns an error's own message, also if a loader's worker has wrapped its traceback around it.
 

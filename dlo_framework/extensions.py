@@ -184,8 +184,7 @@ class NamedFunctions(Generic[Value]):
     def __init__(self, what: str, group: str, make: Callable[..., Value] | None = None) -> None:
         self.what, self.group = what, group
         self._make = make
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, tuple[Callable[..., Any], Value]] = {}
 
     def register(self, name: str, **options: Any) -> Callable[[Function], Function]:
         """Returns a decorator that adds a function to the set.
@@ -206,14 +205,14 @@ class NamedFunctions(Generic[Value]):
             )
 
         def add(function: Function) -> Function:
-            other = self._functions.get(name)
-            if other is not None and _path(other) != _path(function):
+            other = self._values[name][0] if name in self._values else function
+            if _path(other) != _path(function):
                 raise DloError(
                     f"{self.what} names must be unique, got '{name}' in {_path(other)} and in {_path(function)}; rename"
                     " one"
                 )
             made: Any = function if self._make is None else self._make(function, **options)
-            self._functions[name], self._values[name] = function, made
+            self._values[name] = function, made
             registering_modules.add(function.__module__)
             return function
 
@@ -225,7 +224,7 @@ class NamedFunctions(Generic[Value]):
 
     def loaded(self) -> dict[str, Value]:
         """Returns the values whose modules are imported, by name."""
-        return dict(self._values)
+        return {name: value for name, (_, value) in self._values.items()}
 
     def get(self, name: str) -> Value:
         """Returns the value of a name; imports its module if an installed package has it.
@@ -241,7 +240,7 @@ class NamedFunctions(Generic[Value]):
         if name not in self._values:
             names = self.names()
             raise DloError(f"unknown {self.what} '{name}'{unknown_hint(name, names)}")
-        return self._values[name]
+        return self._values[name][1]
 
 
 def _path(function: Callable[..., Any]) -> str:

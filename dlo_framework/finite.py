@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm, skip_step
-from dlo_framework.errors import DloError, check_number, mark_agreed
+from dlo_framework.errors import DloError, check_choice, check_number, mark_agreed
 from dlo_framework.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
@@ -41,8 +41,7 @@ class FiniteLoss(Callback):
     needs_gradients = False
 
     def __init__(self, on_nan: Literal["stop", "skip", "ignore"] = "stop", max_skipped: int = 10) -> None:
-        if on_nan not in ("stop", "skip", "ignore"):
-            raise DloError(f"FiniteLoss: on_nan must be stop, skip or ignore, got {on_nan!r}")
+        check_choice("FiniteLoss: on_nan", on_nan, ("stop", "skip", "ignore"))
         check_number("FiniteLoss: max_skipped", max_skipped, "at least 1")
         self.on_nan, self.max_skipped = on_nan, max_skipped
         self.skipped = 0

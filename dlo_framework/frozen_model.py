@@ -19,14 +19,14 @@ from torch import Tensor
 from dlo_framework import runs
 from dlo_framework.batches import map_leaves
 from dlo_framework.checkpoint import check as check_checkpoint
-from dlo_framework.checkpoint import load, locate, newest_valid
+from dlo_framework.checkpoint import load, locate
 from dlo_framework.checkpoint.loading import LazyStateDict, as_lazy_state_dict
 from dlo_framework.ema import AveragedModel
 from dlo_framework.errors import DloError, check_choice, check_number, did_you_mean, shown_names
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.registry import Registry
 from dlo_framework.registry.registry import allowed_roots, check_class_path
-from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of
+from dlo_framework.strategy_contract import ForeignStrategy, StrategyContract, contract_of, plain_name
 from dlo_framework.task import Task
 from dlo_framework.yaml_text import read_yaml
 
@@ -255,36 +255,31 @@ def find_checkpoint(text: str) -> Path:
         DloError: There is none; the message names the nearest path.
     """
     path = Path(text).expanduser()
+    found: Path | None = None
     if path.name in ("last", "best") and locate(path) is None:
-        found = _in_run(path.parent, path.name)
-        if found is not None:
-            return found
+        found = runs.checkpoint_of(path.parent, path.name, weights_only=True)
     elif (path / runs.CHECKPOINTS).is_dir():
-        found = _in_run(path, "best") or _in_run(path, "last")
-        if found is not None:
-            return found
-        raise DloError(f"checkpoint of a second model must be a run with a checkpoint, got {text} without; train it")
+        found = _checkpoint_in(path)
+        if found is None:
+            raise DloError(
+                f"checkpoint of a second model must be a run with a checkpoint, got {text} without; train it"
+            )
     elif any((run / runs.CHECKPOINTS).is_dir() for run in runs.versions(path)):
-        found = next((f for run in runs.versions(path) if (f := _in_run(run, "best") or _in_run(run, "last"))), None)
-        if found is not None:
-            return found
+        found = next((f for run in runs.versions(path) if (f := _checkpoint_in(run)) is not None), None)
     elif locate(path) is not None:
         check_checkpoint(path)
-        return path
+        found = path
+    if found is not None:
+        return found
     raise DloError(
         f"checkpoint of a second model must be a run folder or a checkpoint, got {text}{_nearest_path(path)}"
         " (train one with `dlo fit`)"
     )
 
 
-def _in_run(run: Path, which: str) -> Path | None:
-    """Returns a run's best or last checkpoint; None if it has none."""
-    if not (run / runs.CHECKPOINTS).is_dir():
-        return None
-    if which == "best":
-        found = runs.best_checkpoint(run)
-        return found if found is not None and locate(found) is not None else None
-    return newest_valid(run / runs.CHECKPOINTS, "size", weights_only=True)
+def _checkpoint_in(run: Path) -> Path | None:
+    """Returns a run's best checkpoint, or its last where it has no best; None if it has none."""
+    return runs.checkpoint_of(run, "best") or runs.checkpoint_of(run, "last", weights_only=True)
 
 
 def _nearest_path(path: Path) -> str:
@@ -367,7 +362,7 @@ def check_weights(saved: LazyStateDict, twin: Task, path: Path) -> None:
     Raises:
         DloError: It has not.
     """
-    own = {name.replace("_orig_mod.", ""): value for name, value in twin.state_dict().items()}
+    own = {plain_name(name): value for name, value in twin.state_dict().items()}
     missing = [name for name in own if name not in saved]
     extra = [name for name in saved if name.startswith("model.") and name not in own]
     resized = [
@@ -408,6 +403,3 @@ def _cast(task: Task, dtype: torch.dtype) -> None:
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)
     _update_properties(task, dtype=dtype)
-
-
-# --- fingerprints ----------------------------------------------------------------------------------------------

@@ -95,12 +95,8 @@ class FileLock:
 
     def newest(self) -> tuple[int, Path | None]:
         """Returns the highest number of the lock's files, and that file; -1 and None if there is none."""
-        found = {}
-        for path in self._files():
-            number = path.name.removeprefix(f"{self.path.name}.")
-            if number.isdigit():
-                found[int(number)] = path
-        return max(found.items(), default=(-1, None))
+        numbered = ((path.name.removeprefix(f"{self.path.name}."), path) for path in self._files())
+        return max(((int(number), path) for number, path in numbered if number.isdigit()), default=(-1, None))
 
     def _files(self) -> Iterator[Path]:
         return self.path.parent.glob(f"{glob.escape(self.path.name)}.*")
@@ -135,6 +131,11 @@ class FileLock:
             with contextlib.suppress(OSError):  # If the folder or the disk is gone, so is the lock.
                 self._own.unlink(missing_ok=True)
         self._own = None
+
+    def holder(self) -> dict[str, Any] | None:
+        """Returns the live process that holds the lock; None if none does."""
+        newest = self.newest()[1]
+        return None if newest is None else self.live_holder(newest)
 
     def live_holder(self, path: Path) -> dict[str, Any] | None:
         """Returns the process that holds a file of the lock, if it lives as far as is known now; else None."""
@@ -188,14 +189,13 @@ def _create_once(path: Path, text: str) -> bool:
         try:
             os.link(draft, path)
         except FileExistsError:
-            return False
+            raise
         except OSError:  # The file system has no hard links.
-            try:
-                with open(path, "x") as file:
-                    file.write(text)
-            except FileExistsError:
-                return False
+            with open(path, "x") as file:
+                file.write(text)
         return True
+    except FileExistsError:
+        return False
     finally:
         draft.unlink(missing_ok=True)
 
@@ -213,7 +213,6 @@ def _file_system_time(folder: Path) -> float:
 # --- runs ------------------------------------------------------------------------------------------------------
 
 _held: list[RunLock] = []
-_registered: list[bool] = []
 
 
 class RunLock(FileLock):
@@ -241,6 +240,7 @@ class RunLock(FileLock):
             ) from error
         if holder is not None:
             raise _taken(self.run, holder)
+        atexit.register(self.release)
         _held.append(self)
 
     def release(self) -> None:
@@ -296,23 +296,18 @@ def lock_run(run: Path) -> RunLock:
             return lock
     lock = RunLock(run.resolve())
     lock.acquire()
-    if not _registered:
-        atexit.register(release_all)
-        _registered.append(True)
     return lock
 
 
 def release_all() -> None:
-    """Releases all locks of runs that this process holds; called at exit."""
+    """Releases all locks of runs that this process holds; called where a process ends without Python's exit."""
     for lock in list(_held):
         lock.release()
 
 
 def check_free(run: Path) -> None:
     """Refuses a run whose lock another process holds."""
-    lock = RunLock(run)
-    path = lock.newest()[1]
-    holder = None if path is None else lock.live_holder(path)
+    holder = RunLock(run).holder()
     if holder is not None:
         raise _taken(run, holder)
 
@@ -322,9 +317,7 @@ def is_held(run: Path) -> bool:
 
     A process on another host counts as alive until its lock has not been touched for ``DEAD`` seconds.
     """
-    lock = FileLock(RunLock(run).path)
-    path = lock.newest()[1]
-    return path is not None and bool(lock.live_holder(path))
+    return bool(FileLock(RunLock(run).path).holder())
 
 
 def check_only_starter(run: Path, others: list[Path]) -> None:

@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from dlo_framework.errors import DloError, check_number
 
 #: Names of the axes, outer to inner.
@@ -127,18 +129,11 @@ class MeshSpec:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns a global rank's coordinates; the mesh must have no -1."""
-        places = []
-        for size in reversed(self.sizes.values()):
-            places.append(rank % size)
-            rank //= size
-        return Coordinates(*reversed(places))
+        return Coordinates(*map(int, np.unravel_index(rank, tuple(self.sizes.values()))))
 
     def rank(self, place: Coordinates) -> int:
         """Returns the global rank at some coordinates."""
-        number = 0
-        for size, at in zip(self.sizes.values(), place, strict=True):
-            number = number * size + at
-        return number
+        return int(np.ravel_multi_index(place, tuple(self.sizes.values())))
 
     def data_rank(self, rank: int) -> int:
         """Returns the index of the samples' share that a rank sees: ranks with the same index see the same samples."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from typing import TypeAlias
@@ -29,10 +28,11 @@ from typing import TypeAlias
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, first_line
 from dlo_framework.extensions import installed_points, load_instance
+from dlo_framework.fake_kernels import tensor_places, tensors_replaced
+from dlo_framework.placed_model import evaluation_mode
 
 GROUP = "dlo_framework.image_models"
 
@@ -173,41 +173,15 @@ def _channels(model: nn.Module) -> list[int]:
 def _objection(model: nn.Module, size: Size, channels: int) -> str | None:
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
     images = torch.empty(2, channels, *size, dtype=None if first is None else first.dtype, device="meta")
-    empty = _on_meta(model)
-    with _as_in_evaluation(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    made: dict[int, Tensor] = {}  # tied tensors stay tied
+    empty = [
+        (entries, key, made.setdefault(id(tensor), torch.empty_like(tensor, device="meta")))
+        for entries, key, tensor in tensor_places(model)
+    ]
+    eager = torch.compiler.set_stance("force_eager")
+    with evaluation_mode(model), torch.no_grad(), eager, tensors_replaced(empty):
         try:
-            functional_call(model, empty, (images,), tie_weights=False)
+            model(images)
         except Exception as error:  # whatever it is, the model would raise it in training
-            return (str(error).splitlines() or [type(error).__name__])[0]
+            return first_line(error)
     return None
-
-
-def _on_meta(model: nn.Module) -> dict[str, Tensor]:
-    """Returns a model's tensors on the meta device, each under one name in the module that holds it.
-
-    ``functional_call`` (torch 2.11 to 2.15) swaps a tensor under each of its names and back in the same order: in a
-    module that has two names (CoaT shares its position encodings) the model would keep the meta tensor.
-    """
-    made: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for prefix, part in model.named_modules():  # each once
-        own = chain(
-            part.named_parameters(recurse=False, remove_duplicate=False),
-            part.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        for name, value in own:
-            empty = made.setdefault(id(value), torch.empty_like(value, device="meta"))
-            found[f"{prefix}.{name}" if prefix else name] = empty
-    return found
-
-
-@contextmanager
-def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Turns off random layers in the block, and restores each module's own mode."""
-    modes = [(part, part.training) for part in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training

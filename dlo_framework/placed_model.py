@@ -134,6 +134,18 @@ class PlacedModel:
         self.task = None
 
 
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Puts a module into evaluation mode inside the block, and then each of its modules into its own."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 def block_names(task: Any) -> list[str]:
     """Returns the names of a task's blocks, from its plan; none if it has none."""
     try:

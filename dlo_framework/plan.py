@@ -230,13 +230,10 @@ class ParallelPlan:
         self._check_tied(module, tensors)
 
     def _check_patterns(self, modules: list[str], tensors: list[str]) -> None:
-        known = [*modules, *tensors]
-        for part in ("blocks", "attention", "experts"):
+        for part in ("blocks", "attention", "experts", "stem", "head", "tensor"):
+            names = modules if part in ("blocks", "attention", "experts") else [*modules, *tensors]
             for pattern in getattr(self, part):
-                _check_matches(part, pattern, modules)
-        for part in ("stem", "head", "tensor"):
-            for pattern in getattr(self, part):
-                _check_matches(part, pattern, known)
+                _check_matches(part, pattern, names)
 
     def _check_owner(self, name: str, modules: list[str]) -> None:
         owners = self.owners(name)

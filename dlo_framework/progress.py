@@ -207,18 +207,13 @@ class AccumulationTail(Callback):
             if gradients:  # None where StochasticWeightAveraging (Lightning 2.6) renews statistics in a last pass.
                 torch._foreach_mul_(gradients, size / batches)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the number that the user set."""
-        self._release(trainer)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restores the number after an exception in an earlier fit."""
-        self._release(trainer)
-
-    def _release(self, trainer: Trainer) -> None:
+    def _release(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Restores the number that the user set, also after an exception in an earlier fit."""
         if self._window is not None and trainer.accumulate_grad_batches is self._window:
             trainer.accumulate_grad_batches = self._size
         self._window = None
+
+    setup = on_train_epoch_end = _release
 
 
 def find_window(batch: int, size: int, batches: float) -> tuple[int, int]:

@@ -54,42 +54,38 @@ def random_state() -> dict[str, Any]:
 
     It holds plain numbers and tensors only, so that its checkpoint loads with ``weights_only=True``.
     """
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    (version, internal, gauss), (name, keys, *rest), of_torch, of_cuda = raw_random_state()
     state: dict[str, Any] = {
         "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": of_torch,
     }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def raw_random_state() -> tuple[Any, ...]:
-    """Returns the same state in the generators' own forms, which is quicker."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-
-def restore_raw_random_state(state: tuple[Any, ...]) -> None:
-    """Sets the random generators to a state of :func:`raw_random_state`."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if state[3] is not None:
-        torch.cuda.set_rng_state(state[3])
+    return state if of_cuda is None else {**state, "cuda": of_cuda}
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Sets the random generators to a state of :func:`random_state`."""
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    of_cuda = state.get("cuda") if torch.cuda.is_available() else None
+    of_numpy = (name, keys.numpy().astype(np.uint32), *rest)
+    restore_raw_random_state(((version, tuple(internal.tolist()), gauss), of_numpy, state["torch"], of_cuda))
+
+
+def raw_random_state() -> tuple[Any, ...]:
+    """Returns the same state in the generators' own forms, which is quicker."""
+    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), of_cuda
+
+
+def restore_raw_random_state(state: tuple[Any, ...]) -> None:
+    """Sets the random generators to a state of :func:`raw_random_state`."""
+    of_python, of_numpy, of_torch, of_cuda = state
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    if of_cuda is not None:
+        torch.cuda.set_rng_state(of_cuda)
 
 
 def restore_stream(saved: dict[str, Any], stream: list[int]) -> None:
@@ -100,7 +96,7 @@ def restore_stream(saved: dict[str, Any], stream: list[int]) -> None:
 
     Args:
         saved: Entry of a checkpoint: ``random_state``, each rank's state, and ``streams``, their streams.
-        stream: Stream of this rank, ``random_stream`` of its strategy.
+        stream: Stream of this rank: its share of the samples, their number, its pipeline stage, their number.
     """
     states, streams = saved["random_state"], saved.get("streams", [])
     if stream in streams:
@@ -114,13 +110,11 @@ def restore_stream(saved: dict[str, Any], stream: list[int]) -> None:
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Restores the states of Python's, NumPy's and torch's CPU generators after the block."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state(), None
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        restore_raw_random_state(state)
 
 
 def get_torch_state(device: torch.device) -> TorchState:
@@ -132,10 +126,9 @@ def get_torch_state(device: torch.device) -> TorchState:
 
 def set_torch_state(state: TorchState, device: torch.device) -> None:
     """Sets the random states of torch's generators of the CPU and of a device."""
-    of_cpu, of_device = state
-    torch.set_rng_state(of_cpu)
-    if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)
 
 
 @contextlib.contextmanager

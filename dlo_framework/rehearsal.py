@@ -33,13 +33,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
 from dlo_framework.data import ResumableBatchSampler, ResumableLoader
 from dlo_framework.errors import DloError
+from dlo_framework.local_memory import local_tensor
 from dlo_framework.random_streams import random_state, restore_random_state
 from dlo_framework.stop import GracefulStop
 from dlo_framework.strategy_contract import contract_of
@@ -193,7 +193,7 @@ def rehearse(trainer: Trainer) -> Iterator[Rehearsal]:
         if isinstance(callback, RunMonitor):
             callback.pause()
     with contextlib.ExitStack() as stack:
-        stack.callback(take_snapshot(trainer).restore)
+        stack.callback(Snapshot(trainer).restore)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         options.loggers = [DummyLogger() for _ in trainer.loggers]
         rehearsal = Rehearsal(trainer)
@@ -285,7 +285,7 @@ _CONSTANT = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Snapshot:
-    """State of a run at one moment; :func:`take_snapshot` makes one.
+    """State of a run at one moment, from ``on_train_start`` on.
 
     It holds parameters, buffers and gradients, train or eval mode, ``requires_grad``, the states of optimizers,
     schedulers and the precision plugin's scaler, Lightning's counters and logged metrics, the loaders' positions, the
@@ -351,11 +351,6 @@ class Snapshot:
         restore_random_state(self._random)
 
 
-def take_snapshot(trainer: Trainer) -> Snapshot:
-    """Returns the run's state, from ``on_train_start`` on."""
-    return Snapshot(trainer)
-
-
 def training_loaders(trainer: Trainer) -> list[Any]:
     """Returns the training loaders; Lightning (2.6) exposes them as the nested structure that the user returned."""
     loader = trainer.fit_loop._combined_loader
@@ -383,16 +378,12 @@ def _separate_shards(trainer: Trainer) -> list[torch.Tensor]:
 
     With other strategies the optimizers step the same memory that the module has.
     """
-    stepped = {
-        _local(tensor).untyped_storage().data_ptr()
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-    }
     module = trainer.lightning_module
-    stepped |= {_local(tensor).untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    held = contract_of(trainer.strategy).local_tensors()
-    return [_local(tensor) for tensor in held if _local(tensor).untyped_storage().data_ptr() not in stepped]
+    own = [*module.parameters(), *module.buffers()]
+    own += [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+    memory = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in own}
+    held = map(local_tensor, contract_of(trainer.strategy).local_tensors())
+    return [tensor for tensor in held if tensor.untyped_storage().data_ptr() not in memory]
 
 
 def _restart_iterator(trainer: Trainer, number: int, loader: Any) -> None:
@@ -440,22 +431,17 @@ def _tensor(tensor: torch.Tensor) -> tuple[Undo | None, Iterable[Any]]:
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     gradient = tensor.grad if leaf else None
     with torch.no_grad():
-        saved = _local(tensor).to("cpu", copy=True)
+        saved = local_tensor(tensor).to("cpu", copy=True)
 
     def undo() -> None:
         if leaf and not tensor.is_leaf:
             tensor.detach_()
-        _local(tensor).copy_(saved)
+        local_tensor(tensor).copy_(saved)
         if leaf:
             tensor.grad = gradient
             tensor.requires_grad_(requires_grad)
 
     return undo, () if gradient is None else (gradient,)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a tensor, in the tensor's own memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _mapping(mapping: dict[Any, Any]) -> Undo:
@@ -484,27 +470,24 @@ def _collection(collection: Any) -> Undo:
 
 
 def _array(array: np.ndarray) -> Undo | None:
-    if not array.flags.writeable:
-        return None
     saved = array.copy()
+    return (lambda: np.copyto(array, saved)) if array.flags.writeable else None
 
-    def undo() -> None:
-        array[...] = saved
 
-    return undo
+#: Random generators with the names of the methods that return and set their state.
+_GENERATORS = (
+    (torch.Generator, "get_state", "set_state"),
+    (random.Random, "getstate", "setstate"),
+    (np.random.RandomState, "get_state", "set_state"),
+)
 
 
 def _generator(item: Any) -> Undo | None:
     """Returns a function that restores a random generator; None for anything else."""
-    if isinstance(item, torch.Generator):
-        state = item.get_state()
-        return lambda: item.set_state(state)
-    if isinstance(item, random.Random):
-        internal = item.getstate()
-        return lambda: item.setstate(internal)
-    if isinstance(item, np.random.RandomState):
-        legacy = item.get_state()
-        return lambda: item.set_state(legacy)
+    for kind, get, put in _GENERATORS:
+        if isinstance(item, kind):
+            state = getattr(item, get)()
+            return lambda: getattr(item, put)(state)
     if isinstance(item, np.random.Generator):
         bits = copy.deepcopy(item.bit_generator.state)
         return lambda: setattr(item.bit_generator, "state", bits)

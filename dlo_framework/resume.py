@@ -10,7 +10,6 @@ mean over a resumed epoch would be of its rest alone. Both are of this rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +30,8 @@ from torchmetrics import Metric, MetricCollection
 from dlo_framework.batches import tree_leaves, tree_map_only
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.random_streams import random_state, restore_random_state, restore_stream
-from dlo_framework.replayed_loader import give_generator
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.replayed_loader import ReplayedLoader, give_generator
+from dlo_framework.strategy_contract import contract_of, data_share
 
 KEY = "dlo"
 
@@ -69,7 +68,7 @@ class ExactResume(Callback):
             position = _set_position(trainer, checkpoint["loops"]["fit_loop"], in_validation)
         state: dict[str, Any] = {
             "random_state": self._training or random_state(),
-            "stream": contract_of(trainer.strategy).random_stream,
+            "stream": _random_stream(trainer),
             "logged": logged_metrics(trainer),
         }
         if trainer.state.fn == "fit":
@@ -133,7 +132,7 @@ class ExactResume(Callback):
             trainer.callback_metrics.setdefault(name, value.to(pl_module.device))
         if loaded.get("position"):
             self._resume_at(trainer, pl_module, loaded)
-        restore_stream(loaded, contract_of(trainer.strategy).random_stream)
+        restore_stream(loaded, _random_stream(trainer))
         if loaded["gradients"] is not None:
             contract_of(trainer.strategy).restore_gradients(loaded["gradients"])
         if loaded.get("delayed") is not None:
@@ -226,7 +225,7 @@ class ExactResume(Callback):
 
     def _restore_stream(self, trainer: Trainer) -> None:
         if self._loaded is not None:
-            restore_stream(self._loaded, contract_of(trainer.strategy).random_stream)
+            restore_stream(self._loaded, _random_stream(trainer))
 
     def _replace(self, trainer: Trainer, option: str, value: Any) -> None:
         self._replaced[option] = getattr(trainer, option)
@@ -264,6 +263,17 @@ def training_metrics(trainer: Trainer, metrics: Mapping[str, Any] | None = None)
     return {"sums": logged_sums(trainer), "metrics": metric_states(metrics, ended)}
 
 
+def _random_stream(trainer: Trainer) -> list[int]:
+    """Returns this rank's share of the samples, their number, its pipeline stage and their number, which name a stream.
+
+    Stages draw the random numbers of their own blocks. Other ranks of one share draw the same.
+    """
+    contract = contract_of(trainer.strategy)
+    spec = contract.mesh_spec()
+    stage = (0, 1) if spec is None else (spec.coordinates(trainer.global_rank).pp, spec.pp)
+    return [*data_share(trainer.strategy), *stage]
+
+
 def _open_gradients(trainer: Trainer) -> Any:
     """Returns gradients that wait for more micro-batches; None if there are none.
 
@@ -297,7 +307,7 @@ def _has_foreign_state(trainer: Trainer) -> bool:
 def replayed_loaders(trainer: Trainer) -> list[Any]:
     """Returns the training loaders that go on by a replay (:class:`~dlo_framework.replayed_loader.ReplayedLoader`)."""
     combined: Any = trainer.fit_loop._combined_loader
-    return [] if combined is None else [each for each in combined.flattened if hasattr(each, "replay")]
+    return [] if combined is None else [each for each in combined.flattened if isinstance(each, ReplayedLoader)]
 
 
 def _delayed(trainer: Trainer) -> dict[str, Any] | None:
@@ -346,10 +356,10 @@ def logged_metrics(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def same_metrics(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Returns whether two sets of metrics are equal; NaN equals NaN."""
-    if one.keys() != other.keys():
-        return False
-    pairs = [(float(value), float(other[name])) for name, value in one.items()]
-    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+    return one.keys() == other.keys() and all(
+        torch.allclose(value.double(), other[name].double(), rtol=0, atol=0, equal_nan=True)
+        for name, value in one.items()
+    )
 
 
 def mid_accumulation(trainer: Trainer) -> bool:

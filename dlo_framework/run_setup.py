@@ -18,7 +18,7 @@ from dlo_framework import runs
 from dlo_framework.checkpoint import SafeCheckpointIO, check, recover
 from dlo_framework.checkpoint.history import read_entry
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
-from dlo_framework.errors import DloError, check_number, did_you_mean
+from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.frozen_model import find_frozen_models
 from dlo_framework.lock import RunLock, check_free, check_only_starter, lock_run, release_all
 from dlo_framework.registry import Registry
@@ -68,18 +68,17 @@ def find_start_checkpoint(
     """
     is_auto = ckpt_path == "auto" and trains
     if is_auto:
-        newest = runs.versions(folder())[:1] if runs.is_first_process() else []
-        for other in newest:
-            check_free(other)  # Another job may train in it before its first checkpoint.
-        found = runs.unfinished(folder())
-        ckpt_path = None if found is None else str(found)
-        for other in newest if found is None else []:
-            _report_finished(other)
+        newest = next(iter(runs.versions(folder())), None) if runs.is_first_process() else None
+        if newest is not None:
+            check_free(newest)  # Another job may train in it before its first checkpoint.
+        ckpt_path = runs.unfinished(folder())
+        if newest is not None and ckpt_path is None:
+            _report_finished(newest)
     if not ckpt_path:
         return None, is_auto
     if ckpt_path in ("last", "best"):
-        own = runs.checkpoint_of(run, str(ckpt_path)) if run is not None else None
-        ckpt_path = own if own is not None else runs.find_checkpoint(folder(), str(ckpt_path))
+        which = str(ckpt_path)
+        ckpt_path = (run and runs.checkpoint_of(run, which)) or runs.find_checkpoint(folder(), which)
     path = str(ckpt_path)
     try:
         check(path)
@@ -174,11 +173,6 @@ def check_parts(model: Any, datamodule: Any, *, predicts: bool = False) -> None:
         check_predict()
 
 
-def check_accumulation(batches: int) -> None:
-    """Raises a DloError if no batch would be accumulated."""
-    check_number("accumulate_grad_batches", batches, "at least 1", "1 switches it off")
-
-
 def check_run(
     trainer: Trainer,
     model: Any,
@@ -213,7 +207,7 @@ def check_run(
                 owner.check_run(trainer, model, datamodule)
         for frozen in find_frozen_models(owners):
             if not frozen.checked:  # by its owner's check_run
-                frozen.check(model, datamodule, contract_of(trainer.strategy))
+                frozen.check(model, datamodule, strategy)
         check_shares = getattr(datamodule, "check_shares", None)
         if check_shares is not None and has_batch_size:
             check_shares(trainer)
@@ -223,13 +217,11 @@ def check_run(
 
 def _warn_without_steps(trainer: Any) -> None:
     """Warns that a run trains no step, which Lightning (2.6) ends without a word."""
-    zero = next(
-        (name for name in ("max_steps", "max_epochs", "limit_train_batches") if getattr(trainer, name) == 0), ""
-    )
-    if zero:
-        rank_zero_warn(
-            f"the run trains no step, because trainer.{zero} is 0; set it to 1 or more, or use `dlo validate`"
-        )
+    for name in ("max_steps", "max_epochs", "limit_train_batches"):
+        if getattr(trainer, name) == 0:
+            rank_zero_warn(
+                f"the run trains no step, because trainer.{name} is 0; set it to 1 or more, or use `dlo validate`"
+            )
 
 
 def check_ranks(strategy: Strategy, options: Any) -> None:
@@ -265,18 +257,10 @@ OTHER_NAMES = {
 
 #: Lightning's names of precisions that other tools call otherwise.
 _PRECISIONS = {
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "half": "16-mixed",
-    "amp": "16-mixed",
-    "bfloat16": "bf16-mixed",
-    "bf16": "bf16-mixed",
-    "fp32": "32-true",
-    "float32": "32-true",
-    "float": "32-true",
-    "fp64": "64-true",
-    "float64": "64-true",
-    "double": "64-true",
+    **dict.fromkeys(("fp16", "float16", "half", "amp"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bf16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float"), "32-true"),
+    **dict.fromkeys(("fp64", "float64", "double"), "64-true"),
 }
 
 

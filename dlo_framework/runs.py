@@ -121,19 +121,17 @@ def find_checkpoint(folder: Path, which: str, only: Path | None = None) -> Path:
     Raises:
         DloError: if there is none, or the run has others but no best one.
     """
-    from dlo_framework.checkpoint import locate, newest_valid
-
     question = f"{which}\n{folder.resolve()}\n"
     told = _answer_from_rank_0(FOUND, question)
     if told is not None:
         return Path(told)
     for run in versions(folder) if only is None else [only]:
-        path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
-        if path is not None and locate(path) is not None:
+        path = checkpoint_of(run, which)
+        if path is not None:
             os.environ[FOUND] = f"{question}{path}"
             return path
         if which == "best":
-            _check_skipped_run(run, path)
+            _check_skipped_run(run)
     raise DloError(
         f"--ckpt_path {which}: {f'no run in {folder}' if only is None else only} has {'a' if only is None else 'no'}"
         f" {which} checkpoint;"
@@ -142,18 +140,30 @@ def find_checkpoint(folder: Path, which: str, only: Path | None = None) -> Path:
     )
 
 
-def checkpoint_of(run: Path, which: str) -> Path | None:
-    """Returns the checkpoint ``last`` or ``best`` of one run; None if it has none."""
+def checkpoint_of(run: Path, which: str, *, weights_only: bool = False) -> Path | None:
+    """Returns the checkpoint ``last`` or ``best`` of one run; None if it has none.
+
+    Args:
+        run: Folder of the run.
+        which: `last` or `best`.
+        weights_only: Whether one without optimizer state will do as the last; its bytes are not hashed then.
+    """
     from dlo_framework.checkpoint import locate, newest_valid
 
-    path = newest_valid(run / CHECKPOINTS) if which == "last" else best_checkpoint(run)
+    if which == "best":
+        path = best_checkpoint(run)
+    elif weights_only:
+        path = newest_valid(run / CHECKPOINTS, "size", weights_only=True)
+    else:
+        path = newest_valid(run / CHECKPOINTS)
     return path if path is not None and locate(path) is not None else None
 
 
-def _check_skipped_run(run: Path, best: Path | None) -> None:
+def _check_skipped_run(run: Path) -> None:
     """Warns of a run without checkpoints; refuses to use an older run's best one in place of another run's."""
     from dlo_framework.checkpoint import newest_valid
 
+    best = best_checkpoint(run)
     if best is None and newest_valid(run / CHECKPOINTS, "size", weights_only=True) is None:
         warnings.warn(f"skipping {run}: it has no checkpoint", stacklevel=3)
         return

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer import call
@@ -29,7 +30,7 @@ from dlo_framework.distributed.groups import control_group
 from dlo_framework.distributed.launcher import WatchedRanks
 from dlo_framework.distributed.signals import GRACE, STOP_SIGNALS, GracePeriod, ProgressCounter, SignalListener
 from dlo_framework.distributed.stacks import print_stack
-from dlo_framework.errors import DloError, OrderlyEnd
+from dlo_framework.errors import OrderlyEnd, check_number
 from dlo_framework.resume import mid_accumulation
 from dlo_framework.strategy_contract import contract_of
 
@@ -90,10 +91,8 @@ class GracefulStop(Checkpoint):
     """
 
     def __init__(self, folder: Path, grace: float = GRACE, minutes: float = SAVE_MINUTES) -> None:
-        if not grace > 0:
-            raise DloError(f"run.stop_grace must be above 0 seconds, got {grace:g}; the default is {GRACE:g}")
-        if not minutes >= 0:
-            raise DloError(f"run.save_minutes must be at least 0, got {minutes:g}; the default is {SAVE_MINUTES:g}")
+        check_number("run.stop_grace", grace, "above 0 seconds", f"the default is {GRACE:g}")
+        check_number("run.save_minutes", minutes, "at least 0", f"the default is {SAVE_MINUTES:g}")
         self.minutes, self._saved, self.stepping = minutes, math.inf, -1
         self.folder = Path(folder)
         self.grace = grace
@@ -272,11 +271,7 @@ def _disable_sigterm_broadcast(trainer: Trainer) -> None:
     that number is not installed here, and ranks agree on signals in :meth:`GracefulStop._agree`.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = _nothing
-
-
-def _nothing() -> None:
-    pass
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 class _SingleProcess:
@@ -296,7 +291,7 @@ class _SingleProcess:
 
     def start(self) -> None:
         """Starts to listen."""
-        if not _is_interactive():
+        if not _IS_INTERACTIVE:
             self._listener.start()
             threading.Thread(target=self._count, name="stop-grace", daemon=True).start()
 
@@ -324,8 +319,3 @@ class _SingleProcess:
         print_stack(0, 1)
         print(f"dlo: {text}; earlier checkpoints are intact", file=sys.stderr)
         exit_process(code)
-
-
-def _is_interactive() -> bool:
-    ipython = sys.modules.get("IPython")
-    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)

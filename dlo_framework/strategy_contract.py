@@ -101,27 +101,6 @@ class StrategyContract:
         """
         return total_norm(values.values())
 
-    def data_share(self) -> tuple[int, int]:
-        """Returns this rank's share of the samples: its number, and the number of shares.
-
-        Ranks that together hold one copy of the model (tensor, pipeline and context parallelism) have the same share.
-        """
-        strategy = _strategy_of(self)
-        if not isinstance(strategy, ParallelStrategy):
-            return 0, 1
-        share = strategy.distributed_sampler_kwargs
-        return int(share["rank"]), int(share["num_replicas"])
-
-    @property
-    def random_stream(self) -> list[int]:
-        """This rank's share of the samples, their number, its pipeline stage, their number; the same, the same stream.
-
-        Stages draw the random numbers of their own blocks. Other ranks of one share draw the same.
-        """
-        spec = self.mesh_spec()
-        stage = (0, 1) if spec is None else (spec.coordinates(_strategy_of(self).global_rank).pp, spec.pp)
-        return [*self.data_share(), *stage]
-
     # --- state of the run ----------------------------------------------------------------------------------
 
     def local_tensors(self) -> list[Tensor]:
@@ -411,6 +390,17 @@ def with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def data_share(strategy: object) -> tuple[int, int]:
+    """Returns this rank's share of a strategy's samples: its number, and the number of shares.
+
+    Ranks that together hold one copy of the model (tensor, pipeline and context parallelism) have the same share.
+    """
+    if not isinstance(strategy, ParallelStrategy):
+        return 0, 1
+    share = strategy.distributed_sampler_kwargs
+    return int(share["rank"]), int(share["num_replicas"])
 
 
 def contract_of(strategy: Strategy) -> StrategyContract:

@@ -20,30 +20,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dlo_framework import runs
+from dlo_framework import run_setup, runs
 from dlo_framework.defaults import add_default_callbacks, check_checkpoint_folders, check_on_file_system
 from dlo_framework.distributed.signals import GRACE
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
-from dlo_framework.errors import DloError, OrderlyEnd, did_you_mean
+from dlo_framework.errors import DloError, OrderlyEnd, check_number, did_you_mean
 from dlo_framework.lock import RunLock
 from dlo_framework.process_setup import disable_nvml_check, silence_warnings
 from dlo_framework.registry import Registry
-from dlo_framework.run_setup import (
-    OTHER_NAMES,
-    check_accumulation,
-    check_data,
-    check_parts,
-    check_ranks,
-    check_run,
-    check_strategy,
-    explain_trainer_error,
-    find_start_checkpoint,
-    lock_run_folder,
-    resumed_run,
-    set_checkpoints,
-    strategy_arguments,
-    with_checkpoint_io,
-)
 from dlo_framework.stop import SAVE_MINUTES, RunStopped
 from dlo_framework.watch.bar import RunBar
 from dlo_framework.watch.monitor import StepClock
@@ -100,19 +84,22 @@ class Trainer(LightningTrainer):
         for name in options:
             if name not in _DEFAULTS or name == "self":
                 known = [*_DEFAULTS, *list(inspect.signature(Trainer).parameters)[:-1]]  # Without `options`.
-                meant = OTHER_NAMES.get(name, "").removeprefix("trainer.")
+                meant = run_setup.OTHER_NAMES.get(name, "").removeprefix("trainer.")
                 hint = f"; did you mean '{meant}'?" if meant in known else did_you_mean(name, known)
                 raise DloError(f"unknown argument '{name}' of Trainer{hint}")
         self.run_folder: Path | None = None
         self._lock: RunLock | None = None
-        self._run_options: dict[str, Any] = {"name": run_name or script_name()}
-        self._run_options["dir"] = str(run_dir) if run_dir is not None else None
-        self._run_options |= {"async_checkpoints": async_checkpoints, "checkpoint_format": checkpoint_format}
+        self._run_options: dict[str, Any] = {
+            "name": run_name or script_name(),
+            "dir": str(run_dir) if run_dir is not None else None,
+            "async_checkpoints": async_checkpoints,
+            "checkpoint_format": checkpoint_format,
+        }
         self._config, self._stop_grace, self._save_minutes = config, stop_grace, save_minutes
         self._options = {**_DEFAULTS, **options}
         self._options["strategy"] = _find_strategy(self._options["strategy"])
         self._options |= self._open_options()
-        check_accumulation(self._options["accumulate_grad_batches"])
+        check_number("accumulate_grad_batches", self._options["accumulate_grad_batches"], "at least 1", "1 is off")
         self._runs()
         given = self._options["callbacks"] or []
         self._given = list(given) if isinstance(given, list) else [given]
@@ -122,12 +109,12 @@ class Trainer(LightningTrainer):
         try:
             super().__init__(**self._lightning_options())
             use_canonical_checkpoints(self)
-            check_ranks(self.strategy, self._options)
-            set_checkpoints(self, background=async_checkpoints, form=checkpoint_format)
+            run_setup.check_ranks(self.strategy, self._options)
+            run_setup.set_checkpoints(self, background=async_checkpoints, form=checkpoint_format)
         except (MisconfigurationException, ValueError, TypeError) as error:
             if isinstance(error, DloError) or (isinstance(error, TypeError) and "`devices`" not in str(error)):
                 raise
-            raise explain_trainer_error(error, self._options) from error
+            raise run_setup.explain_trainer_error(error, self._options) from error
         own = [callback for callback in self.callbacks if callback not in self._given]
         self._lightnings = [callback for callback in own if isinstance(callback, ModelSummary | Timer)]
 
@@ -159,7 +146,7 @@ class Trainer(LightningTrainer):
         _check_object(model, "model", LightningModule)
         data = datamodule if datamodule is not None else _as_datamodule(train_dataloaders)
         if train_dataloaders is None:
-            check_data(model, data, "fit")
+            run_setup.check_data(model, data, "fit")
         path = self._prepare("fit", model, data, ckpt_path)
         with self._ending():
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
@@ -174,10 +161,8 @@ class Trainer(LightningTrainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Evaluates on the validation data; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
-        model, path = self._prepare_evaluation("validate", model, dataloaders, datamodule, ckpt_path)
-        with self._ending():
-            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
-        return []
+        options = {"verbose": verbose, "weights_only": weights_only}
+        return self._evaluate("validate", model, dataloaders, datamodule, ckpt_path, **options) or []
 
     def test(
         self,
@@ -189,10 +174,8 @@ class Trainer(LightningTrainer):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Evaluates on the test data; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
-        model, path = self._prepare_evaluation("test", model, dataloaders, datamodule, ckpt_path)
-        with self._ending():
-            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
-        return []
+        options = {"verbose": verbose, "weights_only": weights_only}
+        return self._evaluate("test", model, dataloaders, datamodule, ckpt_path, **options) or []
 
     def predict(
         self,
@@ -204,16 +187,14 @@ class Trainer(LightningTrainer):
         weights_only: bool | None = None,
     ) -> list[Any] | list[list[Any]] | None:
         """Returns predictions; arguments as in Lightning, and ``ckpt_path`` as in :meth:`fit`."""
-        model, path = self._prepare_evaluation("predict", model, dataloaders, datamodule, ckpt_path)
-        with self._ending():
-            return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
-        return None
+        options = {"return_predictions": return_predictions, "weights_only": weights_only}
+        return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, **options)
 
     # --- preparing -----------------------------------------------------------------------------------------
 
     def _open_options(self) -> dict[str, Any]:
         """Returns the arguments that the strategy sets where they have their defaults."""
-        found = strategy_arguments(self._options)
+        found = run_setup.strategy_arguments(self._options)
         return {key: value for key, value in found.items() if self._options[key] == _DEFAULTS[key]}
 
     def _lightning_options(self) -> dict[str, Any]:
@@ -223,7 +204,7 @@ class Trainer(LightningTrainer):
             return options
         bar = options["enable_progress_bar"] is not False
         own = [RunBar()] if bar and not any(isinstance(each, ProgressBar) for each in self._given) else []
-        options |= {"callbacks": [*self._given, *own], "plugins": with_checkpoint_io(options["plugins"])}
+        options |= {"callbacks": [*self._given, *own], "plugins": run_setup.with_checkpoint_io(options["plugins"])}
         if options["logger"] in (None, True):
             options["logger"] = False
         saves = any(isinstance(callback, Checkpoint) for callback in self._given)
@@ -242,16 +223,16 @@ class Trainer(LightningTrainer):
     def _prepare(self, command: str, model: LightningModule, data: Any, ckpt_path: str | Path | None) -> str | None:
         """Checks a run before ranks start, and gives a training its folder; returns its checkpoint."""
         trains = command == "fit"
-        path, is_auto = find_start_checkpoint(ckpt_path, self._runs, trains=trains, run=self.run_folder)
-        check_parts(model, data, predicts=command == "predict")
+        path, is_auto = run_setup.find_start_checkpoint(ckpt_path, self._runs, trains=trains, run=self.run_folder)
+        run_setup.check_parts(model, data, predicts=command == "predict")
         before = (self.run_folder, self.callbacks, self.loggers)
         try:
             if trains and not (self._options["fast_dev_run"] or self._options["barebones"]):
                 if self.run_folder is None:
                     self._start_run(model, data, path, is_auto)
                 else:
-                    self._lock = lock_run_folder(self.run_folder, self._runs(), starts=False)
-            check_run(self, model, data, command=command, ckpt_path=path)
+                    self._lock = run_setup.lock_run_folder(self.run_folder, self._runs(), starts=False)
+            run_setup.check_run(self, model, data, command=command, ckpt_path=path)
         except (MisconfigurationException, ValueError, TypeError):
             made, (self.run_folder, callbacks, self.loggers) = self.run_folder, before
             self.callbacks = callbacks
@@ -262,23 +243,28 @@ class Trainer(LightningTrainer):
             raise
         return path
 
-    def _prepare_evaluation(
-        self, command: str, model: LightningModule | None, dataloaders: Any, datamodule: Any, ckpt_path: Any
-    ) -> tuple[LightningModule, str | None]:
-        """Checks an evaluation; returns its module, which may be that of the last fit, and its checkpoint."""
+    def _evaluate(
+        self, command: str, model: LightningModule | None, dataloaders: Any, datamodule: Any, ckpt_path: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """Checks an evaluation, of the module of the last fit if none is given, and runs it by Lightning's method."""
         model = model if model is not None else self.lightning_module
         if model is None:
             raise DloError(f"model must be set for {command}, got none; pass the module, or fit it first")
         data = datamodule if datamodule is not None else _as_datamodule(dataloaders)
         if data is None and dataloaders is None:  # As Lightning does after a fit.
             data = getattr(self, "datamodule", None)
-        return model, self._prepare(command, model, data, ckpt_path)
+        path = self._prepare(command, model, data, ckpt_path)
+        run = getattr(super(), command)
+        with self._ending():
+            return run(model, dataloaders, datamodule=datamodule, ckpt_path=path, **options)
+        return None
 
     def _start_run(self, model: LightningModule, data: Any, path: str | None, is_auto: bool) -> None:
         """Gives the run its folder, its lock, its logger and dlo's callbacks."""
-        resumed = resumed_run(path, self._runs())
+        resumed = run_setup.resumed_run(path, self._runs())
         self.run_folder = resumed or runs.new_run(self._runs())
-        self._lock = lock_run_folder(self.run_folder, self._runs(), starts=is_auto and resumed is None)
+        self._lock = run_setup.lock_run_folder(self.run_folder, self._runs(), starts=is_auto and resumed is None)
         if self._options["logger"] in (None, True):
             self.loggers = [TensorBoardLogger(self.run_folder.absolute(), name="", version="", default_hp_metric=False)]
         lightnings = [callback for callback in self.callbacks if callback in self._lightnings]
@@ -354,7 +340,7 @@ class CheckedTrainer(Trainer):
 
     def _lightning_options(self) -> dict[str, Any]:
         options = {key: value for key, value in self._options.items() if key != "self"}
-        return options | {"plugins": with_checkpoint_io(options["plugins"])}
+        return options | {"plugins": run_setup.with_checkpoint_io(options["plugins"])}
 
     def _start_run(self, model: LightningModule, data: Any, path: str | None, is_auto: bool) -> None:
         """Does nothing."""
@@ -377,7 +363,7 @@ def _find_strategy(strategy: Any) -> Any:
     if strategy in registry.names("strategy"):
         cls = registry.load(strategy, "strategy")  # It registers its aliases, of which Lightning has some too.
         return cls() if strategy == registry.get(strategy).name else strategy
-    check_strategy(strategy)
+    run_setup.check_strategy(strategy)
     return strategy
 
 

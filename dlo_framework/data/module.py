@@ -20,7 +20,7 @@ from dlo_framework.data.evaluation import count_samples
 from dlo_framework.data.loader import ResumableLoader
 from dlo_framework.data.sampler import Position, ResumableBatchSampler, Window
 from dlo_framework.errors import DloError, check_number
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, data_share
 
 #: Most loading processes by default: on a CPU, which also computes, and elsewhere.
 _MAX_WORKERS_ON_CPU, _MAX_WORKERS = 8, 32
@@ -31,7 +31,7 @@ def data_parallel_coordinates(trainer: Trainer | None) -> tuple[int, int]:
 
     Ranks that share one model replica (tensor, pipeline and context parallelism) have equal coordinates.
     """
-    return (0, 1) if trainer is None else contract_of(trainer.strategy).data_share()
+    return (0, 1) if trainer is None else data_share(trainer.strategy)
 
 
 def gradient_ranks(trainer: Trainer | None) -> int:

@@ -51,7 +51,7 @@ from dlo_framework.random_streams import (
 )
 from dlo_framework.replayed_loader import as_replayed, give_generator
 from dlo_framework.shards import FlatShard, Shard, SlicedShard
-from dlo_framework.strategy_contract import StrategyContract, plain_name
+from dlo_framework.strategy_contract import StrategyContract, data_share, plain_name
 
 #: Formats in which checkpoints are written.
 FORMATS = ("canonical", "lightning")
@@ -337,7 +337,7 @@ class CanonicalStrategy(Strategy, StrategyContract):
     def _begin_training_streams(self) -> None:
         """Gives each data share random numbers of its own, once weights and optimizers exist."""
         self._initial_random, self._step_seed = random_state(), None
-        share, shares = self.data_share()
+        share, shares = data_share(self)
         if shares > 1:
             self._step_seed = torch.initial_seed()
             reseed(share)

@@ -55,7 +55,7 @@ from dlo_framework.distributed.signals import GRACE, GracePeriod, ProgressCounte
 from dlo_framework.distributed.stacks import StackSampler, print_stack
 from dlo_framework.errors import DloError, is_agreed, mark_agreed
 from dlo_framework.random_streams import random_state, restore_random_state, seed_generators
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import data_share
 
 #: Seconds that a rank has to raise an error by itself, such as from a collective, after another rank's failure.
 _GRACE = 2.0
@@ -460,7 +460,7 @@ class WatchedRanks(DDPStrategy):
         Where workers are seeded by rank, as Lightning (2.6) does, ranks of the same samples get the same seeds.
         """
         module = self.lightning_module
-        _auto_add_worker_init_fn(dataloader, contract_of(self).data_share()[0])
+        _auto_add_worker_init_fn(dataloader, data_share(self)[0])
         return dataloader if module is None else without_repeats(dataloader, module.trainer)
 
     def _configure_launcher(self) -> None:

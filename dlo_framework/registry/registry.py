@@ -569,11 +569,11 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
     problems = []
     origins: dict[metadata.Distribution | None, tuple[str, str]] = {None: ("unknown", "")}
     points = installed_points()
-    for point in (p for group in sorted(points.groups) if _is_ours(group) for p in points.select(group=group)):
+    ours = [group for group in sorted(points.groups) if f"{group}.".startswith(GROUP_PREFIX)]
+    for point in (p for group in ours for p in points.select(group=group)):
         kind = point.group.removeprefix(GROUP_PREFIX)
-        if (
-            point.dist is not None and point.dist not in origins
-        ):  # Each look at a name or version parses the distribution's metadata.
+        # Each look at a name or version parses the distribution's metadata.
+        if point.dist is not None and point.dist not in origins:
             origins[point.dist] = (point.dist.name, point.dist.version)
         distribution, version = origins[point.dist]
         problem = _problem(kind, point)
@@ -582,10 +582,6 @@ def read_entry_points() -> tuple[list[Plugin], list[str]]:
             continue
         groups.setdefault((distribution, version, kind, point.value.replace(" ", "")), []).append(point.name)
     return [_with_aliases(names, *key) for key, names in groups.items()], problems
-
-
-def _is_ours(group: str) -> bool:
-    return f"{group}.".startswith(GROUP_PREFIX)
 
 
 def _problem(kind: str, point: metadata.EntryPoint) -> str | None:

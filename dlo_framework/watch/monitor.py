@@ -22,9 +22,9 @@ from dlo_framework.batches import batch_size, sample_shapes
 from dlo_framework.costs import FlopCounter, SampleShape, peak_flops
 from dlo_framework.distributed.step_primitives import agreed_gradient_norm
 from dlo_framework.errors import DloError, did_you_mean, mark_agreed
-from dlo_framework.local_memory import memory_now, memory_peak, reset_memory_peak
+from dlo_framework.local_memory import memory_now, reset_memory_peak
 from dlo_framework.resume import gather_states
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import contract_of, data_share
 
 #: Steps, or records on an accelerator, of which the median step time is.
 _LAST_STEPS = 1000
@@ -196,9 +196,7 @@ class RunMonitor(Callback):
         if self.gradient_norm and self._completes_window(trainer.global_step + 1):
             self._norm = agreed_gradient_norm(trainer, optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         """Adds the batch to the window, and logs the window when it is complete."""
         self._running = None
         if self.flops is not None and self.flops.running:
@@ -291,10 +289,6 @@ class RunMonitor(Callback):
         if self.flops is not None:
             self.flops.stop()
 
-    def peak_memory(self, trainer: Trainer) -> int:
-        """Returns the peak memory of this rank in bytes: of its accelerator, or of the process on a CPU."""
-        return memory_peak(trainer.strategy.root_device)
-
 
 def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -> torch.Tensor | None:
     """Returns a new tensor with the batch's loss as ``training_step`` returned it; None where it returned none.
@@ -319,7 +313,7 @@ def batch_loss(trainer: Trainer, outputs: Any, accumulated: int | None = None) -
 
 def data_parallel_size(trainer: Trainer) -> int:
     """Returns the number of ranks over which the samples of a batch are distributed."""
-    return contract_of(trainer.strategy).data_share()[1]
+    return data_share(trainer.strategy)[1]
 
 
 def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
@@ -327,24 +321,15 @@ def optimizer_scalars(trainer: Trainer) -> dict[str, float]:
     scalars: dict[str, float] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         where = "optim" if len(trainer.optimizers) == 1 else f"optim{number}"
-        for name, values in (
-            ("lr", [float(group["lr"]) for group in optimizer.param_groups]),
-            (
-                "momentum",
-                [momentum for group in optimizer.param_groups if (momentum := _momentum(group)) is not None],
-            ),
-        ):
-            if len(set(values)) == 1:
-                scalars[f"{where}/{name}"] = values[0]
+        groups = optimizer.param_groups
+        momenta = [group["betas"][0] if "betas" in group else group.get("momentum") for group in groups]
+        for name, values in (("lr", [group["lr"] for group in groups]), ("momentum", momenta)):
+            found = [float(value) for value in values if value is not None]
+            if len(set(found)) == 1:
+                scalars[f"{where}/{name}"] = found[0]
             else:
-                scalars |= {f"{where}/{name}/{index}": value for index, value in enumerate(values)}
+                scalars |= {f"{where}/{name}/{index}": value for index, value in enumerate(found)}
     return scalars
-
-
-def _momentum(group: dict[str, Any]) -> float | None:
-    if "betas" in group:
-        return float(group["betas"][0])
-    return float(group["momentum"]) if "momentum" in group else None
 
 
 def is_tensorboard(logger: Any) -> TypeGuard[TensorBoardLogger]:
@@ -536,8 +521,8 @@ def find_misspelt(name: str, logged: Iterable[str]) -> str | None:
 def _monitored(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yields the names that must be logged, with their owners."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        name = getattr(callback, "monitor", None)
-        if isinstance(name, str) and getattr(callback, "strict", True) and not hasattr(callback, "monitor_is_optional"):
+        name, is_optional = getattr(callback, "monitor", None), getattr(callback, "monitor_is_optional", False)
+        if isinstance(name, str) and getattr(callback, "strict", True) and not is_optional:
             yield type(callback).__name__, name
     for config in trainer.lr_scheduler_configs:
         if isinstance(config.monitor, str) and config.strict:

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 from dlo_framework.atomic_file import open_atomic, write_atomic
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, mark_agreed
-from dlo_framework.strategy_contract import contract_of
+from dlo_framework.strategy_contract import data_share
 
 
 class SavePredictions(Callback):
@@ -60,15 +60,7 @@ class SavePredictions(Callback):
         if problem is not None:
             raise mark_agreed(DloError(f"cannot write the predictions {self.path}: {problem}; set another --run.dir"))
 
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         """Copies a batch's outputs to the CPU, and keeps them.
 
         Raises:
@@ -83,7 +75,8 @@ class SavePredictions(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, and prints its path."""
-        shares, self._batches = gather_batches(self._batches, data_rank(trainer), control_group(trainer)), []
+        share = data_share(trainer.strategy)[0]  # On a mesh, ranks of one replica have the same.
+        shares, self._batches = gather_batches(self._batches, share, control_group(trainer)), []
         batches = interleave_batches(shares)
         if not trainer.is_global_zero or not batches:
             return
@@ -103,11 +96,6 @@ class SavePredictions(Callback):
             rows = rows_of(batches, trainer.datamodule)  # type: ignore[attr-defined]
             write_table(rows, self.path, self.form)
         print(f"predictions: {self.path}{earlier}")
-
-
-def data_rank(trainer: Trainer) -> int:
-    """Returns the data-parallel rank; on a mesh, ranks of one replica of the model have the same."""
-    return contract_of(trainer.strategy).data_share()[0]
 
 
 def gather_batches(batches: list[Any], share: int, group: dist.ProcessGroup | None) -> list[list[Any]]:
@@ -161,10 +149,8 @@ def interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
 
 def _is_empty(batch: Any) -> bool:
     """Whether a batch's outputs contain no sample."""
-    if isinstance(batch, dict):
-        return bool(batch) and all(map(_is_empty, batch.values()))
-    if isinstance(batch, tuple):
-        return bool(batch) and all(map(_is_empty, batch))
+    if isinstance(batch, dict | tuple):
+        return bool(batch) and all(map(_is_empty, batch.values() if isinstance(batch, dict) else batch))
     if isinstance(batch, torch.Tensor):
         return batch.ndim > 0 and not len(batch)
     return batch is None or (isinstance(batch, list) and not batch)

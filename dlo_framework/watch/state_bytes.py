@@ -7,7 +7,7 @@ arXiv 1910.02054, sections 3 and 5.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dlo_framework.batches import tree_leaves
+from dlo_framework.batches import leaves
 from dlo_framework.costs import is_compiled
 from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.frozen_model import find_frozen_models
@@ -112,10 +112,7 @@ class StateReport(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts to count the tensors that a pipeline's step saves, whose backward runs before its loss is returned."""
-        elements = 0
-        for part in batch if isinstance(batch, list | tuple) else (batch,):
-            for leaf in (part,) if isinstance(part, Tensor) else tree_leaves(part):
-                elements += leaf.numel() if isinstance(leaf, Tensor) else 0
+        elements = sum(leaf.numel() for leaf in leaves(batch) if isinstance(leaf, Tensor))
         self._grows = elements > self._elements
         if self.found is not None and not self._grows:
             return
@@ -146,9 +143,7 @@ class StateReport(Callback):
         if self.found is None and trainer.global_step >= STEP - 1:
             self._gradients = contract_of(trainer.strategy).state_bytes()["gradients"]
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Completes the measurement, and logs it, once the step is done."""
         if self.found is not None or trainer.global_step < STEP:
             return
@@ -224,7 +219,13 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
     It walks the graph's nodes. Hooks on saved tensors would be simpler, but torch.func refuses to run under any.
     """
     found = SavedTensorCounter(parameters)
-    for node in _nodes(loss):
+    waiting, seen = [loss.grad_fn], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
         for name in _saved_attributes(type(node)):
             entry = getattr(node, name)
             for saved in entry if isinstance(entry, tuple | list) else (entry,):
@@ -232,18 +233,6 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> float | None:
                 if isinstance(saved.data, Tensor):
                     found.note(saved.data)
     return found.bytes
-
-
-def _nodes(loss: Tensor) -> Iterator[Node]:
-    """Yields each node of a loss's graph once."""
-    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        waiting += new
 
 
 @functools.cache
@@ -318,9 +307,7 @@ class TrafficReport(Callback):
             self._counter = TrafficCounter((lambda name: "data") if groups is None else groups.axis_of)
             self._counter.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Completes the count with the last micro-batch of the step."""
         if self._counter is not None and trainer.global_step > self._began:
             self.found = self._counter.found

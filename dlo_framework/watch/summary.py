@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -20,7 +19,9 @@ from dlo_framework import runs
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.checkpoint import locate, note_resumption, resumptions
 from dlo_framework.checkpoint.loading import RUN_FOLDER, Best, relocate_paths
+from dlo_framework.errors import first_line
 from dlo_framework.extensions import versions
+from dlo_framework.local_memory import memory_peak
 from dlo_framework.resume import KEY
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.units import format_bytes
@@ -147,7 +148,7 @@ class RunRecord(Callback):
                 self.write(trainer, f"interrupted: {type(exception).__name__}")
                 return
             except Exception as error:  # A full disk, or an accelerator that has failed.
-                why = (str(error) or type(error).__name__).splitlines()[0]
+                why = first_line(error)
         print(f"dlo: the summary of this run could not be written: {why}", file=sys.stderr, flush=True)
 
     def write(self, trainer: Trainer, status: str) -> dict[str, Any] | None:
@@ -159,8 +160,8 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return None
         summary = self.summary(trainer, status)
-        content = json.dumps(_finite(summary), indent=2, allow_nan=False)
-        write_atomic(self.folder / runs.SUMMARY, content + "\n")
+        finite = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON has neither NaN nor infinity.
+        write_atomic(self.folder / runs.SUMMARY, json.dumps(finite, indent=2) + "\n")
         return summary
 
     def summary(self, trainer: Trainer, status: str) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class RunRecord(Callback):
             "samples_per_second": round(samples / seconds, 3) if seconds else None,
             "step_seconds": self.monitor.step_seconds,
             "flops_per_sample": (self.monitor.flops.per_sample or None) if self.monitor.flops else None,
-            "peak_memory_bytes": self.monitor.peak_memory(trainer),
+            "peak_memory_bytes": memory_peak(trainer.strategy.root_device),
             "state_bytes": self.state.summary() if self.state else None,
             "traffic": self.traffic.summary() if self.traffic else None,
             "strategy": type(trainer.strategy).__name__,
@@ -258,15 +259,6 @@ def _state_rows(state: dict[str, Any]) -> dict[str, str]:
             beside = f" (formula: {format_bytes(expected)})" if expected is not None else ""
             rows[f"  {name.replace('_', ' ')}"] = format_bytes(state[name]) + beside
     return rows
-
-
-def _finite(content: Any) -> Any:
-    """Returns nested data with None in place of numbers that JSON does not have."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -221,7 +221,7 @@ def test_ranks_save_by_time_and_after_an_error_that_all_raise(tmp_path):
 
 
 def test_options_are_checked():
-    with pytest.raises(DloError, match="on_nan must be stop, skip or ignore, got 'explode'"):
+    with pytest.raises(DloError, match="on_nan must be one of stop, skip, ignore, got explode"):
         FiniteLoss("explode")
     with pytest.raises(DloError, match="max_skipped must be at least 1, got 0"):
         FiniteLoss("skip", 0)

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from dlo_framework.distributed.collectives import Communicator
-from dlo_framework.rehearsal import take_snapshot
+from dlo_framework.rehearsal import Snapshot
 from dlo_framework.testing import run_distributed
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
@@ -115,7 +115,7 @@ class Trial(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         engine = trainer.strategy.engine
         before = [group.shard.clone() for group in engine.groups]
-        snapshot = take_snapshot(trainer)
+        snapshot = Snapshot(trainer)
         for group in engine.groups:
             group.shard.mul_(3.0)
         trainer.strategy.refresh()

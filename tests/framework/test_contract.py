@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import nn
 
 from dlo_framework.distributed.strategy import SingleProcessStrategy
-from dlo_framework.strategy_contract import ForeignStrategy, contract_of
+from dlo_framework.strategy_contract import ForeignStrategy, contract_of, data_share
 
 
 def with_module(strategy: Strategy) -> tuple[Strategy, LightningModule]:
@@ -36,7 +36,7 @@ def test_lightnings_own_strategy_answers_as_dlos_does(kind: type[Strategy]) -> N
     contract.finish_step()
     contract.check_model(module)
     contract.check_predict(module)
-    assert contract.data_share() == (0, 1)
+    assert data_share(strategy) == (0, 1)
     assert contract.data_group is None
     assert contract.full_size("layer.weight", module.layer.weight) == 6
     assert contract.describe(module) is None
