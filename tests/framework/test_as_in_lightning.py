@@ -98,37 +98,32 @@ class Sharding(ShardedStrategy):
         pass
 
 
-def test_strategies_that_shard_refuse_a_run_without_an_optimizer(tmp_path):
-    strategy, module, made = Sharding(), NoOptimizer(), trainer(tmp_path)
+class Searching(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Another(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2, 7))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NoOptimizer, "must return an optimizer under Sharding, got None"),
+        (Searching, "that evaluates the model once a step under Sharding, got LBFGS"),
+        (Another, r"SGD must step parameters of Another only, got a tensor of shape \[2, 7\]"),
+    ],
+)
+def test_strategies_that_shard_refuse_optimizers_that_they_cannot_step(tmp_path, kind, message):
+    strategy, module, made = Sharding(), kind(), trainer(tmp_path)
     strategy.connect(module)
     module.trainer = made
-    with pytest.raises(DloError, match="must return an optimizer under Sharding, got None"):
+    with pytest.raises(DloError, match=message):
         strategy.setup_optimizers(made)
-
-
-def test_strategies_that_shard_refuse_an_optimizer_that_evaluates_the_model_several_times(tmp_path):
-    class Searching(Net):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters())
-
-    strategy, module, made = Sharding(), Searching(), trainer(tmp_path)
-    strategy.connect(module)
-    module.trainer = made
-    with pytest.raises(DloError, match="that evaluates the model once a step under Sharding, got LBFGS"):
-        strategy.setup_optimizers(made)
-    made.fit(module, loader())
-
-
-def test_strategies_that_shard_refuse_an_optimizer_of_other_parameters(tmp_path):
-    class Another(Net):
-        def configure_optimizers(self):
-            return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2, 7))], lr=0.1)
-
-    strategy, module, made = Sharding(), Another(), trainer(tmp_path)
-    strategy.connect(module)
-    module.trainer = made
-    with pytest.raises(DloError, match=r"SGD must step parameters of Another only, got a tensor of shape \[2, 7\]"):
-        strategy.setup_optimizers(made)
+    if kind is Searching:
+        made.fit(module, loader())
 
 
 def test_a_trainer_is_copied(tmp_path):

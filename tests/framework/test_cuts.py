@@ -14,7 +14,6 @@ from dlo_framework.shards import (
     FlatShard,
     SlicedShard,
     TensorSlice,
-    get_layout,
     held_boxes,
     is_tiling,
     make_equal_slice,
@@ -74,9 +73,3 @@ def test_pieces_of_different_sizes_are_runs_too():
 def test_a_size_that_ranks_do_not_divide_is_refused():
     with pytest.raises(DloError, match=r"size must be divisible by 4 \(4 ranks\), got 10"):
         make_equal_slice(0, 10, 4, 0)
-
-
-def test_a_model_has_one_layout():
-    model = torch.nn.Linear(2, 2)
-    get_layout(model).partial.add("bias")
-    assert get_layout(model).partial == {"bias"}

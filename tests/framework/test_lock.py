@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -38,18 +39,25 @@ def _hold(run, ready, done):
     os._exit(9)  # As a killed process: nothing is released.
 
 
-def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_path):
+@contextlib.contextmanager
+def held_by_another(run):
+    """Yields a process that holds a run's lock, and then dies."""
     context = multiprocessing.get_context("fork")
     ready, done = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(tmp_path, ready, done))
+    other = context.Process(target=_hold, args=(run, ready, done))
     other.start()
     assert ready.wait(60)
-    with pytest.raises(DloError, match=f"process {other.pid} on .* trains it; wait until it has ended"):
-        locks.lock_run(tmp_path)
-    with pytest.raises(DloError, match="one job at a time"):
-        locks.check_free(tmp_path)
+    yield other
     done.set()
     other.join(60)
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_path):
+    with held_by_another(tmp_path) as other:
+        with pytest.raises(DloError, match=f"process {other.pid} on .* trains it; wait until it has ended"):
+            locks.lock_run(tmp_path)
+        with pytest.raises(DloError, match="one job at a time"):
+            locks.check_free(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
     lock = locks.lock_run(tmp_path)
     assert locks.lock_run(tmp_path) is lock
@@ -60,19 +68,13 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_died(tmp_pa
 
 def test_one_that_was_slow_to_take_a_dead_ones_lock_sees_who_came_between(tmp_path, elsewhere, monkeypatch):
     stale = elsewhere(age=100.0)
-    context = multiprocessing.get_context("fork")
-    ready, done = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(tmp_path, ready, done))
     newest = locks.RunLock(tmp_path).newest()
     stale.unlink()
-    other.start()
-    assert ready.wait(60)  # It holds run.lock.0, while this process still checks run.lock.4.
-    monkeypatch.setattr(locks.FileLock, "newest", lambda self: newest)
-    with pytest.raises(DloError, match="one job at a time"):
-        locks.lock_run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
-    done.set()
-    other.join(60)
+    with held_by_another(tmp_path):  # It holds run.lock.0, while this process still checks run.lock.4.
+        monkeypatch.setattr(locks.FileLock, "newest", lambda self: newest)
+        with pytest.raises(DloError, match="one job at a time"):
+            locks.lock_run(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["run.lock.0"]
 
 
 def test_another_hosts_process_that_is_silent_is_dead(tmp_path, elsewhere):
@@ -101,7 +103,7 @@ def test_of_many_that_take_a_dead_ones_lock_at_once_one_gets_it(tmp_path, elsewh
         try:
             locks.lock_run(tmp_path)
             results.put(os.getpid())
-            time.sleep(3)
+            time.sleep(1)
         except DloError:
             results.put(0)
 
@@ -150,14 +152,8 @@ def test_two_jobs_that_start_the_same_run_at_once_leave_one(tmp_path, elsewhere)
 
 def test_whether_a_lock_is_held_is_known_without_waiting(tmp_path, elsewhere, monkeypatch):
     assert not locks.is_held(tmp_path)
-    context = multiprocessing.get_context("fork")
-    ready, done = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(tmp_path, ready, done))
-    other.start()
-    assert ready.wait(60)
-    assert locks.is_held(tmp_path)
-    done.set()
-    other.join(60)
+    with held_by_another(tmp_path):
+        assert locks.is_held(tmp_path)
     assert not locks.is_held(tmp_path)
     monkeypatch.setattr("dlo_framework.lock.time.sleep", lambda seconds: pytest.fail("waits"))
     elsewhere(age=0.5)

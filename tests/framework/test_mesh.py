@@ -62,8 +62,3 @@ def test_each_place_has_one_rank_and_the_inner_axes_are_next_to_each_other(sizes
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(sizes: dict[str, int], world: int, message: str) -> None:
     with pytest.raises(DloError, match=re.escape(message)):
         MeshSpec(**sizes).resolve(world)
-
-
-def test_it_is_told_in_a_line() -> None:
-    assert str(MeshSpec(pp=2, dp_shard=2, tp=2)) == "pp 2 x dp_shard 2 x tp 2"
-    assert str(MeshSpec(dp_shard=1)) == "one rank"

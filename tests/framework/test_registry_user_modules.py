@@ -105,7 +105,12 @@ def test_a_package_registers_what_its_modules_define(project: Path) -> None:
 
 
 DATASET = '''
-from lightning.pytorch import LightningDataModule
+import multiprocessing
+
+if multiprocessing.parent_process() is None:
+    from lightning.pytorch import LightningDataModule
+else:  # A worker need not wait for the import.
+    LightningDataModule = object
 
 class UmItem:
     """Goes to a worker by pickle."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from timm.optim import create_optimizer_v2
 
@@ -131,10 +131,6 @@ def whole(tmp_path_factory):
     return losses
 
 
-def test_two_runs_are_the_same(whole, tmp_path):
-    assert run(tmp_path / "run")[0] == whole
-
-
 @pytest.mark.parametrize(
     ("batch", "at"),
     [
@@ -160,15 +156,6 @@ def test_stopped_by_sigterm_with_workers(whole, tmp_path):
     assert before + after == whole
 
 
-@pytest.mark.slow
-def test_stopped_twice(whole, tmp_path):
-    first, _ = run(tmp_path / "run", stop=Signal(6))
-    second, _ = run(tmp_path / "run", stop=Signal(7), resume=True)
-    third, _ = run(tmp_path / "run", resume=True)
-    assert min(map(len, (first, second, third))) > 0
-    assert first + second + third == whole
-
-
 def test_stopped_in_a_validation_at_an_epochs_end(whole, tmp_path):
     before, stopped = run(tmp_path / "run", stop=Signal(13, validation=True))
     assert stopped is not None
@@ -184,13 +171,6 @@ def test_stopped_in_a_validation_in_mid_epoch_and_mid_accumulation(whole, tmp_pa
     assert len(before) == 3
     after, _ = run(tmp_path / "run", resume=True, val_check_interval=3)
     assert before + after == whole
-
-
-def test_a_run_that_max_steps_ends_in_mid_epoch_goes_on_there(whole, tmp_path):
-    before, _ = run(tmp_path / "run", max_steps=4)
-    assert before == whole[:14]
-    after, _ = run(tmp_path / "run", resume=True)
-    assert after == whole[14:]
 
 
 class SaveInTheEnd(Callback):
@@ -227,26 +207,26 @@ class OneRateAnEpoch(Net):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)]
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(13, {}), (13, {"max_steps": 100}), (10, {}), (10, {"max_steps": 100})])
-def test_a_schedule_of_epochs_goes_on(tmp_path, batch, steps):
-    whole, _ = run(tmp_path / "whole", kind=OneRateAnEpoch, **steps)
-    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, stop=Signal(batch), **steps)
-    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **steps)
-    assert len(whole) == 30
-    assert before + after == whole
+@pytest.fixture(scope="module")
+def one_rate_an_epoch(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole") / "run", kind=OneRateAnEpoch)[0]
 
 
-@pytest.mark.parametrize("steps", [{}, {"max_steps": 100}])
-def test_a_schedule_of_epochs_goes_on_from_an_epochs_end(tmp_path, steps):
-    whole, _ = run(tmp_path / "whole", kind=OneRateAnEpoch, **steps)
-    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, max_epochs=1)
-    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **steps)
-    assert before + after == whole
-
-
-def test_how_often_a_run_validates_does_not_change_its_training(whole, tmp_path):
-    assert run(tmp_path / "run", val_check_interval=2)[0] == whole
-    assert run(tmp_path / "none", limit_val_batches=0)[0] == whole
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"stop": Signal(13)}, {"max_steps": 100}),
+        ({"stop": Signal(10)}, {}),
+        ({"stop": Signal(10)}, {"max_steps": 100}),
+        ({"max_epochs": 1}, {}),
+        ({"max_epochs": 1}, {"max_steps": 100}),
+    ],
+)
+def test_a_schedule_of_epochs_goes_on(tmp_path, one_rate_an_epoch, first, then):
+    before, _ = run(tmp_path / "run", kind=OneRateAnEpoch, **{**then, **first})
+    after, _ = run(tmp_path / "run", kind=OneRateAnEpoch, resume=True, **then)
+    assert len(one_rate_an_epoch) == 30
+    assert before + after == one_rate_an_epoch
 
 
 class PlainValidation(Data):
@@ -254,9 +234,10 @@ class PlainValidation(Data):
         return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
 
 
-def test_nor_does_it_with_torchs_own_loader(whole, tmp_path):
+@pytest.mark.parametrize("kind", [Data, PlainValidation])
+def test_how_often_a_run_validates_does_not_change_its_training(whole, tmp_path, kind):
     for name, options in {"often": {"val_check_interval": 2}, "once": {}, "none": {"limit_val_batches": 0}}.items():
-        assert run(tmp_path / name, data=PlainValidation(), **options)[0] == whole, name
+        assert run(tmp_path / name, data=kind(), **options)[0] == whole, name
 
 
 def test_the_random_state_comes_back_on_all_three():
@@ -376,24 +357,6 @@ def test_after_a_run_that_failed_signals_are_the_processs_own_and_the_next_is_no
     assert len(second.losses) == 10, "the first run was asked to stop, not this one"
 
 
-class PlainData(LightningDataModule):
-    """Loaders as users write them, shuffled from torch's global generator."""
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
-
-    def val_dataloader(self):
-        return torch.utils.data.DataLoader(Noisy(), batch_size=BATCH)
-
-
-def test_plain_loaders_resume_exactly_at_an_epochs_end(tmp_path):
-    whole, _ = run(tmp_path / "whole", data=PlainData(), max_epochs=4)
-    before, _ = run(tmp_path / "run", data=PlainData(), max_epochs=2)
-    after, _ = run(tmp_path / "run", data=PlainData(), max_epochs=4, resume=True)
-    assert len(set(whole)) == len(whole)
-    assert before + after == whole
-
-
 class Validations(Net):
     """Records the epoch and step of each validation, and of each end of an epoch."""
 
@@ -412,7 +375,6 @@ class Validations(Net):
     [
         (20, {}),
         (30, {}),  # The last epoch ends with it.
-        (10, {"val_check_interval": 5}),
         (9, {"val_check_interval": 3}),
         (13, {"max_steps": 13, "val_check_interval": 3}),  # The run ends with it, and is not stopped.
         (18, {"max_steps": 25, "check_val_every_n_epoch": None, "val_check_interval": 6}),
@@ -448,11 +410,14 @@ class Killed(Callback):
             raise OSError("killed")
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["loaded before setup", "loaded after setup"])
 @pytest.mark.parametrize(
-    "options",
-    [{"max_steps": 13, "val_check_interval": 3}, {"max_steps": 20}, {"max_steps": 20, "max_epochs": 2}],
-    ids=["in mid-epoch", "at an epoch's end", "at the last epoch's end"],
+    ("options", "late"),
+    [
+        ({"max_steps": 13, "val_check_interval": 3}, False),
+        ({"max_steps": 20}, True),
+        ({"max_steps": 20, "max_epochs": 2}, False),
+    ],
+    ids=["in mid-epoch", "at an epoch's end, loaded after setup", "at the last epoch's end"],
 )
 def test_a_run_killed_between_its_last_step_and_the_validation_has_it_when_it_is_resumed(
     tmp_path, monkeypatch, options, late

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
@@ -70,15 +70,6 @@ def test_training_step_returns_the_loss_and_logs_nothing(tmp_path):
     assert out["loss"].item() == pytest.approx((0 + 1 + 4 + 9) / 4)
 
 
-def test_the_model_can_be_built_under_the_meta_device():
-    task = Line()
-    with torch.device("meta"):
-        task.configure_model()
-    assert task.model.weight.is_meta
-    task.configure_model()
-    assert task.builds == 1
-
-
 def test_inputs_of_tuples_dicts_and_bare_tensors():
     task, x = Line(), torch.ones(2)
     assert task.inputs((x, x))[0] == (x,)
@@ -100,15 +91,6 @@ def test_the_default_plan_is_found_or_refused():
     task.model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert task.parallel_plan().blocks == ("0", "1")
     assert task.flops_per_sample() is None
-
-
-def test_a_task_must_have_a_loss():
-    class Half(Task):
-        def configure_model(self) -> None: ...
-
-    with pytest.raises(TypeError, match="loss"):
-        Half()
-    assert issubclass(Task, LightningModule)
 
 
 def test_micro_batches_weigh_as_their_samples_whatever_their_targets():

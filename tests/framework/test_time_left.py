@@ -47,11 +47,3 @@ def test_the_end_is_that_of_epochs_or_of_steps(monkeypatch: pytest.MonkeyPatch) 
     assert left(40) == 0
     assert left(10, max_epochs=-1) is None
     assert left(10, num_training_batches=float("inf")) is None
-
-
-def test_it_is_shown_once_the_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bar.time, "perf_counter", lambda: 0.0)
-    shown = RunBar()
-    assert "left" not in shown._text(trainer(1))
-    shown._first = (-16.0, 2)
-    assert shown._text(trainer(10)).endswith("60 s left")
