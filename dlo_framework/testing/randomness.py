@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from dlo_framework.data import hash64
 from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.random_streams import preserved_random_state, seed_all
-from dlo_framework.replayed_loader import ReplayedLoader
+from dlo_framework.resume import ReplayedLoader
 
 #: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
 #: attributes beside ``nn.Dropout``.

@@ -67,7 +67,6 @@ LAYERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
                 "task",
                 "progress",
                 "resume",
-                "replayed_loader",
                 "runs",
                 "ema",
                 "frozen_model",
