@@ -15,7 +15,7 @@ from dlo_framework.token_loss import PLAIN, TokenLoss
 from dlo_tasks.llm import vocabulary_loss
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.vocabulary_head import VocabularyHead
-from dlo_tasks.llm.vocabulary_loss import Kernel, full_logits_loss, summed_loss, token_losses_and_hits
+from dlo_tasks.llm.vocabulary_loss import Kernel, summed_loss, token_losses_and_hits
 from support.gathered_weights import free_until_called
 from support.largest_tensor import Largest
 
@@ -42,7 +42,7 @@ def test_a_head_whose_weight_comes_with_the_call_is_called_once(some: bool, scal
     if not some:
         targets.fill_(IGNORE_INDEX)
     head, calls = VocabularyHead(projection, scale, 2.0), []
-    expected = full_logits_loss(head, hidden, targets)
+    expected = head.losses(hidden, targets)
     wanted = gradients(expected, hidden, projection.weight)
     measured = token_losses_and_hits(head, hidden, targets)
     free_until_called(projection, calls)
@@ -67,7 +67,7 @@ def test_a_hook_of_the_users_gets_the_logits() -> None:
     projection.register_forward_hook(lambda module, args, logits: shapes.append(logits.shape))
     expected = F.cross_entropy(projection(hidden), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     torch.testing.assert_close(summed_loss(VocabularyHead(projection), hidden, targets), expected)
-    assert shapes == [(TOKENS, VOCABULARY)] * 2
+    assert shapes == [(TOKENS, VOCABULARY), (17, VOCABULARY)]  # those with a target
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
@@ -103,15 +103,13 @@ def test_under_autocast_the_product_is_in_half_precision_and_the_sums_are_not() 
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = summed_loss(head, hidden, targets, 5), full_logits_loss(head, hidden, targets)
+        found, expected = summed_loss(head, hidden, targets, 5), head.losses(hidden, targets)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(expected.item(), rel=1e-3)
-    assert found.item() != full_logits_loss(head, hidden, targets).item()
+    assert found.item() != head.losses(hidden, targets).item()
     slopes = gradients(found, hidden, projection.weight)
     assert [slope.dtype for slope in slopes] == [torch.float32] * 2
-    for one, other in zip(
-        slopes, gradients(full_logits_loss(head, hidden, targets), hidden, projection.weight), strict=True
-    ):
+    for one, other in zip(slopes, gradients(head.losses(hidden, targets), hidden, projection.weight), strict=True):
         assert (one - other).norm() < 0.02 * other.norm()
 
 
@@ -127,7 +125,7 @@ def test_logits_of_all_tokens_are_never_there() -> None:
             token_losses_and_hits(head, hidden, targets)
         assert largest.elements <= 256 * 300
     with Largest() as largest:
-        full_logits_loss(VocabularyHead(projection), hidden, targets).backward()
+        VocabularyHead(projection).losses(hidden, targets).backward()
     assert largest.elements == 4000 * 300
     free_until_called(projection, [])
     with Largest() as largest:
@@ -170,7 +168,7 @@ def test_half_precision_is_summed_in_single_whatever_the_default_dtype(kernel: K
     many, goals = hidden.detach().repeat(40, 1), targets.repeat(40)
     exact = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float32)
     exact.weight.data = projection.weight.data.float()
-    full_logits_loss(VocabularyHead(exact), many.float(), goals).backward()
+    VocabularyHead(exact).losses(many.float(), goals).backward()
     expected = F.cross_entropy(projection(many).float(), goals, ignore_index=IGNORE_INDEX, reduction="sum")
     found = summed_loss(VocabularyHead(projection), many, goals, 8, kernel=kernel)
     found.backward()
@@ -322,7 +320,7 @@ def test_ligers_kernel_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPat
 def test_the_compiled_kernel_is_the_loss(terms: TokenLoss) -> None:
     projection, hidden, targets = make(dtype=torch.float32)
     head = VocabularyHead(projection, softcap=2.0)
-    expected = full_logits_loss(head, hidden, targets, terms)
+    expected = head.losses(hidden, targets, terms)
     found = summed_loss(head, hidden, targets, 8, kernel="compiled", terms=terms)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     wanted = gradients(expected, hidden, projection.weight)

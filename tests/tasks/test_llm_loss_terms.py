@@ -254,7 +254,7 @@ linear, hidden = nn.Linear(16, 50), (3 * torch.randn(23, 16)).requires_grad_()
 targets = torch.randint(50, (23,))
 targets[::4] = -100
 for terms in (TokenLoss(), TokenLoss(z_loss=0.03), TokenLoss(label_smoothing=0.2), TokenLoss(0.03, 0.2)):
-    plain = vocabulary_loss.full_logits_loss(VocabularyHead(linear), hidden, targets, terms)
+    plain = VocabularyHead(linear).losses(hidden, targets, terms)
     found = vocabulary_loss._by_liger(linear, hidden, targets, None, terms)
     torch.testing.assert_close(found, plain)
     inputs = [hidden, *linear.parameters()]

@@ -27,9 +27,10 @@ from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.preference_lm import PreferenceLM
-from dlo_tasks.llm.preference_losses import OBJECTIVES, token_log_probs
+from dlo_tasks.llm.preference_losses import OBJECTIVES
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import token_log_probs
 from support.preferences import build, data, write_pairs, write_tokenizer
 from support.token_batches import FAMILIES
 from support.trainers import quiet_trainer

@@ -33,9 +33,9 @@ from dlo_tasks.llm.preference_losses import (
     CombinedMeans,
     KTOLoss,
     Objective,
-    token_log_probs,
 )
 from dlo_tasks.llm.vocabulary_head import VocabularyHead
+from dlo_tasks.llm.vocabulary_loss import token_log_probs
 
 _REFERENCE = "reference_log_probs"
 

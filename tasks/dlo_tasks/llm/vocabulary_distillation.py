@@ -30,19 +30,16 @@ from dlo_tasks.llm.vocabulary_head import (
     run_inside,
 )
 from dlo_tasks.llm.vocabulary_loss import (
-    HeadGradients,
-    Kernel,
+    ONCE,
+    ChunkLosses,
     chunk_tokens,
     default_kernel,
-    project_chunks,
+    linear_losses,
     select_targets,
 )
 
 #: Tensors as large as a chunk's logits that a distance keeps at once: chunks are shorter than those of cross-entropy.
 _COPIES = 4
-
-#: Error of a second backward.
-_ONCE = "backward of distillation over the vocabulary must run once, got a second call; compute the loss again"
 
 
 def summed_distillation(
@@ -78,24 +75,61 @@ def summed_distillation(
     theirs = _Teacher(teacher, teacher_hidden, shard, getattr(student.module, "out_features", None))
     if calls_at_once[0]:  # Called on ranks without a token too.
         return _distillation_at_once(student, hidden, targets, theirs, loss)
-    rows = chunk or _rows(student, len(targets), kernel)
+    rows = chunk or chunk_tokens(_COPIES * head_width(student), len(targets), kernel)
+    agreed = torch.zeros((), device=hidden.device)
 
     def chunks(head: VocabularyHead, states: Tensor) -> tuple[Tensor, Tensor]:
         linear: Any = head.module
         if student.is_product and not is_quantised(linear):
             dtype = autocast_dtype(states.device) or states.dtype
-            options = (student.softcap, dtype, rows, shard, kernel, loss)
-            total, agreed = _LinearDistillation.apply(states, linear.weight, linear.bias, targets, theirs, *options)
-            return total, agreed
-        trained = [parameter for parameter in linear.parameters() if parameter.requires_grad]
-        total, agreed = _ModuleDistillation.apply(states, head, targets, theirs, rows, loss, *trained)
+            compute = _chunk_distances(targets, theirs, loss, shard, student.softcap, dtype, agreed)
+            total = theirs.run(lambda: linear_losses(states, linear, compute, dtype, rows, kernel))
+        else:
+            compute = _chunk_distances(targets, theirs, loss, shard, None, None, agreed)
+            trained = [parameter for parameter in linear.parameters() if parameter.requires_grad]
+            total = theirs.run(lambda: _ModuleLosses.apply(states, head, compute, rows, *trained))
         return total, agreed
 
     return run_inside(student, hidden, chunks) if student.is_gathered else chunks(student, hidden)
 
 
-def _rows(head: VocabularyHead, tokens: int, kernel: Kernel) -> int:
-    return chunk_tokens(_COPIES * head_width(head), tokens, kernel)
+def _chunk_distances(
+    targets: Tensor,
+    theirs: _Teacher,
+    loss: LogitLoss,
+    shard: VocabularyShard | None,
+    softcap: float | None,
+    dtype: torch.dtype | None,
+    agreed: Tensor,
+) -> ChunkLosses:
+    """Returns a function of a chunk's logits that computes distances and adds to the number of `agreed` tokens.
+
+    Args:
+        targets: Target ids, `[N]`.
+        theirs: Logits of the teacher.
+        loss: Distance.
+        shard: This rank's slice of the vocabulary; None for all of it.
+        softcap: Soft bound that the logits do not have yet.
+        dtype: Dtype of the gradient; None for that of the logits.
+        agreed: Number of tokens on which both agree, a scalar that is added to.
+    """
+
+    def compute(start: int, logits: Tensor, need_slope: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        ignored = targets[start : start + len(logits), None] == IGNORE_INDEX
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        student, teacher = logits.to(wide), theirs.logits(start, start + len(logits)).to(wide)
+        bent = None
+        if softcap is not None:
+            student = student.div_(softcap).tanh_()
+            bent = 1 - student.square() if need_slope else None  # the slope of cap * tanh(x / cap)
+            student = student.mul_(softcap)
+        agreed.add_(agreements(student, teacher, shard).masked_fill_(ignored[:, 0], False).sum())
+        losses, slope = loss.losses_and_slope(student, teacher, shard, need_slope=need_slope)
+        if slope is not None:
+            slope = (slope if bent is None else slope.mul_(bent)).to(dtype or logits.dtype)
+        return losses, slope, ignored
+
+    return compute
 
 
 class _Teacher:
@@ -120,19 +154,22 @@ class _Teacher:
         calls_at_once = head.is_gathered and not can_run_inside(head)
         self._complete = self._compute(hidden) if calls_at_once else None
 
-    def run(self, loop: Callable[[], None]) -> None:
-        """Runs a loop over chunks, which calls :meth:`logits`, where the head's weights are available; once."""
+    def run(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Returns the result of a function that calls :meth:`logits`, called where the head's weights are available."""
         if self._complete is not None or not self.head.is_gathered:
-            loop()
-            return
+            return compute()
+        found: list[Tensor] = []
+        trains = torch.is_grad_enabled()
 
         def inside(head: VocabularyHead, hidden: Tensor) -> Tensor:
             self.head, self.hidden = head, hidden
-            loop()
+            with torch.set_grad_enabled(trains):
+                found.append(compute())
             return hidden
 
         with torch.no_grad():
             run_inside(self.head, self.hidden, inside)
+        return found[0]
 
     def logits(self, start: int, stop: int) -> Tensor:
         """Returns the logits over the student's slice of the vocabulary, `[n, v]`, which may be overwritten."""
@@ -155,15 +192,13 @@ def _distillation_at_once(
 ) -> tuple[Tensor, Tensor]:
     """Computes the logits of all tokens by one call of the head."""
     logits = head.logits(hidden) if head.shard is None else head.own_logits(hidden)
-    found: list[Tensor] = []
-    theirs.run(lambda: found.append(theirs.logits(0, len(targets))))
-    (teacher,), ignored = found, targets == IGNORE_INDEX
+    teacher, ignored = theirs.run(lambda: theirs.logits(0, len(targets))), targets == IGNORE_INDEX
     agreed = agreements(logits.detach(), teacher, head.shard).masked_fill(ignored, False).sum()
     return logit_losses(loss, logits, teacher, head.shard).masked_fill(ignored, 0).sum(), agreed.float()
 
 
-class _ModuleDistillation(torch.autograd.Function):
-    """Sums the distances between the logits of a head that is more than a product, and the teacher's.
+class _ModuleLosses(torch.autograd.Function):
+    """Sums the losses of a head that is more than a product.
 
     Forward has the gradients of the hidden states and of the head's parameters, by autograd within a chunk. The head is
     not called again in backward, when the teacher's may be freed.
@@ -171,106 +206,36 @@ class _ModuleDistillation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: VocabularyHead,
-        targets: Tensor,
-        theirs: _Teacher,
-        rows: int,
-        loss: LogitLoss,
-        *trained: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, head: VocabularyHead, compute: ChunkLosses, rows: int, *trained: Tensor
+    ) -> Tensor:
         needs = ctx.needs_input_grad[0] or bool(trained)
-        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in trained]
-        sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(trained, wide, strict=True)]
-        of_hidden = torch.zeros_like(hidden)
-        total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
-
-        def loop() -> None:
-            for start in range(0, len(targets), rows):
-                h = hidden[start : start + rows].detach().requires_grad_(needs)
-                ignored = targets[start : start + rows, None] == IGNORE_INDEX
-                with torch.set_grad_enabled(needs):
-                    logits = head.logits(h) if head.shard is None else head.own_logits(h)
-                student, teacher = logits.detach().clone(), theirs.logits(start, start + len(h)).to(logits.dtype)
-                agreed.add_(agreements(student, teacher, head.shard).masked_fill_(ignored[:, 0], False).sum())
-                losses, slope = loss.losses_and_slope(student, teacher, head.shard, need_slope=needs)
-                total.add_(losses.masked_fill_(ignored, 0).sum())
-                if slope is None:
-                    continue
-                slope = slope.masked_fill(ignored, 0).to(logits.dtype)
-                found = torch.autograd.grad(logits, [h, *trained], slope, allow_unused=True)
-                if found[0] is not None:
-                    of_hidden[start : start + rows] = found[0]
-                for one, part in zip(sums, found[1:], strict=True):
-                    if part is not None:
-                        one += part
-
-        theirs.run(loop)
+        sums = [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in trained]
+        of_hidden, total = torch.zeros_like(hidden), torch.zeros((), device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            h = hidden[start : start + rows].detach().requires_grad_(needs)
+            with torch.set_grad_enabled(needs):
+                logits = head.logits(h) if head.shard is None else head.own_logits(h)
+            losses, slope, ignored = compute(start, logits.detach().clone(), needs)
+            total += losses.masked_fill_(ignored, 0).sum()
+            if slope is None:
+                continue
+            found = torch.autograd.grad(logits, [h, *trained], slope.masked_fill(ignored, 0), allow_unused=True)
+            if found[0] is not None:
+                of_hidden[start : start + rows] = found[0]
+            for one, part in zip(sums, found[1:], strict=True):
+                if part is not None:
+                    one += part
         ctx.grads = [of_hidden if ctx.needs_input_grad[0] else None, *sums]
         ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in trained)]
-        ctx.mark_non_differentiable(agreed)
-        return total, agreed
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         found, ctx.grads = ctx.grads, None
         if found is None:
-            raise RuntimeError(_ONCE)
+            raise RuntimeError(ONCE)
         scaled = [
             None if part is None else part.mul_(grads[0]).to(dtype)
             for part, dtype in zip(found, ctx.dtypes, strict=True)
         ]
-        return (scaled[0], *(None,) * 5, *scaled[1:])
-
-
-class _LinearDistillation(torch.autograd.Function):
-    """Sums the distances between `hidden @ weight.T + bias` and the teacher's logits; forward has the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        theirs: _Teacher,
-        softcap: float | None,
-        dtype: torch.dtype,
-        rows: int,
-        shard: VocabularyShard | None,
-        kernel: Kernel,
-        loss: LogitLoss,
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
-            total, agreed = (torch.zeros((), device=hidden.device) for _ in range(2))
-
-            def loop() -> None:
-                for start, h, logits in project_chunks(hidden, parts.weight, bias, rows, kernel):
-                    ignored = targets[start : start + rows, None] == IGNORE_INDEX
-                    teacher = theirs.logits(start, start + len(h)).to(wide)
-                    student, bent = logits.to(wide), None
-                    if softcap is not None:
-                        student = student.div_(softcap).tanh_()
-                        bent = 1 - student.square() if parts.wanted else None  # the slope of cap * tanh(x / cap)
-                        student = student.mul_(softcap)
-                    agreed.add_(agreements(student, teacher, shard).masked_fill_(ignored[:, 0], False).sum())
-                    losses, slope = loss.losses_and_slope(student, teacher, shard, need_slope=parts.wanted)
-                    total.add_(losses.masked_fill_(ignored, 0).sum())
-                    if slope is not None:
-                        slope = slope if bent is None else slope.mul_(bent)
-                        parts.add(start, h, slope.to(dtype), ignored)
-
-            theirs.run(loop)
-        ctx.parts = parts
-        ctx.mark_non_differentiable(agreed)
-        return total, agreed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts, ctx.parts = ctx.parts, None
-        if parts is None:
-            raise RuntimeError(_ONCE)
-        return (*parts.scaled(grads[0]), *(None,) * 8)
+        return (scaled[0], None, None, None, *scaled[1:])

@@ -52,23 +52,27 @@ class VocabularyHead:
         """
         return self._bent(self.module(hidden))
 
-    def summed(self, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
-        """Returns the sum of the losses of tokens that have a target, from all their logits at once.
+    def losses(self, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN, *, per_token: bool = False) -> Tensor:
+        """Returns the sum of the losses of tokens that have a target, or `per_token` each, from all logits at once.
 
         Where the vocabulary is split, pass `hidden` through :meth:`VocabularyShard.enter` first; no rank computes all
         logits.
         """
         if self.shard is None:
             logits = self.logits(hidden)
-            total = F.cross_entropy(
-                *(logits, targets), ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=terms.label_smoothing
+            found = F.cross_entropy(
+                *(logits, targets),
+                ignore_index=IGNORE_INDEX,
+                reduction="none" if per_token else "sum",
+                label_smoothing=terms.label_smoothing,
             )
             if terms.z_loss:
-                squares = torch.logsumexp(logits, dim=1).square()
-                total = total + terms.z_loss * squares.masked_fill(targets == IGNORE_INDEX, 0).sum()
-            return total
+                squares = torch.logsumexp(logits, dim=1).square().masked_fill(targets == IGNORE_INDEX, 0)
+                found = found + terms.z_loss * (squares if per_token else squares.sum())
+            return found
         losses = self.shard.cross_entropy(self.own_logits(hidden), targets, terms)
-        return losses.masked_fill(targets == IGNORE_INDEX, 0).sum()
+        losses = losses.masked_fill(targets == IGNORE_INDEX, 0)
+        return losses if per_token else losses.sum()
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of a few tokens over this rank's shard of the vocabulary, `[n, v]`; see :meth:`logits`."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,10 @@ ACCELERATOR_LOGITS = 2**28
 Kernel = Literal["columns", "rows", "compiled", "liger"]
 #: Implementations that a user may choose; `torch` is `columns` on a CPU and `rows` elsewhere.
 UserKernel = Literal["torch", "compiled", "liger"]
+
+
+#: Error of a second backward.
+ONCE = "backward of the loss over the vocabulary must run once, got a second call; compute the loss again"
 
 
 def default_kernel(device: torch.device) -> Kernel:
@@ -110,34 +114,65 @@ def summed_loss(
         DloError: If the kernel does not support this head.
     """
     _check_head(head, kernel)
+    return _selected_losses(head, hidden, targets, chunk, count, kernel, terms, per_token=False)
+
+
+def token_log_probs(
+    head: VocabularyHead, hidden: Tensor, targets: Tensor, chunk: int | None = None, count: int | None = None
+) -> Tensor:
+    """Returns the log-probability of each token's target, `[N]` in float32 or wider; 0 for tokens without one.
+
+    The gradient of :func:`summed_loss` is known in forward but for a factor. Here each token's has a factor of its own:
+    backward computes a chunk's logits again. For the arguments see :func:`summed_loss`.
+    """
+    losses = _selected_losses(head, hidden, targets, chunk, count, None, PLAIN, per_token=True)
+    if len(losses) == len(targets):
+        return -losses
+    found = torch.zeros(targets.shape, dtype=losses.dtype, device=losses.device)
+    return found.masked_scatter(targets != IGNORE_INDEX, -losses)
+
+
+def _selected_losses(
+    head: VocabularyHead,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int | None,
+    count: int | None,
+    kernel: Kernel | None,
+    terms: TokenLoss,
+    *,
+    per_token: bool,
+) -> Tensor:
+    """Returns the sum of the losses, or the loss of each token that :func:`select_targets` has kept."""
+    at_once = functools.partial(VocabularyHead.losses, terms=terms, per_token=per_token)
     if isinstance(hidden, FakeTensor):  # No values or memory, as in FLOP counting.
-        return head.summed(hidden, targets, terms)
-    if head.is_gathered and not head.fuses:
-        return full_logits_loss(head, hidden, targets, terms)
+        return at_once(head, hidden, targets)
     if head.shard is not None:
         hidden = head.shard.enter(hidden)
     kernel = kernel or default_kernel(hidden.device)
     hidden, targets = select_targets(hidden, targets, count, waits=kernel == "columns")
+    if head.is_gathered and not head.fuses:
+        return at_once(head, hidden, targets)
     complete = kernel == "columns" or count == len(targets)
 
     def fused(head: VocabularyHead, hidden: Tensor) -> Tensor:
         linear: Any = head.module
         if is_quantised(linear):  # In the call that gathers it.
-            return head.summed(hidden, targets, terms)
+            return at_once(head, hidden, targets)
         if kernel == "liger":
             return _by_liger(linear, hidden, targets, head.softcap, terms)
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         rows = chunk or chunk_tokens(linear.weight.shape[0], len(targets), kernel)
-        options = (head.softcap, dtype, rows, head.shard, kernel, complete, terms)
-        found: Tensor = _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, *options)
-        return found
+        compute = functools.partial(_chunk_losses, targets, head.softcap, head.shard, kernel, complete, terms)
+        return linear_losses(hidden, linear, compute, dtype, rows, kernel, per_token=per_token)
 
     if head.fuses:
         return run_inside(head, hidden, fused) if head.is_gathered else fused(head, hidden)
     rows = chunk or (CHUNK_TOKENS if kernel == "columns" else chunk_tokens(head_width(head), len(targets), kernel))
-    losses = [
-        checkpoint(_chunk_loss, head, h, t, terms, use_reentrant=False) for h, t in _chunks(hidden, targets, rows)
-    ]
+    chunks = zip(hidden.split(rows), targets.split(rows), strict=True) if len(targets) else ()
+    losses = [checkpoint(at_once, head, h, t, use_reentrant=False) for h, t in chunks]
+    if per_token:
+        return torch.cat(losses) if losses else hidden.float().sum(dim=1)
     return torch.stack(losses).sum() if losses else hidden.float().sum()
 
 
@@ -181,7 +216,7 @@ def _write_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor
     """Writes the results of :func:`token_losses_and_hits` into zeros; a head that is gathered is called once."""
     if head.is_gathered:
         chunks: Any = [slice(None)]
-    elif _on_host(hidden.device):
+    elif hidden.device.type == "cpu":
         chunks = torch.nonzero(targets != IGNORE_INDEX).flatten().split(CHUNK_TOKENS)
     else:  # Only the device knows the targets.
         rows = chunk_tokens(head_width(head), len(targets), "rows")
@@ -197,11 +232,6 @@ def _write_losses_and_hits(head: VocabularyHead, hidden: Tensor, targets: Tensor
             losses[some] = head.shard.cross_entropy(logits, of_these).masked_fill(of_these == IGNORE_INDEX, 0)
             best = head.shard.argmax(logits)
         hits[some] = (best == of_these) & (of_these != IGNORE_INDEX)
-
-
-def _on_host(device: torch.device) -> bool:
-    """Returns whether values can be read without waiting for a device."""
-    return device.type == "cpu"
 
 
 def select_targets(hidden: Tensor, targets: Tensor, count: int | None, *, waits: bool) -> tuple[Tensor, Tensor]:
@@ -234,10 +264,6 @@ class _Rows(torch.autograd.Function):
         return grads[0].new_zeros(ctx.count, *grads[0].shape[1:]).index_copy_(0, rows, grads[0]), None
 
 
-def _chunk_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, terms: TokenLoss) -> Tensor:
-    return head.summed(hidden, targets, terms)
-
-
 def chunk_tokens(vocabulary: int, tokens: int, kernel: Kernel) -> int:
     """Returns the number of tokens per chunk; on an accelerator chunks have about equal lengths."""
     if kernel == "columns":
@@ -252,12 +278,62 @@ def logits_on_cpu(head: VocabularyHead) -> int:
     return head_width(head) * chunk_tokens(head_width(head), CHUNK_TOKENS, "columns")
 
 
-def _chunks(hidden: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(hidden.split(rows), targets.split(rows), strict=True) if len(targets) else ()
+#: Function of a chunk's first token, its logits `[n, V]`, which it may overwrite, and whether the gradient is needed:
+#: the losses, `[n, 1]`, their gradient, `[n, V]`, and whether each token has no target, or None for all have.
+ChunkLosses = Callable[[int, Tensor, bool], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sums the cross-entropies of `hidden @ weight.T + bias`; computes the gradients in forward."""
+def _chunk_losses(
+    targets: Tensor,
+    softcap: float | None,
+    shard: VocabularyShard | None,
+    kernel: Kernel,
+    complete: bool,
+    terms: TokenLoss,
+    start: int,
+    logits: Tensor,
+    need_slope: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    t = targets[start : start + len(logits), None]
+    ignored = None if complete else t == IGNORE_INDEX
+    if ignored is not None:
+        t = t.clamp(min=0)
+    if kernel == "compiled":
+        return *compiled_losses_and_slope(logits, t, softcap, shard, terms, need_slope=need_slope), ignored
+    if kernel == "columns" or softcap is not None or shard is not None:
+        return *losses_and_slope(logits, t, softcap, shard, terms, need_slope=need_slope), ignored
+    return *losses_and_slope_of_rows(logits, t, terms, need_slope=need_slope), ignored
+
+
+def linear_losses(
+    hidden: Tensor,
+    linear: Any,
+    compute: ChunkLosses,
+    dtype: torch.dtype,
+    rows: int,
+    kernel: Kernel,
+    *,
+    per_token: bool = False,
+) -> Tensor:
+    """Returns the sum of the losses of `hidden @ weight.T + bias`, or `per_token` each, `[N]`, in chunks of tokens.
+
+    Of a sum, forward computes the gradients, and backward scales them. Otherwise backward computes the chunks again.
+
+    Args:
+        hidden: Hidden states, `[N, D]`.
+        linear: Projection, whose weight is available.
+        compute: Losses of a chunk.
+        dtype: Dtype of the products.
+        rows: Tokens of a chunk.
+        kernel: Implementation of the loss.
+        per_token: Whether to return each token's loss.
+    """
+    found: Tensor = _LinearLosses.apply(hidden, linear.weight, linear.bias, compute, dtype, rows, kernel, per_token)
+    return found
+
+
+class _LinearLosses(torch.autograd.Function):
+    """Computes :func:`linear_losses`."""
 
     @staticmethod
     def forward(
@@ -265,43 +341,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        softcap: float | None,
+        compute: ChunkLosses,
         dtype: torch.dtype,
         rows: int,
-        shard: VocabularyShard | None,
         kernel: Kernel,
-        complete: bool,
-        terms: TokenLoss,
+        per_token: bool,
     ) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
-            total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-            for start, h, logits in project_chunks(hidden, parts.weight, bias, rows, kernel):
-                t = targets[start : start + rows, None]
-                ignored = None if complete else t == IGNORE_INDEX
-                if kernel != "columns" and ignored is not None:
-                    t = t.clamp(min=0)
-                if kernel == "compiled":
-                    losses, slope = compiled_losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
-                elif kernel == "columns" or softcap is not None or shard is not None:
-                    losses, slope = losses_and_slope(logits, t, softcap, shard, terms, need_slope=parts.wanted)
-                else:
-                    losses, slope = losses_and_slope_of_rows(logits, t, terms, need_slope=parts.wanted)
-                total += (losses if ignored is None else losses.masked_fill_(ignored, 0)).sum()
-                if slope is not None:
-                    parts.add(start, h, slope, ignored)
-        ctx.parts = parts
-        return total
+        needed = (False, False, False) if per_token else ctx.needs_input_grad[:3]
+        parts = HeadGradients(hidden, weight, bias, dtype, needed)
+        found = list(parts.chunks(hidden, bias, compute, rows, kernel))
+        wide = torch.promote_types(dtype, torch.float32)
+        if not per_token:
+            ctx.parts, ctx.per_token = parts, None
+            total = torch.zeros((), dtype=wide, device=hidden.device)
+            for losses in found:
+                total += losses.sum()
+            return total
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.per_token = (compute, dtype, rows, kernel)
+        return torch.cat(found)[:, 0] if found else hidden.new_zeros(0, dtype=wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts, ctx.parts = ctx.parts, None
-        if parts is None:
-            raise RuntimeError(
-                "backward of the loss over the vocabulary must run once, got a second call; compute the loss again"
-            )
-        return (*parts.scaled(grads[0]), *(None,) * 8)
+        factor = grads[0]
+        if ctx.per_token is None:
+            parts, ctx.parts = ctx.parts, None
+            if parts is None:
+                raise RuntimeError(ONCE)
+        else:
+            hidden, weight, bias = ctx.saved_tensors
+            compute, dtype, rows, kernel = ctx.per_token
+            parts = HeadGradients(hidden, weight, bias, dtype, ctx.needs_input_grad[:3])
+            for _ in parts.chunks(hidden, bias, compute, rows, kernel, factor):
+                pass
+            factor = torch.ones((), device=factor.device)
+        return (*parts.scaled(factor), *(None,) * 5)
 
 
 class HeadGradients:
@@ -320,6 +394,25 @@ class HeadGradients:
         self.hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
         self.of_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
+
+    @torch.no_grad()
+    def chunks(
+        self,
+        hidden: Tensor,
+        bias: Tensor | None,
+        compute: ChunkLosses,
+        rows: int,
+        kernel: Kernel,
+        factors: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields the losses of each chunk, `[n, 1]`, and adds its gradients, each token's times its factor."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start, h, logits in project_chunks(hidden, self.weight, bias, rows, kernel):
+                losses, slope, ignored = compute(start, logits, self.wanted)
+                if slope is not None:
+                    slope = slope if factors is None else slope.mul_(factors[start : start + len(h), None])
+                    self.add(start, h, slope, ignored)
+                yield losses if ignored is None else losses.masked_fill_(ignored, 0)
 
     def add(self, start: int, h: Tensor, slope: Tensor, ignored: Tensor | None = None) -> None:
         """Adds a chunk.
@@ -554,8 +647,3 @@ def _by_liger(linear: Any, hidden: Tensor, targets: Tensor, softcap: float | Non
     )
     found: Tensor = loss(linear.weight, hidden, targets, linear.bias)
     return found
-
-
-def full_logits_loss(head: VocabularyHead, hidden: Tensor, targets: Tensor, terms: TokenLoss = PLAIN) -> Tensor:
-    """Returns the result of :func:`summed_loss`, computed from the logits of all tokens at once."""
-    return head.summed(hidden if head.shard is None else head.shard.enter(hidden), targets, terms)
