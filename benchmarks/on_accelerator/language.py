@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from dlo_framework.task import Task
 from dlo_plugins.callbacks.compile import Compile
-from dlo_tasks.llm import batch_counts
+from dlo_tasks.llm import batches
 from on_accelerator.subjects import BATCHES, Size, Subject, blocks_of, draw_weights_on, pinned
 from on_accelerator.throughput import BASE, rates_table
 from on_accelerator.training import Trained, Work, by_dlo, by_hand
@@ -114,11 +114,11 @@ class Packed(LightningDataModule):
         return self.loader
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.counts = batch_counts.count_rows(batch)
+        self.counts = batches.count_rows(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch_counts.attach_counts(batch, self.counts)
+        batches.attach_counts(batch, self.counts)
         return batch
 
 

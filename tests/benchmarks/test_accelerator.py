@@ -126,7 +126,7 @@ def test_packed_batches_are_full_of_documents(load):
     assert int((batch["labels"] != -100).sum()) == int(batch["tokens_in_step"]) == 3 * 512 - int(begins.sum())
     data = language.Packed(None)
     data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-    assert language.batch_counts.count_documents(batch["position_ids"]).number == int(begins.sum())
+    assert language.batches.count_documents(batch["position_ids"]).number == int(begins.sum())
 
 
 def test_timms_step_and_dlos_train_the_same_model(load):

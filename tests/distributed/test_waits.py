@@ -18,7 +18,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.classifier import ImageClassifier
-from dlo_tasks.llm import batch_counts, vocabulary_loss
+from dlo_tasks.llm import batches, vocabulary_loss
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, LENGTH, VOCABULARY, Batches, Tokens
 from support.trainers import quiet_trainer
@@ -32,11 +32,11 @@ class Packed(Tokens):
     """Rows of two documents each, counted as TextData counts them."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.counts = batch_counts.count_rows(batch)
+        self.counts = batches.count_rows(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch_counts.attach_counts(batch, self.counts)
+        batches.attach_counts(batch, self.counts)
         return batch
 
 

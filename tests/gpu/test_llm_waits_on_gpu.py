@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlo_tasks.llm import batch_counts, families
+from dlo_tasks.llm import batches, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 
@@ -16,7 +16,7 @@ def test_of_what_was_counted_nothing_is_asked_of_the_device():
     moved = {name: tensor.cuda() for name, tensor in batch.items()}
     expected = task.loss(task.forward(**task.inputs(moved)[1]), moved)
     documents = families.flash_arguments(moved["position_ids"])
-    batch_counts.attach_counts(moved, batch_counts.count_rows(batch))
+    batches.attach_counts(moved, batches.count_rows(batch))
     hidden = task.forward(**task.inputs(moved)[1])
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from dlo_tasks.llm import batch_counts, packed_attention
+from dlo_tasks.llm import batches, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, VOCABULARY
 
@@ -34,7 +34,7 @@ def packed(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 def moved(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {name: tensor.cuda() for name, tensor in batch.items()}
-    batch_counts.attach_counts(found, batch_counts.count_rows(batch))
+    batches.attach_counts(found, batches.count_rows(batch))
     return found
 
 

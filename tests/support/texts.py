@@ -50,7 +50,7 @@ def sampler(world_size=1, rank=0, accumulate=1, size=40, lengths=None, **options
     targets = np.arange(1, size + 1) ** 2
     return TextBatchSampler(
         size,
-        targets=targets,
+        count_targets=targets.__getitem__,
         lengths=lengths,
         accumulation=lambda: AccumulationPlan(accumulate, float("inf")),
         **{"batch_size": 8 // world_size, "shuffle": True, "drop_last": True, "rank": rank, "world_size": world_size}

@@ -208,7 +208,7 @@ class WaitsOfSteps(Callback):
     _LOADING = (
         "fetchers.py:__next__",
         "apply_func.py:move_data_to_device",
-        "batch_counts.py:count_rows",
+        "batches.py:count_rows",
         "visibility.py:count_ends",
     )
 

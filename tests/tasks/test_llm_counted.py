@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from dlo_tasks.llm import batch_counts, families
+from dlo_tasks.llm import batches, families
 from dlo_tasks.llm.causal_lm import CausalLM
 from support.token_batches import GROUPED, packed_rows
 from support.trainers import quiet_trainer
@@ -32,7 +32,7 @@ def batch(**more: Any) -> dict[str, Tensor]:
 
 
 def as_moved(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    batch_counts.attach_counts(found, batch_counts.count_rows(found))
+    batches.attach_counts(found, batches.count_rows(found))
     return found
 
 
@@ -72,18 +72,18 @@ def test_documents_that_are_counted_are_not_asked_for_and_others_once() -> None:
 def test_counts_are_of_these_very_tensors_as_they_were() -> None:
     found = as_moved(batch())
     number = int((found["labels"] != -100).sum())
-    assert batch_counts.read_target_count(found["labels"]) == number
+    assert batches.read_target_count(found["labels"]) == number
     other = found["labels"].t().contiguous().t()  # of the same shape, in another order
     for part in (found["labels"][:, :4], found["labels"].T, found["labels"].flatten(), found["labels"][::2], other[:2]):
-        assert batch_counts.read_target_count(part) is None
-    assert batch_counts.read_target_count(found["labels"].clone()) is None
-    assert batch_counts.count_documents(PLACES) == (4, 6, 1)
-    assert batch_counts.count_documents(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
+        assert batches.read_target_count(part) is None
+    assert batches.read_target_count(found["labels"].clone()) is None
+    assert batches.count_documents(PLACES) == (4, 6, 1)
+    assert batches.count_documents(torch.tensor([[5, 6, 7, 8], [2, 3, 9, 10]])) == (3, 4, 0)
     found["labels"][found["labels"] != -100] = -100
-    assert batch_counts.read_target_count(found["labels"]) is None
+    assert batches.read_target_count(found["labels"]) is None
     assert task().training_step(found, 0)["loss"] == 0
     with torch.inference_mode():  # Where tensors do not note that they are written to.
-        assert batch_counts.read_target_count(as_moved(batch())["labels"].clone()) is None
+        assert batches.read_target_count(as_moved(batch())["labels"].clone()) is None
 
 
 @pytest.mark.parametrize("is_view", [False, True])
@@ -98,18 +98,18 @@ def test_rows_of_a_batch_are_known_too(is_view: bool) -> None:
     labels, positions = found["labels"], found["position_ids"]
     for first, past in ((0, 2), (1, 4), (3, 4), (0, 4)):
         with Waits() as waits:
-            number = batch_counts.read_target_count(labels[first:past])
-            documents = batch_counts.count_documents(positions[first:past])
+            number = batches.read_target_count(labels[first:past])
+            documents = batches.count_documents(positions[first:past])
         assert waits.calls == []
         assert number == int((labels[first:past] != -100).sum())
-        assert documents == batch_counts.count_documents(positions[first:past].clone())
+        assert documents == batches.count_documents(positions[first:past].clone())
     labels[0] = -100
-    assert batch_counts.read_target_count(labels[2:]) is None  # written to since
+    assert batches.read_target_count(labels[2:]) is None  # written to since
 
 
 def test_batches_of_no_text_are_left_alone() -> None:
     for other in ((torch.zeros(2, 3), torch.zeros(2)), {"input_ids": torch.zeros(2, 3)}, torch.zeros(2)):
-        assert batch_counts.count_rows(other) == {}
+        assert batches.count_rows(other) == {}
 
 
 class Noting(Callback):
@@ -120,8 +120,8 @@ class Noting(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         labels = batch["labels"]
-        self.pairs.append((batch_counts.read_target_count(labels), int((labels != -100).sum())))
-        assert batch_counts.count_documents(batch["position_ids"]) == batch_counts.count_documents(
+        self.pairs.append((batches.read_target_count(labels), int((labels != -100).sum())))
+        assert batches.count_documents(batch["position_ids"]) == batches.count_documents(
             copy.deepcopy(batch["position_ids"])
         )
 

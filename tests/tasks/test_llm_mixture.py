@@ -19,7 +19,7 @@ from dlo_framework.data import ResumableLoader
 from dlo_framework.errors import DloError
 from dlo_framework.resume import ExactResume
 from dlo_tasks.llm.batches import IGNORE_INDEX
-from dlo_tasks.llm.step_tokens import AccumulationPlan, StreamBatchSampler
+from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
 from dlo_tasks.llm.text_data import TextData
 from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.token_windows import JoinedWindows
@@ -105,7 +105,7 @@ def test_the_targets_of_a_step_are_counted_over_ranks_and_micro_batches(mixed, a
     dataset, order = data._datasets["train"], data.mix_options.order(["text", "web"], [10, 20], 0)
     order = data.train_dataloader().sampler.order
     ranks = [
-        StreamBatchSampler(
+        TextBatchSampler(
             order.size, batch_size=4, shuffle=True, drop_last=True, rank=rank, world_size=2, order=order,
             count_targets=dataset.count_targets, accumulation=lambda: AccumulationPlan(accumulate, float("inf")),
         )
@@ -172,7 +172,7 @@ def consume(options: dict, folder: str, ranks: int, workers: int, lives: float |
     loaders = []
     for rank in range(ranks):
         place = {"batch_size": 16 // ranks, "shuffle": True, "drop_last": True, "rank": rank, "world_size": ranks}
-        sampler = StreamBatchSampler(
+        sampler = TextBatchSampler(
             order.size, **place, order=order, count_targets=dataset.count_targets,
             accumulation=lambda: AccumulationPlan(1, float("inf")),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm import batch_counts, families, language_models, packed_attention
+from dlo_tasks.llm import batches, families, language_models, packed_attention
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.generation import Sampling, complete_ids
 from support.fsdp_nets import trainer
@@ -134,7 +134,7 @@ def test_no_dense_mask_is_made_and_the_device_is_not_waited_for(
     length = 64
     positions = torch.arange(length).repeat(2, 2).view(2, -1)  # [2, 128]: two documents a row
     batch = batch_of(positions)
-    batch_counts.attach_counts(batch, batch_counts.count_rows(batch))
+    batches.attach_counts(batch, batches.count_rows(batch))
     task, dense = task_of("dlo_varlen", family), task_of("sdpa", family)
     with Waits() as waits, Largest(floats=False) as largest:
         task.forward(**task.inputs(batch)[1])
@@ -164,7 +164,7 @@ def random_positions(rows: int, length: int, most: int) -> Tensor:
 @pytest.mark.parametrize(("length", "most"), [(64, 9), (61, 30), (16, 4), (7, 3), (128, 1000)])
 def test_a_block_mask_is_that_of_the_dense_one(length: int, most: int) -> None:
     positions = random_positions(3, length, most)
-    begins = batch_counts.mark_document_starts(positions)
+    begins = batches.mark_document_starts(positions)
     document = begins.cumsum(dim=1)
     for window, block in itertools.product([None, 1, 5, 20], [16, 8]):
 

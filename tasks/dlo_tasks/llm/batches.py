@@ -10,12 +10,13 @@ attends to it, so padded batches need no mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dlo_framework.data import Draw, uniform
 from dlo_framework.errors import DloError
@@ -27,6 +28,7 @@ from dlo_tasks.llm.packing import (
     count_targets,
     cut_documents,
     pack_best_fit,
+    ranges,
 )
 from dlo_tasks.llm.records import format_location
 from dlo_tasks.llm.token_cache import TokenStore
@@ -55,91 +57,64 @@ class StepDraws(list[Draw]):
     length: int | None = None
 
 
-class PackedWindows:
-    """Dataset of windows of equal length, each filled with full pieces.
+class PackedSamples:
+    """Dataset of windows of equal length, each filled with pieces; or of single pieces, padded in their batch.
 
     Args:
         store: Token store.
         pieces: Pieces to use.
-        packing: Window and offset of each piece.
-        seq_len: Positions per window.
+        packing: Window and offset of each piece; None for samples of one piece, padded to the longest of the batch.
+        seq_len: Positions per window, and the most of a padded batch.
         filler: Id at unused positions.
         targets: Number of targets of each piece, int64 [P].
+
+    Attributes:
+        lengths: Positions of each sample, int64 [samples]; None for windows, which have the same length.
+        pairs: None: samples have no preferences.
     """
+
+    pairs: np.ndarray | None = None
 
     def __init__(
         self,
         store: TokenStore,
         pieces: DocumentChunks,
-        packing: WindowAssignment,
+        packing: WindowAssignment | None,
         seq_len: int,
         filler: int,
         targets: np.ndarray,
     ) -> None:
+        self.lengths: np.ndarray | None = None
+        if packing is None:
+            number = np.arange(len(pieces.start))
+            packing, self.lengths = WindowAssignment(number, np.zeros_like(number), len(number)), pieces.length
         order = np.lexsort((packing.offset, packing.window))
         self._store, self._seq_len, self._filler = store, seq_len, filler
         self._start, self._length = pieces.start[order], pieces.length[order]
         self._offset = packing.offset[order]
         self._first = np.searchsorted(packing.window[order], np.arange(packing.windows + 1))
-        #: Number of targets of each window, int64 [windows].
-        self.targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
-        #: None: all windows have the same length.
-        self.lengths: np.ndarray | None = None
-        #: Number of preferences of each sample; None for other data.
-        self.pairs: np.ndarray | None = None
+        self._targets = np.bincount(packing.window, targets, packing.windows).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def count_targets(self, index: np.ndarray) -> np.ndarray:
-        """Returns the number of targets of windows, int64 of the shape of ``index``."""
-        return self.targets[index]
-
-    def fetch(self, draws: list[Draw]) -> Batch:
-        """Returns the batch of the drawn windows."""
-        first = self._first[[draw.index for draw in draws]]
-        past = self._first[[draw.index + 1 for draw in draws]]
-        pieces = np.concatenate([np.arange(a, b) for a, b in zip(first, past, strict=True)])
-        row = np.repeat(np.arange(len(draws)), past - first)
-        begin = row * self._seq_len + self._offset[pieces]
-        shape = len(draws), self._seq_len
-        batch = gather_pieces(self._store, self._start[pieces], self._length[pieces], begin, shape, self._filler)
-        return finish(batch, draws)
-
-
-class PaddedSamples:
-    """Dataset of single pieces, padded to the longest of the batch.
-
-    Args:
-        store: Token store.
-        pieces: Pieces to use.
-        seq_len: Maximum positions of a padded batch.
-        filler: Id at unused positions.
-        targets: Number of targets of each piece, int64 [P].
-    """
-
-    def __init__(
-        self, store: TokenStore, pieces: DocumentChunks, seq_len: int, filler: int, targets: np.ndarray
-    ) -> None:
-        self._store, self._seq_len, self._filler = store, seq_len, filler
-        self._start, self.targets = pieces.start, targets
-        #: Positions of each sample, int64 [P].
-        self.lengths: np.ndarray | None = pieces.length
-        #: Number of preferences of each sample; None for other data.
-        self.pairs: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self._start)
+        """Returns the number of targets of samples, int64 of the shape of ``index``."""
+        return self._targets[index]
 
     def fetch(self, draws: list[Draw]) -> Batch:
         """Returns the batch of the drawn samples."""
-        assert self.lengths is not None
         index = np.array([draw.index for draw in draws])
-        length = self.lengths[index]
-        longest = getattr(draws, "length", None) or int(length.max())
-        width = min(-(-longest // MULTIPLE) * MULTIPLE, self._seq_len)
-        begin = np.arange(len(draws)) * width
-        batch = gather_pieces(self._store, self._start[index], length, begin, (len(draws), width), self._filler)
+        first, counts = self._first[index], self._first[index + 1] - self._first[index]
+        width = self._seq_len
+        if self.lengths is not None:
+            longest = getattr(draws, "length", None) or int(self.lengths[index].max())
+            width = min(-(-longest // MULTIPLE) * MULTIPLE, width)
+        pieces = np.repeat(first, counts) + ranges(counts)
+        begin = np.repeat(np.arange(len(draws)) * width, counts) + self._offset[pieces]
+        length = self._length[pieces]
+        source = np.repeat(self._start[pieces], length) + ranges(length)
+        batch = gather_tokens(self._store, source, source + 1, begin, length, (len(draws), width), self._filler)
         return finish(batch, draws)
 
 
@@ -174,47 +149,44 @@ def pad_left(
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def gather_pieces(
+def gather_tokens(
     store: TokenStore,
-    start: np.ndarray,
-    length: np.ndarray,
+    source: np.ndarray,
+    following: np.ndarray,
     begin: np.ndarray,
+    length: np.ndarray,
     shape: tuple[int, int],
     filler: int,
+    *,
+    context: bool = False,
 ) -> Batch:
-    """Returns a batch with pieces at given places.
+    """Returns a batch with pieces of documents at given places.
 
     Args:
         store: Token store.
-        start: Index of each piece's first token in the store, int64 [P].
-        length: Positions of each piece, int64 [P].
+        source: Index of each token of the pieces in the store, int64 [T].
+        following: Index of each one's next token.
         begin: Index of each piece's first position in the flattened batch, int64 [P], ascending.
+        length: Positions of each piece, int64 [P].
         shape: Shape of the batch.
         filler: Id at unused positions, which have no label and continue the positions of the row's last piece. As a
             document of its own, padding would be all zeros in a model whose padding embedding is zero, and a
             standard deviation would have the gradient NaN (Gemma 3n).
+        context: Whether to add `context_labels`, the next tokens that are not targets.
     """
-    ends = np.cumsum(length)
-    within = np.arange(int(ends[-1])) - np.repeat(ends - length, length)
-    source = np.repeat(start, length) + within
+    within = ranges(length)
     target = np.repeat(begin, length) + within
-    size = shape[0] * shape[1]
-    ids = np.full(size, filler, dtype=np.int64)
-    labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
-    positions = unused_positions(begin, shape)
-    ids[target] = store.read(source)[0]
-    following, learned = store.read(source + 1)
-    labels[target] = np.where(learned, following, IGNORE_INDEX)
-    positions[target] = within
-    flat = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: torch.from_numpy(values).view(shape) for name, values in flat.items()}
-
-
-def unused_positions(begin: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Returns positions that continue each row's last piece, int64 [size]; values under pieces are overwritten."""
+    next_ids, learned = store.read(following)
     last = np.zeros(shape[0], dtype=np.int64)
     np.maximum.at(last, begin // shape[1], begin % shape[1])
-    return (np.arange(shape[1])[None] - last[:, None]).ravel()
+    flat = {"input_ids": np.full(shape[0] * shape[1], filler, dtype=np.int64)}
+    flat["input_ids"][target] = store.read(source)[0]
+    for name, is_label in (("labels", learned), ("context_labels", ~learned))[: 1 + context]:
+        flat[name] = np.full(shape[0] * shape[1], IGNORE_INDEX, dtype=np.int64)
+        flat[name][target] = np.where(is_label, next_ids, IGNORE_INDEX)
+    flat["position_ids"] = (np.arange(shape[1])[None] - last[:, None]).ravel()
+    flat["position_ids"][target] = within
+    return {name: torch.from_numpy(values).view(shape) for name, values in flat.items()}
 
 
 def finish(batch: Batch, draws: list[Draw]) -> Batch:
@@ -318,7 +290,7 @@ def lay_out_samples(
     long_samples: LongSamples | None,
     filler: int,
     by_length: bool = False,
-) -> tuple[PackedWindows | PaddedSamples, Statistics]:
+) -> tuple[PackedSamples, Statistics]:
     """Returns documents as samples, with statistics.
 
     Args:
@@ -348,28 +320,25 @@ def lay_out_samples(
     untaught = int((~taught).sum())
     pieces, targets = pieces.select(taught), targets[taught]
     if not len(targets):
+        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
         raise DloError(
-            f"documents must have at least one target, got none in the {len(documents)} of {_named(files)}:"
+            f"documents must have at least one target, got none in the {len(documents)} of {files[0]}{more}:"
             f" {pieces.too_short} have fewer than two tokens, {pieces.too_long} do not fit seq_len {seq_len}"
             f" (long_samples: {policy}), {untaught} pieces have no target, such as an assistant's answer; check the"
             " files, or raise seq_len"
         )
-    dataset: PackedWindows | PaddedSamples
-    if packing == "best_fit":
-        packed = pack_best_fit(pieces.length, seq_len)
-        dataset = PackedWindows(store, pieces, packed, seq_len, filler, targets)
-        capacity = packed.windows * seq_len
-    else:
-        if by_length:
-            pieces, targets = _sorted_by_length(pieces, targets)
-        dataset = PaddedSamples(store, pieces, seq_len, filler, targets)
-        capacity = int(pieces.length.sum())
+    if packing == "none" and by_length:
+        order = np.argsort(pieces.length, kind="stable")
+        pieces, targets = pieces.select(order), targets[order]
+    packed = pack_best_fit(pieces.length, seq_len) if packing == "best_fit" else None
+    dataset = PackedSamples(store, pieces, packed, seq_len, filler, targets)
+    tokens = int(pieces.length.sum())
     statistics = Statistics(
         documents=len(documents),
-        tokens=int(pieces.length.sum()),
+        tokens=tokens,
         targets=int(targets.sum()),
         samples=len(dataset),
-        capacity=capacity,
+        capacity=tokens if packed is None else packed.windows * seq_len,
         longest=int(pieces.length.max()),
         too_long=pieces.too_long,
         unused=pieces.too_short,
@@ -380,10 +349,121 @@ def lay_out_samples(
     return dataset, statistics
 
 
-def _sorted_by_length(pieces: DocumentChunks, targets: np.ndarray) -> tuple[DocumentChunks, np.ndarray]:
-    order = np.argsort(pieces.length, kind="stable")
-    return pieces.select(order), targets[order]
+# --- counts of a batch, taken on the CPU --------------------------------------------------------------------------
+
+# Reading a number from an accelerator waits for all queued work, and the accelerator then waits for the host. Therefore
+# the datamodule counts before the batch is moved, and attaches the counts to the moved tensors as attributes, row by
+# row. Only these tensors and slices of their rows (a micro-batch of a pipeline) have them. Other tensors made from them
+# (a sequence shard, a new batch) have none, nor do tensors that were written to afterwards; for these the device is
+# read.
+
+_NAME = "_dlo_counted"
+
+#: Counts of each row of a tensor `[B, L]`.
+Rows = list[tuple[int, ...]]
 
 
-def _named(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+class Documents(NamedTuple):
+    """Documents of a batch: one begins with each row, and wherever positions do not increase by one.
+
+    Attributes:
+        number: Number of documents.
+        longest: Tokens of the longest document.
+        restart: Whether positions decrease anywhere inside a row, 1 or 0.
+    """
+
+    number: int
+    longest: int
+    restart: int
+
+
+def count_rows(batch: Any) -> dict[str, Rows]:
+    """Returns the counts of a batch's tensors on the CPU, by name; {} for a batch on another device.
+
+    Args:
+        batch: Batch, usually a dict with `labels` and `position_ids`, `[B, L]`.
+    """
+    found: dict[str, Rows] = {}
+    if isinstance(batch, Mapping):
+        labels, positions = batch.get("labels"), batch.get("position_ids")
+        if isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 2:
+            found["labels"] = [(number,) for number in (labels != IGNORE_INDEX).sum(dim=1).tolist()]
+        if isinstance(positions, Tensor) and positions.device.type == "cpu" and positions.ndim == 2:
+            found["position_ids"] = [tuple(row) for row in _documents_of_rows(positions).tolist()]
+    return found
+
+
+def attach_counts(batch: Any, counts: Mapping[str, Rows]) -> None:
+    """Attaches counts to a batch's tensors, on their current device."""
+    for name, numbers in counts.items():
+        tensor = batch[name]
+        if tensor.is_inference():  # Inference tensors have no version counter.
+            continue
+        mark = _Mark(tensor._version, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), numbers)
+        for place in (tensor, tensor._base):  # A slice of a view has the view's base.
+            if place is not None:
+                setattr(place, _NAME, mark)
+
+
+def read_target_count(labels: Tensor) -> int | None:
+    """Returns the number of targets among labels, or None without attached counts."""
+    rows = _left_with(labels)
+    return sum(number for (number,) in rows) if rows else None
+
+
+def count_documents(position_ids: Tensor) -> Documents:
+    """Returns the documents of `position_ids [B, L]`, with at most one transfer from the device."""
+    rows = _left_with(position_ids)
+    if rows is None:
+        found = _documents_of_rows(position_ids)
+        return Documents(*torch.stack([found[:, 0].sum(), found[:, 1].amax(), found[:, 2].amax()]).tolist())
+    numbers, lengths, falls = zip(*rows, strict=True)
+    return Documents(sum(numbers), max(lengths), max(falls))
+
+
+def single_documents(tokens: Tensor) -> Tensor:
+    """Returns positions of rows `[B, L]` that are one document each, with attached counts."""
+    rows, length = tokens.shape
+    positions = torch.ones_like(tokens).cumsum(dim=1) - 1  # An arange would not be fake for fake tokens.
+    attach_counts({"position_ids": positions}, {"position_ids": [(1, length, 0)] * rows})
+    return positions
+
+
+def mark_document_starts(position_ids: Tensor) -> Tensor:
+    """Returns whether a document begins at each position, bool `[B, L]`."""
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=1) != 1
+    return begins
+
+
+class _Mark(NamedTuple):
+    """Counts attached to a tensor, with its version and memory layout at that time."""
+
+    version: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    rows: Rows
+
+
+def _left_with(tensor: Tensor) -> Rows | None:
+    """Returns the counts attached to a tensor, or to the tensor of which it is a slice of rows."""
+    for place in (tensor, tensor._base):
+        mark: _Mark | None = getattr(place, _NAME, None)
+        if mark is None or mark.version != tensor._version or not len(tensor):
+            continue
+        if tensor.shape[1:] != mark.shape[1:] or tensor.stride() != mark.stride or not mark.stride[0]:
+            continue
+        first, rest = divmod(int(tensor.storage_offset()) - mark.offset, mark.stride[0])
+        if not rest and 0 <= first <= len(mark.rows) - len(tensor):
+            return mark.rows[first : first + len(tensor)]
+    return None
+
+
+def _documents_of_rows(position_ids: Tensor) -> Tensor:
+    """Returns the fields of :class:`Documents` for each row, int64 `[B, 3]`."""
+    begins = mark_document_starts(position_ids)
+    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    newest = torch.where(begins, places, 0).cummax(dim=1).values
+    falls = (position_ids.diff(dim=1) < 0).any(dim=1)
+    return torch.stack([begins.sum(dim=1), (places - newest).amax(dim=1) + 1, falls.long()], dim=1)

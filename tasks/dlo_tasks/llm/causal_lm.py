@@ -35,7 +35,7 @@ from dlo_framework.watch.media import log_text
 from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
-    batch_counts,
+    batches,
     export,
     families,
     generation,
@@ -455,7 +455,7 @@ class CausalLM(Task):
         """
         labels = sparse_attention.targets(self.attention, batch)
         hidden, balance = outputs if isinstance(outputs, tuple) else (outputs, None)
-        count = batch_counts.read_target_count(labels)
+        count = batches.read_target_count(labels)
         kernel = None if self.loss_kernel == "torch" else self.loss_kernel
         total = vocabulary_loss.summed_loss(
             self.head, hidden.flatten(0, 1), labels.flatten(), count=count, kernel=kernel, terms=self.token_loss
@@ -499,7 +499,7 @@ class CausalLM(Task):
         """
         labels = sparse_attention.targets(self.attention, batch)
         ours, theirs = (found[0] if isinstance(found, tuple) else found for found in (outputs, teacher_outputs))
-        count = batch_counts.read_target_count(labels)
+        count = batches.read_target_count(labels)
         with teacher.head() as head:  # Its weights may be freed outside: the gradients are computed here.
             total, agreed = vocabulary_distillation.summed_distillation(
                 self.head, ours.flatten(0, 1), head, theirs.flatten(0, 1), labels.flatten(), loss, count=count

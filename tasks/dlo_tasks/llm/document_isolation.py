@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dlo_framework.batches import get_chosen_tokens
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.batch_counts import mark_document_starts
+from dlo_tasks.llm.batches import mark_document_starts
 
 Way = Literal["mask", "rows"]
 

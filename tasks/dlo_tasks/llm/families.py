@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm import document_isolation, language_models, packed_attention, sparse_attention
-from dlo_tasks.llm.batch_counts import count_documents, single_documents
+from dlo_tasks.llm.batches import count_documents, single_documents
 from dlo_tasks.llm.document_isolation import FORWARD_FAILURES, DocumentSpans, Isolation, near
 from dlo_tasks.llm.packed_attention import document_lengths
 from dlo_tasks.llm.tokenizer import first_line

@@ -2,7 +2,7 @@
 
 transformers keeps packed documents apart with a mask `[B, 1, L, L]`: no flash kernel takes it, no block is skipped,
 keys and values are repeated, and the host waits for the device to detect documents. Here the attention modules get the
-starts of the documents (see :mod:`dlo_tasks.llm.batch_counts`), for one of two kernels:
+starts of the documents (see :mod:`dlo_tasks.llm.batches`), for one of two kernels:
 
 * `varlen`: :func:`torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 (Dao, 2023, arXiv 2307.08691) on the
   concatenated tokens of all rows; half precision. On a CPU, in any precision, :func:`varlen_reference` replaces it.
@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 from dlo_framework.attention.masked_attention import run_flex
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
-from dlo_tasks.llm.batch_counts import count_documents, mark_document_starts
+from dlo_tasks.llm.batches import count_documents, mark_document_starts
 from dlo_tasks.llm.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def document_lengths(position_ids: Tensor, number: int, longest: int) -> dict[st
 
     Args:
         position_ids: Positions, `[B, L]`.
-        number: Number of documents; see :func:`dlo_tasks.llm.batch_counts.count_documents`.
+        number: Number of documents; see :func:`dlo_tasks.llm.batches.count_documents`.
         longest: Tokens of the longest document.
     """
     places = torch.nonzero_static(mark_document_starts(position_ids).flatten(), size=number).flatten()

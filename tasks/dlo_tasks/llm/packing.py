@@ -88,7 +88,7 @@ def cut_documents(bounds: np.ndarray, documents: np.ndarray, seq_len: int, long_
         length = np.minimum(length, seq_len)
     elif long_samples == "split":
         parts = -(-length // seq_len)
-        skipped = seq_len * _ranges(parts)  # positions of the document before each piece [P]
+        skipped = seq_len * ranges(parts)  # positions of the document before each piece [P]
         start = np.repeat(start, parts) + skipped
         length = np.minimum(np.repeat(length, parts) - skipped, seq_len)
         document = np.repeat(document, parts)
@@ -204,7 +204,7 @@ def _add_windows(by_space: dict[int, list[np.ndarray]], levels: list[int], level
     by_space[level].append(windows)
 
 
-def _ranges(counts: np.ndarray) -> np.ndarray:
+def ranges(counts: np.ndarray) -> np.ndarray:
     """Returns 0, 1, ..., c - 1 for each of the counts, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -22,7 +22,7 @@ from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.strategy_contract import contract_of
-from dlo_tasks.llm import adapters, batch_counts, language_models, preference_losses
+from dlo_tasks.llm import adapters, batches, language_models, preference_losses
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
 from dlo_tasks.llm.evaluation import TokenMean, sum_dtype
@@ -374,7 +374,7 @@ class PreferenceLM(CausalLM):
         """Returns the sums over each answer's tokens, over all ranks that share a sequence."""
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
         labels, numbers, answers = batch["labels"], batch["sequence_ids"], batch["answers"]
-        targets, count = labels, batch_counts.read_target_count(labels)
+        targets, count = labels, batches.read_target_count(labels)
         is_answer, of_chosen = labels != IGNORE_INDEX, None
         if self.objective == "orpo":  # Its cross-entropy is over the prompts too.
             of_chosen = (answers.gather(1, numbers.clamp(min=0)) == 1) & (numbers >= 0)

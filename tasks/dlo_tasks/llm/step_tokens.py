@@ -33,11 +33,11 @@ class TextBatchSampler(ResumableBatchSampler):
     """A :class:`ResumableBatchSampler` whose batches know the number of targets of their optimizer step.
 
     The order of an epoch is known before it begins, and so is the number of targets of each step, over all ranks and
-    micro-batches. No communication is needed.
+    micro-batches. No communication is needed. Targets are counted when the step comes.
 
     Args:
-        size: Number of samples.
-        targets: Number of targets of each sample, int64 [size].
+        size: Number of samples per epoch.
+        count_targets: Function that returns the number of targets of samples, by their indices, int64 [P].
         lengths: Positions of each sample, int64 [size], for batches of similar lengths: an epoch's random order is
             divided into groups of ``BUCKET`` batches, each group is sorted by length, and the batches are shuffled.
             None for the plain random order.
@@ -50,92 +50,32 @@ class TextBatchSampler(ResumableBatchSampler):
         self,
         size: int,
         *,
-        targets: np.ndarray,
-        lengths: np.ndarray | None,
+        count_targets: Callable[[np.ndarray], np.ndarray],
+        lengths: np.ndarray | None = None,
         pairs: np.ndarray | None = None,
         accumulation: Callable[[], AccumulationPlan],
         **options: Any,
     ) -> None:
         super().__init__(size, **options)
-        self._targets, self._pairs, self._lengths, self._accumulation = targets, pairs, lengths, accumulation
-
-    def batches_from(self, samples: int) -> Iterator[list[Draw]]:
-        """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
-        indices, _ = self._epoch_draws()
-        spans = list(self.spans_from(0))
-        first = sum(start < samples for start, _ in spans)
-        totals = self._step_totals(_running(self._targets[indices]), spans, first)
-        pairs = None if self._pairs is None else self._step_totals(_running(self._pairs[indices]), spans, first)
-        coming = zip(range(first, len(spans)), super().batches_from(samples), strict=False)
-        for number, draws in coming:
-            known = StepDraws(draws)
-            known.tokens_in_step = totals[number]
-            known.pairs_in_step = None if pairs is None else pairs[number]
-            if self._lengths is not None:
-                start, stop = spans[number]
-                known.length = int(self._lengths[indices[start:stop]].max())
-            yield known
-
-    def _step_totals(self, running: np.ndarray, spans: list[tuple[int, int]], begin: int) -> list[int | None]:
-        """Returns the number of targets of each batch's optimizer step; None where its length is not known yet.
-
-        Args:
-            running: Number of targets before each sample of the epoch's order, int64 [size + 1].
-            spans: Spans of the epoch's batches.
-            begin: Index of the next batch.
-        """
-        size, batches = self._accumulation()
-        if self.window_at is not None:
-            windows = [(span.first, span.batches) for span in self.planned()]
-            if begin < len(windows) and windows[begin][1] != size:  # DynamicBatchSize with noise_scale
-                return [None] * len(spans)
-        else:
-            windows = [find_window(number, size, min(batches, len(spans))) for number in range(len(spans))]
-        totals: list[int | None] = []
-        for first, length in windows:
-            last = min(first + max(length, 1), len(spans)) - 1
-            totals.append(int(running[spans[last][1]] - running[spans[first][0]]))
-        return totals
-
-    def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
-        indices, seeds = super()._epoch_draws()
-        if self._lengths is None or not self.shuffle:
-            return indices, seeds
-        order = bucket_by_length(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
-        return indices[order], seeds[order]
-
-
-class StreamBatchSampler(ResumableBatchSampler):
-    """A :class:`ResumableBatchSampler` for data at scale: counts the targets of each step when the step comes.
-
-    Args:
-        size: Number of samples per epoch.
-        count_targets: Function that returns the number of targets of samples, by their indices, int64 [P].
-        accumulation: Function that returns the trainer's accumulation; called when an epoch begins.
-        options: Arguments of :class:`ResumableBatchSampler`, with ``order``.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        count_targets: Callable[[np.ndarray], np.ndarray],
-        accumulation: Callable[[], AccumulationPlan],
-        **options: Any,
-    ) -> None:
-        super().__init__(size, **options)
         self._count_targets, self._accumulation = count_targets, accumulation
+        self._lengths, self._pairs = lengths, pairs
 
     def batches_from(self, samples: int) -> Iterator[list[Draw]]:
         """Yields this rank's batches of the current epoch, after the first ``samples`` of the global order."""
-        epoch = self.epoch
+        draws_between = self._draw_function()
         last: tuple[int, int] | None = None
-        total: int | None = None
-        for draws, step in zip(super().batches_from(samples), self._steps_from(samples), strict=False):
-            if step is not None and step != last:
-                last, total = step, int(self._count_targets(self.draws_at(epoch, np.arange(*step))[0]).sum())
+        tokens = pairs = None
+        coming = zip(super().batches_from(samples), self._steps_from(samples), self.spans_from(samples), strict=False)
+        for draws, step, span in coming:
+            if step != last:
+                index = np.arange(0) if step is None else draws_between(*step)[0]
+                tokens = None if step is None else int(self._count_targets(index).sum())
+                pairs = None if step is None or self._pairs is None else int(self._pairs[index].sum())
+                last = step
             known = StepDraws(draws)
-            known.tokens_in_step = None if step is None else total
+            known.tokens_in_step, known.pairs_in_step = tokens, pairs
+            if self._lengths is not None:
+                known.length = int(self._lengths[draws_between(*span)[0]].max())
             yield known
 
     def _steps_from(self, samples: int) -> Iterator[tuple[int, int] | None]:
@@ -156,14 +96,12 @@ class StreamBatchSampler(ResumableBatchSampler):
             low = max(0, start - (number - first) * step)
             yield low, min(start + (first + max(length, 1) - number) * step, self.size)
 
-
-class InOrderStreamBatchSampler(StreamBatchSampler, InOrderBatchSampler):  # type: ignore[misc]
-    """A :class:`StreamBatchSampler` without shuffling, which Lightning recognises; see :class:`InOrderBatchSampler`."""
-
-
-def _running(counts: np.ndarray) -> np.ndarray:
-    """Returns the sum of the counts before each sample, and of all, int64 [N + 1]."""
-    return np.concatenate([[0], np.cumsum(counts)])
+    def _epoch_draws(self) -> tuple[np.ndarray, np.ndarray]:
+        indices, seeds = super()._epoch_draws()
+        if self._lengths is None or not self.shuffle:
+            return indices, seeds
+        order = bucket_by_length(self._lengths[indices], self.global_batch_size, self.seed, self.epoch)
+        return indices[order], seeds[order]
 
 
 class InOrderTextBatchSampler(TextBatchSampler, InOrderBatchSampler):  # type: ignore[misc]

@@ -22,19 +22,13 @@ from dlo_framework.data.sampler import InOrderBatchSampler
 from dlo_framework.distributed.groups import control_group
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.units import parse_bytes
-from dlo_tasks.llm import batch_counts
+from dlo_tasks.llm import batches
 from dlo_tasks.llm.batches import PackingName, Prompts, find_val_fraction, lay_out_samples, split_documents
 from dlo_tasks.llm.chat import find_chat_template
 from dlo_tasks.llm.packing import LongSamples
 from dlo_tasks.llm.prompts import read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
-from dlo_tasks.llm.step_tokens import (
-    AccumulationPlan,
-    InOrderStreamBatchSampler,
-    InOrderTextBatchSampler,
-    StreamBatchSampler,
-    TextBatchSampler,
-)
+from dlo_tasks.llm.step_tokens import AccumulationPlan, InOrderTextBatchSampler, TextBatchSampler
 from dlo_tasks.llm.token_cache import TokenStore
 from dlo_tasks.llm.token_sources import (
     SourceStatistics,
@@ -232,7 +226,7 @@ class TextData(ResumableDataModule):
         self._loaded_from: str | None = None
         self._names: dict[str, str] | None = None  # of the caches, by split
         self._datasets: dict[str, Any] = {}
-        self._counts: dict[str, batch_counts.Rows] = {}  # of the batch that is being moved
+        self._counts: dict[str, batches.Rows] = {}  # of the batch that is being moved
 
     def _check_sources(self, sources: dict[str, Any], train_files: Any, packing: str) -> list[TextSource]:
         if not self.mixes_sources:
@@ -504,25 +498,19 @@ class TextData(ResumableDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Returns the loader of the training windows, in random order."""
         dataset = self._datasets["train"]
-        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        options: dict[str, Any] = {}
         if isinstance(dataset, JoinedWindows):
             names = [source.name for source in self.sources]
-            order = self.mix_options.order(names, list(map(len, dataset.parts)), self.seed)
-            make_stream = partial(
-                InOrderStreamBatchSampler if overfit else StreamBatchSampler,
-                order.size,
-                order=order,
-                count_targets=dataset.count_targets,
-                accumulation=_accumulation_of(self),
-            )
-            return self.train_loader(dataset, make_sampler=make_stream)
+            options["order"] = self.mix_options.order(names, list(map(len, dataset.parts)), self.seed)
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         make_sampler = partial(
             InOrderTextBatchSampler if overfit else TextBatchSampler,
-            len(dataset),
-            targets=dataset.targets,
+            options["order"].size if options else len(dataset),
+            count_targets=dataset.count_targets,
             lengths=dataset.lengths,
             pairs=dataset.pairs,
             accumulation=_accumulation_of(self),
+            **options,
         )
         return self.train_loader(dataset, make_sampler=make_sampler)
 
@@ -552,16 +540,16 @@ class TextData(ResumableDataModule):
         ]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.llm.batch_counts`."""
+        """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.llm.batches`."""
         if self.shape_batch is not None and self.trainer is not None and self.trainer.training:
             batch = self.shape_batch(batch)
-        self._counts = batch_counts.count_rows(batch)
+        self._counts = batches.count_rows(batch)
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Attaches the counts to the batch's tensors."""
         counts, self._counts = self._counts, {}
-        batch_counts.attach_counts(batch, counts)
+        batches.attach_counts(batch, counts)
         return batch
 
     def _held_out(self, name: str) -> Any:

@@ -23,8 +23,7 @@ from dlo_framework.errors import DloError
 from dlo_tasks.llm.batches import IGNORE_INDEX, Batch, finish
 from dlo_tasks.llm.token_cache import TokenStore
 
-_PROBES = 32  # neighbouring bounds that one step of a search reads
-_INTERPOLATIONS = 6
+_PARTS = 8  # of the documents that are left, in one of which a step of a search finds each token
 
 
 class TokenShard(Protocol):
@@ -55,39 +54,20 @@ class TokenShard(Protocol):
 def document_of(shard: TokenShard, tokens: np.ndarray) -> np.ndarray:
     """Returns the document of each token: the last that begins at it or before, int64 of its shape.
 
-    It is an interpolation search: a few steps, each of which reads ``_PROBES`` neighbouring bounds per token, find
-    documents of similar lengths; a bisection finds the others. Mapped bounds stay on the disk.
+    Each step of the search reads a few bounds for all tokens. Mapped bounds stay on the disk.
 
     Args:
         shard: Shard of the tokens.
         tokens: Tokens of the shard, int64 of any shape, each at least 0 and below ``shard.tokens``.
     """
-    wanted = tokens.ravel()
-    assert not len(wanted) or (wanted.min() >= 0 and wanted.max() < shard.tokens)
-    found = np.zeros(wanted.shape, np.int64)
-    left = np.arange(len(wanted))  # tokens whose document is not found yet [P]
-    low, high = np.zeros_like(left), np.full_like(left, shard.documents)
-    low_token, high_token = np.zeros_like(left), np.full_like(left, shard.tokens)
-    step = 0
-    while len(left):
-        token = wanted[left]
-        if step < _INTERPOLATIONS:
-            share = (token - low_token) / np.maximum(high_token - low_token, 1)
-            guess = low + (share * (high - low)).astype(np.int64)
-        else:
-            guess = (low + high) // 2
-        step += 1
-        first = np.maximum(guess - _PROBES // 2, low)
-        bounds = shard.bounds(np.minimum(first[:, None] + np.arange(_PROBES), shard.documents))  # [P, probes]
-        count = (bounds <= token[:, None]).sum(1)
-        inside = (count > 0) & (count < _PROBES)
-        found[left[inside]] = (first + count - 1)[inside]
-        above = count > 0  # and not inside: all probes begin before the token
-        low, low_token = np.where(above, first + _PROBES - 1, low), np.where(above, bounds[:, -1], low_token)
-        high, high_token = np.where(above, high, first), np.where(above, high_token, bounds[:, 0])
-        left, low, high = left[~inside], low[~inside], high[~inside]
-        low_token, high_token = low_token[~inside], high_token[~inside]
-    return found.reshape(tokens.shape)
+    assert not tokens.size or (tokens.min() >= 0 and tokens.max() < shard.tokens)
+    found, span = np.zeros(tokens.shape, np.int64), shard.documents  # The document is in found ... found + span - 1.
+    while span > 1:
+        span = -(-span // _PARTS)
+        begins = found[..., None] + span * np.arange(1, _PARTS)
+        bounds = shard.bounds(np.minimum(begins, shard.documents))
+        found += span * (bounds <= tokens[..., None]).sum(-1)
+    return found
 
 
 def map_bytes(path: Path, random: bool = False) -> np.ndarray:

@@ -16,7 +16,7 @@ from dlo_plugins.callbacks.sequence_length import (
     split_rows,
     truncate_rows,
 )
-from dlo_tasks.llm import batch_counts
+from dlo_tasks.llm import batches
 from support.curricula_runs import fit, images, prepare_texts, refusal, same, saved_state, seeded, texts
 
 
@@ -64,7 +64,7 @@ class Shapes(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.shapes.append(tuple(batch["input_ids"].shape))
         self.tokens.append(batch["input_ids"].flatten().clone())
-        self.counted.append(batch_counts.read_target_count(batch["labels"]) is not None)
+        self.counted.append(batches.read_target_count(batch["labels"]) is not None)
         total, number = 0.0, 0
         with torch.no_grad():
             for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
