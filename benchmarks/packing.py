@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlo_framework.data import ResumableBatchSampler
-from dlo_tasks.llm.batches import IGNORE_INDEX, PackedWindows, lay_out_samples
+from dlo_tasks.llm.batches import IGNORE_INDEX, PackedSamples, lay_out_samples
 from dlo_tasks.llm.packing import cut_documents, pack_best_fit
 from dlo_tasks.llm.step_tokens import AccumulationPlan, TextBatchSampler
 from dlo_tasks.llm.token_cache import Document, TokenStore, write_store
@@ -81,7 +81,7 @@ def ours(store: TokenStore, packing: Any) -> tuple[list[Batch], str]:
     )
     sampler: ResumableBatchSampler = TextBatchSampler(
         len(dataset),
-        targets=dataset.targets,
+        count_targets=dataset.count_targets,
         lengths=dataset.lengths,
         accumulation=lambda: AccumulationPlan(1, float("inf")),
         batch_size=ROWS,
@@ -245,7 +245,7 @@ def packing_table(count: int, record: Record) -> Table:
     bounds = np.concatenate([[0], np.cumsum(lengths + 1)])
     start = PROCESS.now()
     pieces = cut_documents(bounds, np.arange(count), WINDOW, "error")
-    windows = PackedWindows(None, pieces, pack_best_fit(pieces.length, WINDOW), WINDOW, 0, pieces.length)  # type: ignore[arg-type]
+    windows = PackedSamples(None, pieces, pack_best_fit(pieces.length, WINDOW), WINDOW, 0, pieces.length)  # type: ignore[arg-type]
     note("dlo with an index", [PROCESS.now() - start], len(windows), ours=True)
     try:
         import datasets

@@ -33,29 +33,18 @@ from dlo_framework.progress import check_end, epochs_seen, fraction_at, fraction
 from dlo_framework.registry.registry import allowed_roots, check_class_path
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-Shape = Literal["cosine", "linear"]
-
-if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
-    from dlo_framework.task import Task
-
-
-def with_training_modules(optimizer: Optimizer, task: Task) -> Optimizer:
-    """Returns an optimizer with one more group, for the modules that only training uses, if the task has any.
-
-    Args:
-        optimizer: Optimizer of the model's parameters.
-        task: Task whose `add_training_module` may have been called.
-    """
-    found = task.training_parameters
-    if found:
-        optimizer.add_param_group({"params": found, "name": "training_modules", "lr_scale": 1.0})
-    return optimizer
+Shape = Literal["cosine", "linear"]
+#: Rules of the options that are numbers, each with what is usual.
+_RULES = {
+    "lr": ("above 0", "0.001 is usual for adamw"),
+    "warmup_epochs": ("at least 0", "0 switches the warm-up off"),
+    "warmup_steps": ("at least 0", "leave it out to count the warm-up in epochs"),
+    "weight_decay": ("at least 0", "0.05 is usual for adamw"),
+    "layer_decay": ("above 0 and at most 1", "0.65 to 0.8 is usual, null switches it off"),
+}
 
 
 def lr_factor(
@@ -140,43 +129,20 @@ class WarmedUp:
         return fraction_at(trainer, self.epochs, self.ended[1] if self.ended else self.epochs * per_epoch)
 
 
-def lr_schedule(
-    optimizer: Optimizer,
-    trainer: Trainer | None,
-    *,
-    warmup_epochs: float = 0.0,
-    warmup_steps: int | None = None,
-    start: float = 0.0,
-    end: float = 0.0,
-    shape: Shape = "cosine",
-) -> LambdaLR:
-    """Returns a scheduler to be stepped after each optimizer step; see :func:`lr_factor`.
-
-    It follows the trainer's progress instead of counting its own steps; its state is the end of the warm-up.
-
-    Args:
-        optimizer: Optimizer whose current learning rates are the base rates.
-        trainer: Trainer whose progress the schedule follows.
-        warmup_epochs: Length of the warm-up in epochs; may be fractional.
-        warmup_steps: Length of the warm-up in optimizer steps; overrides `warmup_epochs`.
-        start: Factor at the first step, see :func:`lr_factor`.
-        end: Factor at the end of training, see :func:`lr_factor`.
-        shape: Curve of the decay, see :func:`lr_factor`.
-    """
-    check_warmup(warmup_epochs, warmup_steps)
-    return LambdaLR(optimizer, WarmedUp(trainer, warmup_epochs, warmup_steps, start, end, shape))
-
-
 def scheduled(
     optimizer: Optimizer,
     trainer: Trainer | None,
     schedule: Shape | Literal["constant"],
     *,
     scaling: Mapping[str, Any] | None = None,
+    warmup_epochs: float = 0.0,
+    warmup_steps: int | None = None,
     start: float = 0.0,
-    **warmup_and_ends: Any,
+    end: float = 0.0,
 ) -> OptimizerLRScheduler:
     """Returns the value of ``configure_optimizers``: the optimizer, with a scheduler unless `schedule` is `constant`.
+
+    The scheduler follows the trainer's progress instead of counting its own steps; see :func:`lr_factor`.
 
     Args:
         optimizer: Optimizer at its base rates.
@@ -184,12 +150,15 @@ def scheduled(
         schedule: Decay of the rate after the warm-up; `constant` leaves the rate to a callback.
         scaling: Scaling of the rates by the batch, see :func:`~dlo_tasks.optim.scale_rates`. The first rate of the
             warm-up is not scaled.
+        warmup_epochs: Length of the warm-up in epochs; may be fractional.
+        warmup_steps: Length of the warm-up in optimizer steps; overrides `warmup_epochs`.
         start: First rate of the warm-up, as a fraction of the base rates before scaling.
-        **warmup_and_ends: Other arguments of :func:`lr_schedule`.
+        end: Factor at the end of training, see :func:`lr_factor`.
 
     Raises:
-        DloError: If the first rate of the warm-up is above the scaled rates.
+        DloError: If the first rate of the warm-up is above the scaled rates, or its length is negative.
     """
+    check_values(warmup_epochs=warmup_epochs, warmup_steps=warmup_steps)
     factor = scale_rates(optimizer, trainer, scaling)
     if start > factor:
         raise DloError(
@@ -199,17 +168,22 @@ def scheduled(
     if schedule == "constant":
         return optimizer
     check_schedule(type(optimizer), schedule)
-    warmup_and_ends["start"] = start / factor
-    scheduler = lr_schedule(optimizer, trainer, shape=schedule, **warmup_and_ends)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    warmed_up = WarmedUp(trainer, warmup_epochs, warmup_steps, start / factor, end, schedule)
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": LambdaLR(optimizer, warmed_up), "interval": "step"},
+    }
 
 
 def configure(task: Any, optimizer: Optimizer) -> OptimizerLRScheduler:
-    """Returns the value of ``configure_optimizers`` of a task with the options of :func:`check_options`."""
+    """Returns the value of ``configure_optimizers`` of a task with the options of :func:`check_options`.
+
+    The modules that only training uses get a group of their own; see :meth:`Task.add_training_module`.
+    """
+    if task.training_parameters:
+        optimizer.add_param_group({"params": task.training_parameters, "name": "training_modules", "lr_scale": 1.0})
     return scheduled(
-        with_training_modules(optimizer, task),
-        task._trainer,
-        task.schedule,
+        *(optimizer, task._trainer, task.schedule),
         scaling=task.lr_scaling,
         warmup_epochs=task.warmup_epochs,
         warmup_steps=task.warmup_steps,
@@ -234,7 +208,7 @@ def parameter_groups(
             arXiv 2106.08254); the head's scale is 1. None for no layer-wise decay.
         fallback: Patterns of parameters for which Muon and similar optimizers use their AdamW.
     """
-    exempt = _no_weight_decay(model)
+    exempt = set(getattr(model, "no_weight_decay", set)())
     layers = _layers(model) if layer_decay is not None else {}
     deepest = max(layers.values(), default=0)
     groups: dict[str, dict[str, Any]] = {}
@@ -242,7 +216,7 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         decays = parameter.ndim > 1 and not name.endswith("bias") and name not in exempt
-        adam = any(_under(name, pattern) for pattern in fallback) or (bool(fallback) and name in exempt)
+        adam = bool(fallback) and (name in exempt or f"{name}.".startswith(tuple(f"{part}." for part in fallback)))
         layer = layers.get(name, deepest)
         label = (f"layer_{layer}_" if layers else "") + ("decay" if decays else "no_decay") + "_adam" * adam
         group = groups.setdefault(
@@ -285,7 +259,7 @@ def build_optimizer(
         DloError: If the optimizer or an argument is unknown, or a value is out of range.
     """
     check_optimizer(name)
-    check_decays(weight_decay, layer_decay)
+    check_values(weight_decay=weight_decay, layer_decay=layer_decay)
     other = optimizer_class(name)
     fallback = _head_names(model) if "muon" in name.lower() else ()
     groups = parameter_groups(model, weight_decay=weight_decay, layer_decay=layer_decay, fallback=fallback)
@@ -296,18 +270,14 @@ def build_optimizer(
             return other(groups, lr=lr, weight_decay=weight_decay, **(args or {}))  # type: ignore[call-arg]
         optimizer: Optimizer = create_optimizer_v2(groups, opt=name, lr=lr, weight_decay=weight_decay, **(args or {}))
     except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ImportError) or _needs_hardware(error):
+        refuses_value = isinstance(error, TypeError | ValueError)
+        if isinstance(error, ImportError) or (not refuses_value and re.search(r"(?i)\b(cuda|gpu|xpu)\b", str(error))):
             raise DloError(
                 f"optimizer '{name}' cannot be built on this machine: {error}; docs/plugins/optimizers.md has one that"
                 " can"
             ) from error
         raise DloError(f"optimizer_args must be arguments of optimizer '{name}', got {args}: {error}") from error
     return optimizer
-
-
-def _needs_hardware(error: Exception) -> bool:
-    """Returns whether a constructor has refused the machine, such as one without CUDA, instead of an argument."""
-    return not isinstance(error, TypeError | ValueError) and bool(re.search(r"(?i)\b(cuda|gpu|xpu)\b", str(error)))
 
 
 def check_optimizer(name: str, schedule: str = "constant") -> None:
@@ -397,47 +367,17 @@ def check_options(task: Any, layer_decay: float | None = None) -> None:
         DloError: If one is unknown or out of range.
     """
     check_optimizer(task.optimizer_name, task.schedule)
-    check_rates(task.lr, task.lr_scaling, min_lr=task.min_lr, warmup_lr=task.warmup_lr)
-    check_warmup(task.warmup_epochs, task.warmup_steps)
-    check_decays(task.weight_decay, layer_decay)
+    check_values(layer_decay=layer_decay, **{name: getattr(task, name) for name in _RULES if name != "layer_decay"})
+    for name in ("min_lr", "warmup_lr"):
+        if not 0 <= getattr(task, name) <= task.lr:
+            raise DloError(f"{name} must be between 0 and lr={task.lr}, got {getattr(task, name)}; 0 is the default")
+    check_scaling(task.lr_scaling)
 
 
-def check_rates(lr: float, scaling: Mapping[str, Any] | None = None, **others: float) -> None:
-    """Checks a learning rate, its scaling, and by name the rates that it rises from and falls to.
-
-    Raises:
-        DloError: If it is not positive, or another rate is not between 0 and it.
-    """
-    check_number("lr", lr, "above 0", "0.001 is usual for adamw")
-    check_scaling(scaling)
-    for name, rate in others.items():
-        if not 0 <= rate <= lr:
-            raise DloError(f"{name} must be between 0 and lr={lr}, got {rate}; 0 is the default")
-
-
-def check_warmup(epochs: float, steps: int | None) -> None:
-    """Checks the length of a warm-up.
-
-    Raises:
-        DloError: If it is negative.
-    """
-    check_number("warmup_epochs", epochs, "at least 0", "0 switches the warm-up off")
-    check_number("warmup_steps", steps, "at least 0", "leave it out to count the warm-up in epochs")
-
-
-def check_decays(weight_decay: float, layer_decay: float | None) -> None:
-    """Checks the weight decay, and the layer-wise decay of the learning rate.
-
-    Raises:
-        DloError: If one is out of range.
-    """
-    check_number("weight_decay", weight_decay, "at least 0", "0.05 is usual for adamw")
-    check_number("layer_decay", layer_decay, "above 0 and at most 1", "0.65 to 0.8 is usual, null switches it off")
-
-
-def _no_weight_decay(model: nn.Module) -> set[str]:
-    exempt: Any = getattr(model, "no_weight_decay", None)
-    return set(exempt()) if exempt is not None else set()
+def check_values(**values: float | None) -> None:
+    """Checks options by name; raises DloError if one is out of range."""
+    for name, value in values.items():
+        check_number(name, value, *_RULES[name])
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
@@ -461,23 +401,7 @@ def _head_names(model: nn.Module) -> tuple[str, ...]:
     return (*names, *(name for name in ("patch_embed", "stem") if hasattr(model, name)))
 
 
-def _under(name: str, parent: str) -> bool:
-    return name == parent or name.startswith(parent + ".")
-
-
 RULES = ("linear", "sqrt")
-
-
-def scale_factor(batch: int, reference: int, rule: str) -> float:
-    """Returns the factor of the learning rate for a batch.
-
-    Args:
-        batch: Samples of an optimizer step, over all ranks.
-        reference: Batch for which the learning rate is given.
-        rule: ``linear`` or ``sqrt``.
-    """
-    ratio = batch / reference
-    return ratio if rule == "linear" else math.sqrt(ratio)
 
 
 def check_scaling(scaling: Mapping[str, Any] | None) -> None:
@@ -501,23 +425,8 @@ def check_scaling(scaling: Mapping[str, Any] | None) -> None:
         raise DloError(f"rule of lr_scaling must be linear or sqrt, got {rule}{near or ';'} {usual}")
 
 
-def step_batch(trainer: Trainer | None) -> int:
-    """Returns the samples of the run's first optimizer steps, over all ranks.
-
-    Raises:
-        DloError: If the data do not say their batch size.
-    """
-    batch = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
-    if trainer is None or not isinstance(batch, int):
-        raise DloError(
-            "lr_scaling must have a datamodule of dlo, whose batch_size counts the samples of all ranks, got"
-            f" {type(getattr(trainer, 'datamodule', None)).__name__}; leave lr_scaling out, and set lr for the batch"
-        )
-    return batch * int(trainer.accumulate_grad_batches)
-
-
 def scale_rates(optimizer: Optimizer, trainer: Trainer | None, scaling: Mapping[str, Any] | None) -> float:
-    """Scales the learning rates of an optimizer by the run's batch; returns the factor.
+    """Scales the learning rates of an optimizer by the samples of the run's first steps; returns the factor.
 
     Args:
         optimizer: Optimizer at the rates for the reference batch.
@@ -529,7 +438,14 @@ def scale_rates(optimizer: Optimizer, trainer: Trainer | None, scaling: Mapping[
     """
     if scaling is None:
         return 1.0
-    factor = scale_factor(step_batch(trainer), scaling["reference_batch"], scaling.get("rule", "linear"))
+    batch = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    if trainer is None or not isinstance(batch, int):
+        raise DloError(
+            "lr_scaling must have a datamodule of dlo, whose batch_size counts the samples of all ranks, got"
+            f" {type(getattr(trainer, 'datamodule', None)).__name__}; leave lr_scaling out, and set lr for the batch"
+        )
+    ratio = batch * int(trainer.accumulate_grad_batches) / scaling["reference_batch"]
+    factor = ratio if scaling.get("rule", "linear") == "linear" else math.sqrt(ratio)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
     return factor

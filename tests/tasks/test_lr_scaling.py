@@ -8,7 +8,6 @@ from dlo_plugins.callbacks.dynamic_batch_size import DynamicBatchSize
 from dlo_plugins.callbacks.one_cycle import OneCycle
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.digits import DigitsData
-from dlo_tasks.optim import check_scaling, scale_factor
 from support.trainers import quiet_trainer
 
 TINY = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -30,12 +29,6 @@ def rates(*callbacks, accumulate=None, steps=6, batch_size=100, **options) -> li
     trainer = quiet_trainer(**more)
     trainer.fit(module, datamodule=DigitsData(image_size=8, batch_size=batch_size))
     return watch.found
-
-
-def test_factors() -> None:
-    assert scale_factor(1024, 256, "linear") == 4
-    assert scale_factor(1024, 256, "sqrt") == 2
-    assert scale_factor(64, 256, "linear") == 0.25
 
 
 def test_the_rate_is_that_of_the_samples_of_a_step() -> None:
@@ -87,8 +80,6 @@ def rates_in_steps(growth) -> list[float]:
 )
 def test_wrong_options_say_the_rule_and_the_fix(scaling, message: str) -> None:
     with pytest.raises(DloError, match=message):
-        check_scaling(scaling)
-    with pytest.raises(DloError, match="lr_scaling"):
         ImageClassifier("vit_tiny_patch16_224", lr_scaling=scaling)
 
 

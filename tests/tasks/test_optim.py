@@ -161,7 +161,7 @@ def digits():
 def test_the_scheduler_scales_each_group_from_its_own_rate():
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 0.5)]
     optimizer, trainer = torch.optim.SGD(groups, lr=1.0), run()
-    scheduler = optim.lr_schedule(optimizer, trainer, warmup_epochs=1, start=0.1)
+    scheduler = optim.scheduled(optimizer, trainer, "cosine", warmup_epochs=1, start=0.1)["lr_scheduler"]["scheduler"]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.05]
     trainer.fit_loop.epoch_loop.batch_progress.current.ready = 5
     optimizer.step()
@@ -274,21 +274,18 @@ def test_a_path_that_leads_nowhere_is_refused(name, message):
 
 
 @pytest.mark.parametrize(
-    ("check", "given", "words"),
+    ("name", "value", "words"),
     [
-        (optim.check_warmup, (-1, None), "warmup_epochs must be at least 0, got -1"),
-        (optim.check_warmup, (0, -4), "warmup_steps must be at least 0, got -4"),
-        (optim.check_decays, (-0.1, None), "weight_decay must be at least 0, got -0.1"),
-        (optim.check_decays, (0.1, 0.0), r"layer_decay must be above 0 and at most 1, got 0.0"),
-        (optim.check_decays, (0.1, 1.5), "got 1.5; 0.65 to 0.8 is usual"),
-        (optim.check_rates, (math.nan,), "lr must be above 0"),
+        ("warmup_epochs", -1, "warmup_epochs must be at least 0, got -1"),
+        ("weight_decay", -0.1, "weight_decay must be at least 0, got -0.1"),
+        ("layer_decay", 1.5, "layer_decay must be above 0 and at most 1, got 1.5; 0.65 to 0.8 is usual"),
+        ("lr", math.nan, "lr must be above 0"),
     ],
 )
-def test_values_out_of_range_are_refused(check, given, words):
+def test_values_out_of_range_are_refused(name, value, words):
     with pytest.raises(DloError, match=words):
-        check(*given)
-    optim.check_warmup(0, 0)
-    optim.check_decays(0.0, 1.0)
+        optim.check_values(**{name: value})
+    optim.check_values(warmup_epochs=0, warmup_steps=0, weight_decay=0.0, layer_decay=1.0)
 
 
 def test_every_task_that_builds_by_these_functions_is_checked():

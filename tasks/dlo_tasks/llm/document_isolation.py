@@ -19,8 +19,10 @@ Shapes: B rows, L positions, T = B * L tokens, N documents of a call, W position
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
@@ -91,7 +93,10 @@ def document_spans(position_ids: Tensor) -> DocumentSpans:
     starts = torch.nonzero(begins.flatten().cpu()).flatten()
     lengths = torch.diff(starts, append=torch.tensor([total]))
     groups, places, offset = [], torch.empty(total, dtype=torch.long), 0
-    for shortest, width in _widths(length):
+    bounds = [0, _SHORTEST]
+    while bounds[-1] < length:
+        bounds.append(2 * bounds[-1])
+    for shortest, width in itertools.pairwise(bounds):
         chosen = (lengths > shortest) & (lengths <= width)
         first, sizes = starts[chosen], lengths[chosen]
         if not len(first):
@@ -106,14 +111,6 @@ def document_spans(position_ids: Tensor) -> DocumentSpans:
         offset += tokens.numel()
     device = position_ids.device
     return DocumentSpans(position_ids, same, tuple(group.to(device) for group in groups), places.to(device))
-
-
-def _widths(length: int) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of the lengths of each call: powers of two up to the length of a row."""
-    shortest, width = 0, _SHORTEST
-    while shortest < length:
-        yield shortest, width
-        shortest, width = width, 2 * width
 
 
 _CURRENT: ContextVar[DocumentSpans | None] = ContextVar("dlo_documents", default=None)
@@ -141,14 +138,15 @@ class Isolation(NamedTuple):
     ways: Mapping[type[nn.Module], Way]
     gathers_positions: bool
 
-    def install(self, model: nn.Module, blocks: nn.ModuleList) -> None:
+    def install(self, model: Any, blocks: nn.ModuleList) -> None:
         """Changes a model in place: hooks, and `forward` on the objects, so that names and types do not change.
 
         Args:
             model: Model of transformers.
             blocks: Blocks of the model.
         """
-        is_additive = not _takes_bool(model)
+        # Attention by torch takes masks of truth values.
+        is_additive = "sdpa" not in (getattr(model.config, "_attn_implementation", None) or "")
         for module in list(mixers(blocks)):
             way = self.ways[type(module)]
             if way == "rows":
@@ -158,89 +156,43 @@ class Isolation(NamedTuple):
         if self.gathers_positions:
             for module in position_embeddings(model):
                 module.register_forward_hook(_gather_positions)
-        _carry_documents(blocks)
-
-
-def _carry_documents(blocks: nn.ModuleList) -> None:
-    """Makes blocks keep their documents among their arguments, from which backward recomputes them."""
-    for block in blocks:
-        block.forward = _Carrying(block)
-        block.register_forward_pre_hook(_add_documents, with_kwargs=True)
+        for block in blocks:  # They keep their documents among their arguments, from which backward recomputes them.
+            block.forward = _Carrying(block)
+            block.register_forward_pre_hook(_add_documents, with_kwargs=True)
 
 
 def find_isolation(
-    twin: Any, blocks: nn.ModuleList, position_ids: Tensor, run: Callable[..., Tensor], expected: Tensor
+    twin: Any, position_ids: Tensor, run: Callable[..., Tensor], expected: Tensor, find_blocks: Callable[[Any], Any]
 ) -> Isolation | None:
     """Returns the changes that keep documents apart in a model; None if there are none.
 
+    Attention takes a cut mask if that suffices, and rows otherwise; other modules take rows.
+
     Args:
-        twin: Small copy of the model, which is changed.
-        blocks: Blocks of the copy.
+        twin: Small copy of the model.
         position_ids: Positions of packed rows.
-        run: Function that returns the twin's hidden states of these rows, with `position_ids` or without.
+        run: Function that returns a model's hidden states of these rows, with `position_ids` or without.
         expected: Hidden states of each document by itself.
+        find_blocks: Function that returns the blocks of a model.
     """
-    trial = _Trial(not _takes_bool(twin))
-    modules = list(mixers(blocks))
-    for module in modules:
-        module.forward = trial.replace(module)
-    _carry_documents(blocks)
-    handles: list[Any] = []
-    spans = document_spans(position_ids)
-    try:
-        for gathers in (False, True):
-            if gathers:
-                handles = [part.register_forward_hook(_gather_positions) for part in position_embeddings(twin)]
-                if not handles:
-                    return None
-            trial.ways.clear()
-            try:
-                with documents_of(spans):
-                    found = run() if gathers else run(position_ids=position_ids)
-            except FORWARD_FAILURES:
-                continue
-            if near(found, expected):
-                return Isolation({type(part): trial.ways.get(type(part), "rows") for part in modules}, gathers)
-    finally:
-        for handle in handles:
-            handle.remove()
+    kinds = {type(module) for module in mixers(find_blocks(twin))}
+    attention = {kind for kind in kinds if "Attention" in kind.__name__ and _takes_mask(kind)}
+    for gathers in (False, True):
+        if gathers and not position_embeddings(twin):
+            return None
+        for way in ("mask", "rows"):
+            ways: dict[type[nn.Module], Way] = {kind: way if kind in attention else "rows" for kind in kinds}
+            isolation = Isolation(ways, gathers)
+            trial = copy.deepcopy(twin)
+            isolation.install(trial, find_blocks(trial))
+            with contextlib.suppress(*FORWARD_FAILURES, DloError), documents_of(document_spans(position_ids)):
+                if near(run(trial) if gathers else run(trial, position_ids=position_ids), expected):
+                    return isolation
     return None
 
 
-class _Trial:
-    """Finds the way of each class: a cut mask, if its result is that of one document per row."""
-
-    def __init__(self, is_additive: bool) -> None:
-        self.is_additive = is_additive
-        self.ways: dict[type[nn.Module], Way] = {}
-
-    def replace(self, module: nn.Module) -> Any:
-        """Returns a forward that tries all ways, and returns the result of one that isolates."""
-        own, by_rows = module.forward, _ByRows(module)
-        takes_mask = _MASK in inspect.signature(own).parameters
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if _CURRENT.get() is None:
-                return own(*args, **kwargs)
-            try:
-                expected = by_rows(*args, **kwargs)
-            except FORWARD_FAILURES:
-                if not takes_mask:
-                    raise
-                expected = None
-            with contextlib.suppress(*FORWARD_FAILURES):
-                if takes_mask:
-                    changed = _cut_mask(self.is_additive, module, args, kwargs)
-                    found = own(*args, **kwargs) if changed is None else own(*changed[0], **changed[1])
-                    if expected is None or near(_first(found), _first(expected)):
-                        self.ways[type(module)] = "mask"
-                        return found
-            self.ways[type(module)] = "rows"
-            if expected is None:
-                raise ValueError(f"{type(module).__name__} takes no mask")
-            return expected
-
-        return functools.update_wrapper(forward, own)
+def _takes_mask(kind: type[nn.Module]) -> bool:
+    return _MASK in inspect.signature(kind.forward).parameters
 
 
 def near(one: Tensor, other: Tensor) -> bool:
@@ -284,11 +236,6 @@ def position_embeddings(model: nn.Module) -> list[nn.Module]:
     return [part for _, part in found]
 
 
-def _takes_bool(model: Any) -> bool:
-    """Returns whether a model's attention takes masks of truth values, as that of torch does."""
-    return "sdpa" in (getattr(model.config, "_attn_implementation", None) or "")
-
-
 def _add_documents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spans, index = _CURRENT.get(), get_chosen_tokens()
     if spans is None:
@@ -317,23 +264,20 @@ def _cut_mask(
 
     Implementations other than transformers' with dense masks get the documents in another way.
     """
+    names = (getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules())
     spans = _CURRENT.get()
-    if spans is None or _implementation(module) not in _DENSE:
+    if spans is None or next(filter(None, names), "eager") not in _DENSE:
         return None
     place = list(inspect.signature(module.forward).parameters).index(_MASK)
     mask = args[place] if place < len(args) else kwargs.get(_MASK)
-    cut = _between_documents(mask, spans, is_additive, _dtype_of(args, kwargs))
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
+    cut = _between_documents(mask, spans, is_additive, dtype)
     if cut is None:
         return None
     if place < len(args):
         return (*args[:place], cut, *args[place + 1 :]), kwargs
     return args, {**kwargs, _MASK: cut}
-
-
-def _implementation(module: nn.Module) -> str:
-    """Returns transformers' name of the attention of a module, or of the first module inside that knows it."""
-    names = (getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules())
-    return next((name for name in names if name), "eager")
 
 
 def _between_documents(mask: Any, spans: DocumentSpans, is_additive: bool, dtype: torch.dtype) -> Tensor | None:
@@ -366,11 +310,6 @@ def _fill(mask: Tensor, seen: Tensor) -> Tensor:
 def _lowest(dtype: torch.dtype) -> float:
     """Returns the lowest number of a mask: the softmax is in float32, where the lowest of float64 is -inf."""
     return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-
-
-def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
 
 
 def _gather_positions(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -445,9 +384,3 @@ def _joined(found: list[Any], spans: DocumentSpans) -> Any:
             return found[-1]  # no value per token, such as attention weights, which nothing reads
     results = torch.cat([part.flatten(0, 1) for part in found])
     return results[spans.places].view(*spans.position_ids.shape, *first.shape[2:])
-
-
-def _first(found: Any) -> Tensor:
-    tensor = found[0] if isinstance(found, tuple | list) else found
-    assert isinstance(tensor, Tensor)
-    return tensor

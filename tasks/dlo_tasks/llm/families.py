@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlo_framework.errors import DloError
@@ -34,8 +33,6 @@ KNOWN = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
     | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
-#: transformers' name for attention by :func:`_by_documents`. It contains "flash", which transformers looks for.
-_STAND_IN = "dlo_flash_stand_in"
 
 
 class Traits(NamedTuple):
@@ -195,7 +192,10 @@ def probe_traits(model: PreTrainedModel) -> Traits:
     except DloError:
         raise
     except FORWARD_FAILURES as error:
-        raise _unsupported(model, f"fails on a few tokens: {first_line(error)}") from error
+        raise DloError(
+            f"model must be of a supported family, got {type(model).__name__}, which fails on a few tokens:"
+            f" {first_line(error)}; choose, for example, llama or qwen3"
+        ) from error
     finally:
         tried.train(was_training)
 
@@ -245,13 +245,13 @@ def _projects(model: PreTrainedModel) -> bool:
     return made.shape == logits.shape and near(made, logits)
 
 
-def _keeps_apart(model: PreTrainedModel, flash: bool = False) -> bool:
+def _keeps_apart(model: PreTrainedModel, by_lengths: bool = False) -> bool:
     tokens = _tokens(model)
-    rows = torch.tensor(
-        [tokens, tokens[::-1]], device=model.device
-    )  # Two rows: transformers treats one row differently for flash.
+    rows = torch.tensor([tokens, tokens[::-1]], device=model.device)  # transformers treats one row differently.
     positions = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2, device=model.device)
-    told = flash_arguments(positions) if flash else {}
+    told: dict[str, Any] = {}
+    if by_lengths:
+        told = {"attention_mask": rows.new_empty((0, 0, 0, 0)), **flash_arguments(positions)}
     packed = language_models.hidden_states(model, input_ids=rows, position_ids=positions, **told)
     return near(packed[:, 2:], language_models.hidden_states(model, input_ids=rows[:, 2:]))
 
@@ -263,14 +263,14 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
         tokens = _tokens(twin)
         rows = torch.tensor([tokens, tokens[::-1]], device="cpu")
         positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]], device="cpu")
-        run = functools.partial(language_models.hidden_states, twin, input_ids=rows)
         parts = [[rows[0, :2], rows[0, 2:]], [rows[1, :3], rows[1, 3:]]]
         alone = [
             torch.cat([language_models.hidden_states(twin, input_ids=part[None])[0] for part in row]) for row in parts
         ]
-        _, blocks = language_models.find_blocks(twin)
+        run = functools.partial(language_models.hidden_states, input_ids=rows)
         with torch.device("cpu"):
-            found = document_isolation.find_isolation(twin, blocks, positions, run, torch.stack(alone))
+            find_blocks = lambda model: language_models.find_blocks(model)[1]
+            found = document_isolation.find_isolation(twin, positions, run, torch.stack(alone), find_blocks)
     except FORWARD_FAILURES:  # such as buffers that a family makes from values that the meta device does not have
         return traits
     if found is None:
@@ -281,23 +281,12 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
     """Returns whether a twin passes document lengths to its attention, and keeps documents apart elsewhere."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-
-    AttentionInterface.register(_STAND_IN, _by_documents)
-    AttentionMaskInterface.register(_STAND_IN, flash_attention_mask)
-    twin.config._attn_implementation = _STAND_IN
+    packed_attention.register_attention()
+    twin.config._attn_implementation = packed_attention.NAME
     try:
-        return _keeps_apart(twin, flash=True)
-    except FORWARD_FAILURES:  # such as a family without transformers' attention interface
+        return _keeps_apart(twin, by_lengths=True)
+    except (*FORWARD_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
-
-
-def _unsupported(model: PreTrainedModel, why: str) -> DloError:
-    return DloError(
-        f"model must be of a supported family, got {type(model).__name__}, which {why};"
-        " choose, for example, llama or qwen3"
-    )
 
 
 # --- the twin --------------------------------------------------------------------------------------------------
@@ -377,22 +366,3 @@ def _thin(shape: torch.Size) -> Tensor:
         return torch.rand(shape, generator=generator) + 0.5
     values = torch.randn(sum(shape) - len(shape) + 1, generator=generator) / max(shape[-1], 1) ** 0.5
     return values.as_strided(shape, (1,) * len(shape))
-
-
-def _by_documents(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Computes causal attention of `[B, H, L, D]` as flash kernels do with document boundaries, on any device."""
-    rows, _, length, _ = query.shape
-    edges = torch.arange(0, (rows + 1) * length, length) if cu_seq_lens_q is None else cu_seq_lens_q
-    document = torch.bucketize(torch.arange(rows * length), edges.long(), right=True).view(rows, 1, length)
-    seen = (document[..., None] == document[..., None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
-    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
