@@ -20,11 +20,11 @@ from dlo_framework.watch.predictions import SavePredictions
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from dlo_tasks.llm import sharded_weights
+from dlo_tasks.llm import model_folders
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.export import write_folder
 from dlo_tasks.llm.generation import Sampling, pad_left
+from dlo_tasks.llm.model_folders import write_folder
 from dlo_tasks.llm.tokenizer import embedded_tokenizer
 from support.trainers import quiet_trainer
 
@@ -241,10 +241,10 @@ def test_random_weights_on_ranks_are_drawn_as_the_family_draws_them(tmp_path: Pa
 def test_weights_that_are_stored_under_other_names_are_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", vocab_size=50, **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    saved = sharded_weights.open_safetensors(tmp_path)
-    assert sharded_weights._stored_name(["model.layers.0.self_attn.q_proj.base_layer.weight"], saved, "model")
+    saved = model_folders.open_safetensors(tmp_path)
+    assert model_folders._stored_name(["model.layers.0.self_attn.q_proj.base_layer.weight"], saved, "model")
     with pytest.raises(DloError, match=r"weights must include model.embed.weight, .* may store it under another name"):
-        sharded_weights._stored_name(["model.embed.weight"], saved, "model")
+        model_folders._stored_name(["model.embed.weight"], saved, "model")
 
 
 # --- text ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from dlo_plugins.callbacks.quantise import Quantise
 from dlo_plugins.planner.machine import parse_machine
 from dlo_tasks.imagenet.classifier import ImageClassifier
 from dlo_tasks.imagenet.decode import Box
-from dlo_tasks.imagenet.device_decode import EncodedImage, EncodedImages, resize_crop
 from dlo_tasks.imagenet.digits import DigitsData
+from dlo_tasks.imagenet.folder_dataset import EncodedImage, EncodedImages, resize_crop
 
 CONFIG = """
 trainer: {accelerator: gpu, devices: 1, max_steps: 2, precision: bf16-mixed}

@@ -13,15 +13,16 @@ from dlo_framework.data import Draw
 from dlo_framework.errors import DloError
 from dlo_tasks.imagenet.augment import random_numbers
 from dlo_tasks.imagenet.decode import Box, CorruptImageError
-from dlo_tasks.imagenet.device_decode import (
+from dlo_tasks.imagenet.folder import ImageFolderData
+from dlo_tasks.imagenet.folder_dataset import (
     EncodedImage,
     EncodedImages,
     check_device_decoding,
     encode_view,
+    faster_decoder,
+    measure_decoders,
     resize_crop,
 )
-from dlo_tasks.imagenet.folder import ImageFolderData
-from dlo_tasks.imagenet.folder_dataset import faster_decoder, measure_decoders
 
 
 def picture(number: int, kind: str = "jpeg", mode: str = "RGB") -> bytes:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlo_framework.experts import Mixture, find_mixtures
 from dlo_framework.shards import Box
-from dlo_tasks.llm import sharded_weights
+from dlo_tasks.llm import model_folders
 from dlo_tasks.llm.language_plans import plan_for
 from support.causal_types import TYPES, tiny
 
@@ -97,9 +97,9 @@ def test_stored_experts_are_stacked_without_being_read(family: str, tmp_path: Pa
     config = tiny(family, num_hidden_layers=2)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(tmp_path)
-    saved = sharded_weights.open_safetensors(tmp_path)
+    saved = model_folders.open_safetensors(tmp_path)
     assert any(".experts.3." in name for name in saved)  # transformers writes each expert's matrices.
-    sharded_weights._take_new_names(saved, model)
+    model_folders._take_new_names(saved, model)
     names = [name for name, _ in model.named_parameters() if "experts" in name]
     assert len(names) == 4
     for name in names:
@@ -117,8 +117,8 @@ def test_an_expert_that_is_missing_leaves_its_stack_out(tmp_path: Path) -> None:
     config = tiny("mixtral", num_hidden_layers=2)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(tmp_path)
-    saved = sharded_weights.open_safetensors(tmp_path)
+    saved = model_folders.open_safetensors(tmp_path)
     del saved[next(name for name in saved if ".experts.1.w2." in name)]
-    sharded_weights._take_new_names(saved, model)
+    model_folders._take_new_names(saved, model)
     found = [name in saved for name, _ in model.named_parameters() if name.endswith("experts.down_proj")]
     assert sorted(found) == [False, True]

@@ -22,7 +22,7 @@ from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.errors import DloError
 from dlo_framework.frozen_model import FrozenModel
-from dlo_tasks.llm import export, preference_losses, vocabulary_loss
+from dlo_tasks.llm import model_folders, preference_losses, vocabulary_loss
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -176,7 +176,7 @@ def test_an_export_is_a_model_that_transformers_loads_and_predicts_as_the_task(f
     (folder / "prompts.txt").write_text("the loss\nof a\n")
     rows.predict_files = str(folder / "prompts.txt")
     fit(folder, task, rows, max_steps=2, callbacks=[saving], enable_checkpointing=True)
-    export.write_folder(load(saving.best_model_path), folder / "exported")
+    model_folders.write_folder(load(saving.best_model_path), folder / "exported")
     model = AutoModelForCausalLM.from_pretrained(folder / "exported")
     ids = torch.randint(20, (2, 7))
     with torch.no_grad():

@@ -13,10 +13,16 @@ import torch
 from dlo_framework.errors import DloError
 from dlo_tasks.llm import language_models
 from dlo_tasks.llm.causal_lm import CausalLM
-from dlo_tasks.llm.chat import encode_request
-from dlo_tasks.llm.generation import Sampling, complete_ids, complete_texts
-from dlo_tasks.llm.positions import check_generation_length, check_windows, max_positions, position_table_size
-from dlo_tasks.llm.prompts import encode_prompts, format_prompt, read_prompts
+from dlo_tasks.llm.chat import encode_prompts, encode_request, format_prompt, read_prompts
+from dlo_tasks.llm.generation import (
+    Sampling,
+    check_generation_length,
+    check_windows,
+    complete_ids,
+    complete_texts,
+    max_positions,
+    position_table_size,
+)
 from support.texts import CHATML, lines, word_tokenizer
 
 WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_request
-from dlo_tasks.llm.prompts import read_prompts
+from dlo_tasks.llm.chat import assistant_spans, encode_conversation, encode_request, read_prompts
 from dlo_tasks.llm.records import content_hash, expand_patterns, read_records
 from dlo_tasks.llm.tokenization import encode_pairs, encode_texts
 from dlo_tasks.llm.tokenizer import (

@@ -28,7 +28,7 @@ from dlo_framework.experts.routers import BIAS
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import ChannelGroup, Task
 from dlo_tasks import optim
-from dlo_tasks.imagenet import classifier_logs, timm_channels, timm_models, vision_attention
+from dlo_tasks.imagenet import classifier_logs, timm_models, vision_attention
 from dlo_tasks.imagenet.classifier_logs import Confusion, SampleMean
 from dlo_tasks.imagenet.timm_models import plan_for
 
@@ -254,7 +254,7 @@ class ImageClassifier(Task):
 
     def channel_groups(self) -> list[ChannelGroup]:
         """Returns the inner channels of ResNet's bottlenecks and of MBConv blocks."""
-        return timm_channels.channel_groups(self.model)
+        return timm_models.channel_groups(self.model)
 
     def resized(self, saved: Mapping[str, Any], **sizes: float) -> dict[str, Any]:
         """Returns `model_args` of a model with fewer heads, hidden units, blocks or channels."""

@@ -21,10 +21,15 @@ from dlo_framework.units import parse_bytes
 from dlo_tasks.imagenet.augment import EvalView, TrainView, View, build_distortions
 from dlo_tasks.imagenet.data_base import IMAGENET_MEAN, IMAGENET_STD, ImageData
 from dlo_tasks.imagenet.decode import CorruptImageError
-from dlo_tasks.imagenet.device_decode import EncodedImages, check_device_decoding
-from dlo_tasks.imagenet.folder_dataset import ImageDataset, measure_decoders
-from dlo_tasks.imagenet.image_sources import ImageSource, JoinedImages, find_shards
-from dlo_tasks.imagenet.open_images import find_classes, open_flat_folder, open_source
+from dlo_tasks.imagenet.folder_dataset import EncodedImages, ImageDataset, check_device_decoding, measure_decoders
+from dlo_tasks.imagenet.image_sources import (
+    ImageSource,
+    JoinedImages,
+    find_classes,
+    find_shards,
+    open_flat_folder,
+    open_source,
+)
 from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
 
 #: Name of the loader and the source of ``predict_folder``.

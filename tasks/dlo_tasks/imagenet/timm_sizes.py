@@ -44,8 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dlo_framework.model_sizes import ImageModels, Size
-from dlo_tasks.imagenet.size_substitution import SizedModule, derive, substituted
-from dlo_tasks.imagenet.sized_positions import free_positions, position_multiples
+from dlo_tasks.imagenet.sized_positions import SizedModule, derive, free_positions, position_multiples, substituted
 
 _Swin = SwinTransformer | SwinTransformerV2 | SwinTransformerV2Cr
 

@@ -28,7 +28,7 @@ from dlo_framework.attention.attention_mask import bind_mask, find_heads, find_m
 from dlo_framework.attention.attention_options import Kernel, choose_kernel, log_choice
 from dlo_framework.attention.masked_attention import Scores, masked_attention
 from dlo_framework.errors import DloError
-from dlo_tasks.imagenet.size_substitution import derive
+from dlo_tasks.imagenet.sized_positions import derive
 
 _KERNEL = "_dlo_attention_kernel"
 #: Modules of timm that attend from all tokens of an image to all: a pattern of their sequence is one of the image.

@@ -36,32 +36,32 @@ from dlo_tasks import optim
 from dlo_tasks.llm import (
     adapters,
     batches,
-    export,
     families,
     generation,
-    language_mixtures,
     language_models,
-    sharded_weights,
+    language_plans,
+    model_folders,
     sparse_attention,
     vocabulary_distillation,
     vocabulary_loss,
 )
 from dlo_tasks.llm.adapters import Lora
 from dlo_tasks.llm.batches import IGNORE_INDEX, pad_left
+from dlo_tasks.llm.chat import warn_of_plain_prompts
 from dlo_tasks.llm.document_isolation import DocumentSpans, documents_of
 from dlo_tasks.llm.evaluation import BitsPerByte, Perplexity, TokenMean, count_token_bytes, sum_dtype
 from dlo_tasks.llm.generation import (
     Sampling,
     as_markdown,
+    check_prompts,
+    check_windows,
     complete_ids,
     complete_texts,
     end_tokens,
+    max_positions,
     print_samples,
 )
-from dlo_tasks.llm.language_mixtures import LoadBalancing, find_load_balancing
-from dlo_tasks.llm.language_plans import plan_for
-from dlo_tasks.llm.positions import check_prompts, check_windows, max_positions
-from dlo_tasks.llm.prompts import warn_of_plain_prompts
+from dlo_tasks.llm.language_plans import LoadBalancing, find_load_balancing, plan_for
 from dlo_tasks.llm.vocabulary_head import VocabularyHead
 
 
@@ -178,7 +178,7 @@ class CausalLM(Task):
             )
         self.model_name, self.model_dtype, self.attention = model, dtype, attention
         self.config = language_models.read_config(model, config)
-        language_mixtures.check_options(self.experts, self.config, lora)
+        language_plans.check_options(self.experts, self.config, lora)
         self.given = self.config.to_dict() if model is not None or not isinstance(config, dict) else dict(config)
         self.lora, self.recompute = lora, recompute
         self.frozen = [freeze] if isinstance(freeze, str) else list(freeze or [])
@@ -238,7 +238,7 @@ class CausalLM(Task):
             model = language_models.build_model(
                 None, self.config, dtype=dtype, attention=sparse_attention.base_implementation(self.attention)
             )
-            language_mixtures.install_mixtures(model, self.experts, reads_weights=False)
+            language_plans.install_mixtures(model, self.experts, reads_weights=False)
             on_cpu = self._trainer is not None and self._root_device.type == "cpu"
             sparse_attention.install(model, self.attention, torch.device("cpu") if on_cpu else None)
             twin._balance = find_load_balancing(model)
@@ -255,7 +255,7 @@ class CausalLM(Task):
     def configure_model(self) -> None:
         """Builds the model, once. The data must be set up before, because the model must fit their tokenizer.
 
-        Under the meta device, weights are read after sharding: see :mod:`dlo_tasks.llm.sharded_weights`.
+        Under the meta device, weights are read after sharding: see :mod:`dlo_tasks.llm.model_folders`.
 
         Raises:
             DloError: If the tokenizer has more tokens than the model.
@@ -268,7 +268,7 @@ class CausalLM(Task):
         implementation = sparse_attention.base_implementation(self.attention)
         model = language_models.build_model(self.model_name, self.config, dtype=dtype, attention=implementation)
         reads_weights = self.model_name is not None and any(tensor.is_meta for tensor in model.parameters())
-        language_mixtures.install_mixtures(model, self.experts, reads_weights=reads_weights)
+        language_plans.install_mixtures(model, self.experts, reads_weights=reads_weights)
         if sparse_attention.is_default(self.attention) and self._trainer is not None:
             families.enable_packed_attention(model, self._root_device)
         check_prompts(model, self.prompts, self.tokenizer, self.sampling.max_new_tokens)
@@ -279,7 +279,7 @@ class CausalLM(Task):
         self._install_attention(model)
         self.model = self._adapted(model)
         self._freeze_unused()
-        sharded_weights.prepare_meta_init(self.model, self.model_name)
+        model_folders.prepare_meta_init(self.model, self.model_name)
 
     def _install_attention(self, model: Any) -> None:
         device = torch.device("cpu") if self._trainer is None else self._root_device
@@ -640,13 +640,13 @@ class CausalLM(Task):
     def on_fit_start(self) -> None:
         """Reads the weights of a model that was built on the meta device; each rank reads its own shards."""
         resumes = contract_of(self.trainer.strategy).loads_checkpoint(self.trainer)
-        sharded_weights.read_weights(self, resumes=resumes)
+        model_folders.read_weights(self, resumes=resumes)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def read_placed_weights(self, shards: Mapping[str, Any], *, replaced: bool) -> None:
         """Reads this rank's shards of the weights, where this is a second model that was built on the meta device."""
-        sharded_weights.read_weights(self, resumes=replaced, held=shards)
+        model_folders.read_weights(self, resumes=replaced, held=shards)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the completed prompts."""
@@ -666,9 +666,9 @@ class CausalLM(Task):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds to a checkpoint what an export needs beside the weights: config, tokenizer, adapters."""
-        checkpoint["exporter"] = export.describe(self)
+        checkpoint["exporter"] = model_folders.describe(self)
 
     @classmethod
     def export_folder(cls, checkpoint: dict[str, Any], folder: Any, dtype: torch.dtype | None = None) -> str:
-        """Writes a checkpoint as a folder for transformers; see :func:`dlo_tasks.llm.export.write_folder`."""
-        return export.write_folder(checkpoint, folder, dtype)
+        """Writes a checkpoint as a folder for transformers; see :func:`dlo_tasks.llm.model_folders.write_folder`."""
+        return model_folders.write_folder(checkpoint, folder, dtype)

@@ -22,9 +22,9 @@ from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import FakeTensor
 from dlo_tasks.llm import packed_attention
 from dlo_tasks.llm.batches import IGNORE_INDEX, count_documents, mark_document_starts
+from dlo_tasks.llm.generation import max_positions
 from dlo_tasks.llm.language_models import text_config
 from dlo_tasks.llm.language_plans import plan_for
-from dlo_tasks.llm.positions import max_positions
 from dlo_tasks.llm.vocabulary_head import autocast_dtype
 
 if TYPE_CHECKING:

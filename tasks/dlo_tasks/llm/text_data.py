@@ -24,9 +24,8 @@ from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.units import parse_bytes
 from dlo_tasks.llm import batches
 from dlo_tasks.llm.batches import PackingName, Prompts, find_val_fraction, lay_out_samples, split_documents
-from dlo_tasks.llm.chat import find_chat_template
+from dlo_tasks.llm.chat import find_chat_template, read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.packing import LongSamples
-from dlo_tasks.llm.prompts import read_prompts, warn_of_plain_prompts
 from dlo_tasks.llm.records import expand_patterns, read_records
 from dlo_tasks.llm.step_tokens import AccumulationPlan, InOrderTextBatchSampler, TextBatchSampler
 from dlo_tasks.llm.token_cache import TokenStore

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from dlo_framework.data import ignore_stop_signals
 from dlo_framework.errors import DloError
 from dlo_framework.lock import build_once
-from dlo_tasks.llm.chat import encode_conversation
+from dlo_tasks.llm.chat import encode_conversation, encode_without_end
 from dlo_tasks.llm.records import Record, content_hash, format_location, read_records
 from dlo_tasks.llm.token_cache import FORMAT, DamagedTokenCache, Document, verify_checksum, write_store
 from dlo_tasks.llm.tokenizer import fingerprint, vocabulary_size
@@ -89,15 +89,6 @@ def encode_pairs(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[Tokens]:
         ids = _closed(tokenizer, whole)
         found.append((ids, np.arange(len(ids)) >= len(prompt)))
     return found
-
-
-def encode_without_end(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Returns each text's token ids, with tokens that the tokenizer prepends, without the end-of-text token."""
-    if not texts:
-        return []
-    end = tokenizer.eos_token_id
-    rows = tokenizer(texts, verbose=False)["input_ids"]
-    return [ids[:-1] if ids and end is not None and ids[-1] == end else ids for ids in rows]
 
 
 def _closed(tokenizer: Any, ids: list[int]) -> list[int]:
