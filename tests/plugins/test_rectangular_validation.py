@@ -108,11 +108,8 @@ def test_sizes_are_read_from_headers_and_corrupt_files_are_named(gallery, tmp_pa
         def __len__(self):
             return 2
 
-        def head(self, index):
-            return b"" if index == 1 else source.head(index)[:300]  # too little for a header
-
-        def read(self, index):
-            return b"" if index == 1 else source.read(index)
+        def read(self, index, most=None):
+            return b"" if index == 1 else source.read(index, most and 300)  # too little for a header
 
         def name(self, index):
             return f"picture {index}"

@@ -30,7 +30,7 @@ from dlo_tasks.imagenet.image_sources import (
     open_flat_folder,
     open_source,
 )
-from dlo_tasks.imagenet.rectangles import read_sizes, rectangle_sampler
+from dlo_tasks.imagenet.rectangles import RectangleBatchSampler, read_sizes, rectangle
 
 #: Name of the loader and the source of ``predict_folder``.
 _PREDICT = "predict"
@@ -336,11 +336,11 @@ class ImageFolderData(ImageData):
         """
         if self._val_sizes is None:
             self._val_sizes = read_sizes(self._source("val"), skip_corrupt=self.on_corrupt == "skip")
-        return self.eval_loader(
-            self._dataset("rectangular", "val", self._eval_view),
-            name="rectangular",
-            make_sampler=rectangle_sampler(self._val_sizes[:samples], self.eval_image_size, multiple, max_ratio),
-        )
+        sizes = self._val_sizes[:samples]
+        shapes = [rectangle(*native, self.eval_image_size, multiple, max_ratio) for native in sizes]
+        dataset = self._dataset("rectangular", "val", self._eval_view)
+        make_sampler = partial(RectangleBatchSampler, shapes)
+        return self.eval_loader(dataset, name="rectangular", make_sampler=make_sampler)
 
     def _eval_dataloader(self, name: str, split: str) -> ResumableLoader:
         return self.eval_loader(self._dataset(name, split, self._eval_view), name=name)

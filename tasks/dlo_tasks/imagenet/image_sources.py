@@ -33,9 +33,6 @@ from dlo_framework.lock import build_once
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 LABEL_SUFFIXES = (".cls", ".json")
 MAX_LABEL_BYTES = 1 << 16
-HEAD = 1 << 16
-"""Number of bytes that usually contain an image file's header; thumbnails and large colour profiles need more."""
-
 _INDEX_FORMAT = 2
 _O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
@@ -48,11 +45,8 @@ class ImageSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> bytes:
-        """Returns the bytes of one image file."""
-
-    def head(self, index: int) -> bytes:
-        """Returns the first :data:`HEAD` bytes of one image file, or all if there are fewer; thread-safe."""
+    def read(self, index: int, most: int | None = None) -> bytes:
+        """Returns the bytes of one image file, or the first of them, at most `most`; thread-safe."""
 
     def name(self, index: int) -> str:
         """Returns the name of the file for messages."""
@@ -89,15 +83,8 @@ class FolderSource:
         start = int(self._ends[index - 1]) if index else 0
         return f"{self._prefix}{os.fsdecode(self._block[start : int(self._ends[index])])}"
 
-    def read(self, index: int) -> bytes:
+    def read(self, index: int, most: int | None = None) -> bytes:
         """Returns the file's bytes, with half the system calls of ``open().read()``."""
-        return self._read(index, None)
-
-    def head(self, index: int) -> bytes:
-        """Returns the file's first bytes."""
-        return self._read(index, HEAD)
-
-    def _read(self, index: int, most: int | None) -> bytes:
         file = os.open(self.name(index), os.O_RDONLY | _O_CLOEXEC)
         try:
             return read_at(file, most or os.fstat(file).st_size, 0)
@@ -164,20 +151,15 @@ class ShardSource:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> bytes:
+    def read(self, index: int, most: int | None = None) -> bytes:
         """Returns the bytes of one image file."""
         file, offset, size = self._place(index)
-        return file.read(offset, size)
-
-    def head(self, index: int) -> bytes:
-        """Returns the first bytes of one image file."""
-        file, offset, size = self._place(index)
-        return file.read(offset, min(size, HEAD))
+        return file.read(offset, min(size, most or size))
 
     def name(self, index: int) -> str:
         """Returns ``shard.tar!member``."""
-        shard = self._shard_of(index)
-        return f"{self._files[shard].name}!{self._indices[shard].names[index - self._starts[shard]]}"
+        shard, within = self._within(index)
+        return f"{self._files[shard].name}!{self._indices[shard].names[within]}"
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Begins to fetch images of remote shards."""
@@ -186,12 +168,13 @@ class ShardSource:
             if isinstance(file, RemoteFile):
                 file.read_ahead([(offset, size)])
 
-    def _shard_of(self, index: int) -> int:
-        return int(np.searchsorted(self._starts, index, side="right")) - 1
+    def _within(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return shard, index - int(self._starts[shard])
 
     def _place(self, index: int) -> tuple[LocalFile | RemoteFile, int, int]:
-        shard = self._shard_of(index)
-        within, known = index - int(self._starts[shard]), self._indices[shard]
+        shard, within = self._within(index)
+        known = self._indices[shard]
         return self._files[shard], int(known.offsets[within]), int(known.sizes[within])
 
 
@@ -210,15 +193,10 @@ class JoinedImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, index: int) -> bytes:
+    def read(self, index: int, most: int | None = None) -> bytes:
         """Returns the bytes of one image file."""
         source, within = self._place(index)
-        return source.read(within)
-
-    def head(self, index: int) -> bytes:
-        """Returns the first bytes of one image file."""
-        source, within = self._place(index)
-        return source.head(within)
+        return source.read(within, most)
 
     def name(self, index: int) -> str:
         """Returns the file's name."""
@@ -451,7 +429,12 @@ def open_source(root: Path | str, split: str, class_names: list[str], storage: S
         source = ShardSource(shards, storage, _listed_classes(root, storage))
         if not len(source):
             raise DloError(f"the shards {shards[0]} ... must contain images ({', '.join(IMAGE_SUFFIXES)}), got none")
-        _check_labels(source.labels, split, class_names)
+        largest = int(source.labels.max())
+        if largest >= len(class_names):
+            raise DloError(
+                f"labels of {split} shards must be class indices in 0..{len(class_names) - 1}, got {largest}; training"
+                f" has {len(class_names)} classes"
+            )
         return source
     if isinstance(root, str):
         raise DloError(f"root must have shards of {split}, such as {split}-*.tar, got {root} without them; add them")
@@ -475,15 +458,6 @@ def open_source(root: Path | str, split: str, class_names: list[str], storage: S
             f" {_some([str(folder / name) for name in empty])}; add images or remove the folder"
         )
     return files
-
-
-def _check_labels(labels: np.ndarray, split: str, class_names: list[str]) -> None:
-    largest = int(labels.max())
-    if largest >= len(class_names):
-        raise DloError(
-            f"labels of {split} shards must be class indices in 0..{len(class_names) - 1}, got {largest}; training"
-            f" has {len(class_names)} classes"
-        )
 
 
 def _some(names: list[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,6 +18,9 @@ from dlo_tasks.imagenet.decode import CorruptImageError, read_size
 from dlo_tasks.imagenet.image_sources import ImageSource
 
 _READERS = 16  # threads; on a network drive most of the time is spent waiting
+
+#: Number of bytes that usually contain an image file's header; thumbnails and large colour profiles need more.
+_HEAD = 1 << 16
 
 Size = tuple[int, int]
 
@@ -50,7 +53,7 @@ def read_sizes(source: ImageSource, *, skip_corrupt: bool) -> list[Size]:
 
     def size_of(index: int) -> Size:
         try:
-            found = read_size(source.head(index)) or read_size(source.read(index))
+            found = read_size(source.read(index, _HEAD)) or read_size(source.read(index))
         except OSError:
             found = None
         if found is None and not skip_corrupt:
@@ -140,11 +143,3 @@ def equal_batches(bounds: Sequence[int], batch_size: int, ranks: int) -> list[tu
         middle = (start + stop + 1) // 2
         found[number : number + 1] = [(start, middle), (middle, stop)]
     return found
-
-
-def rectangle_sampler(
-    sizes: Sequence[Size], size: int, multiple: int, max_ratio: float
-) -> Callable[..., ResumableBatchSampler]:
-    """Returns a factory of samplers for images of these sizes, to call once ranks and batch size are known."""
-    shapes = [rectangle(*native, size, multiple, max_ratio) for native in sizes]
-    return lambda **options: RectangleBatchSampler(shapes, **options)
