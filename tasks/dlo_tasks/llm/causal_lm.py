@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -276,17 +275,14 @@ class CausalLM(Task):
         self._check_head(model)
         if self._traits.isolation is not None:
             self._traits.isolation.install(model, language_models.find_blocks(model)[1])
-        self._install_attention(model)
-        self.model = self._adapted(model)
-        self._freeze_unused()
-        model_folders.prepare_meta_init(self.model, self.model_name)
-
-    def _install_attention(self, model: Any) -> None:
         device = torch.device("cpu") if self._trainer is None else self._root_device
         kernel = sparse_attention.install(model, self.attention, device)
         if self._trainer is not None and self.trainer.is_global_zero:
             data = getattr(self._trainer, "datamodule", None)
             sparse_attention.log_kernel(model, self.attention, kernel, getattr(data, "seq_len", None))
+        self.model = self._adapted(model)
+        self._freeze_unused()
+        model_folders.prepare_meta_init(self.model, self.model_name)
 
     @property
     def _root_device(self) -> torch.device:
@@ -549,7 +545,10 @@ class CausalLM(Task):
         total, tokens = losses.sum(dtype=sum_dtype()), is_target.sum()
         values = {"loss": (total, tokens), "perplexity": (total, tokens), "accuracy": (hits.sum(), tokens)}
         if self.tokenizer is not None:
-            number = (self._byte_counts(labels.device)[labels.clamp(min=0)] * is_target).sum()
+            if self._bytes is None or self._bytes.device != labels.device:
+                size = language_models.model_vocabulary_size(self.config)
+                self._bytes = count_token_bytes(self.tokenizer, size).to(labels.device)
+            number = (self._bytes[labels.clamp(min=0)] * is_target).sum()
             values |= {"bits_per_byte": (total, number), "perplexity_per_byte": (total, number)}
         return self._measure(values)
 
@@ -563,13 +562,6 @@ class CausalLM(Task):
             found[name] = measure
         return found
 
-    def _byte_counts(self, device: torch.device) -> Tensor:
-        if self._bytes is None or self._bytes.device != device:
-            self._bytes = count_token_bytes(self.tokenizer, language_models.model_vocabulary_size(self.config)).to(
-                device
-            )
-        return self._bytes
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Updates the validation metrics, and completes the prompts with the first batch."""
         super().validation_step(batch, batch_idx)
@@ -578,7 +570,7 @@ class CausalLM(Task):
     def after_validation_step(self, batch_idx: int) -> None:
         """Completes the prompts with the first batch, where weights are available; a pipeline calls it too."""
         if batch_idx == 0 and self.prompts and not self.trainer.sanity_checking:
-            with self._whole_sequences():
+            with contract_of(self.trainer.strategy).full_sequences():
                 model: Any = self.model
                 self.samples = complete_texts(
                     *(model, self.prompts, self.sampling, self.tokenizer, self._together, self.logit_softcap),
@@ -597,10 +589,6 @@ class CausalLM(Task):
         """Whether a forward needs all ranks, because the strategy gathers weights in it."""
         return contract_of(self.trainer.strategy).forward_needs_all_ranks and dist.is_initialized()
 
-    def _whole_sequences(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model takes full sequences, also where ranks hold parts of them in steps (cp, tp)."""
-        return contract_of(self.trainer.strategy).full_sequences()
-
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Any]]:
         """Returns the completion of each prompt: `[{index, prompt, completion, tokens}]`, with texts and token ids.
 
@@ -613,21 +601,16 @@ class CausalLM(Task):
         """
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None else mask
-        with self._whole_sequences():
+        with contract_of(self.trainer.strategy).full_sequences():
             written = self._complete_ids(ids, mask, self.sampling)
         numbers = batch["index"].tolist() if "index" in batch else list(range(len(ids)))
         found: list[dict[str, Any]] = []
         for number, prompt, kept, row in zip(numbers, ids, mask, written, strict=True):
             if number >= 0:
-                texts = self._texts(prompt[kept.bool()], row)
+                parts = {} if self.tokenizer is None else {"prompt": prompt[kept.bool()], "completion": row}
+                texts = {name: self.tokenizer.decode(ids, skip_special_tokens=True) for name, ids in parts.items()}
                 found.append({"index": number, **texts, "tokens": row.tolist()})
         return found
-
-    def _texts(self, prompt: Tensor, written: Tensor) -> dict[str, str]:
-        if self.tokenizer is None:
-            return {}
-        parts = {"prompt": prompt, "completion": written}
-        return {name: str(self.tokenizer.decode(ids, skip_special_tokens=True)) for name, ids in parts.items()}
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Prints the first completions."""

@@ -33,6 +33,8 @@ KNOWN = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"}
     | {"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
+#: transformers' name for attention on a twin in place of a flash kernel. It must not contain "sdpa" or "flash".
+_STAND_IN = "dlo_by_lengths"
 
 
 class Traits(NamedTuple):
@@ -281,12 +283,20 @@ def _isolated(model: PreTrainedModel, traits: Traits) -> Traits:
 
 def _keeps_apart_by_lengths(twin: PreTrainedModel) -> bool:
     """Returns whether a twin passes document lengths to its attention, and keeps documents apart elsewhere."""
-    packed_attention.register_attention()
-    twin.config._attn_implementation = packed_attention.NAME
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(_STAND_IN, _uncapped_attention)
+    AttentionMaskInterface.register(_STAND_IN, sdpa_mask)
+    twin.config._attn_implementation = _STAND_IN
     try:
         return _keeps_apart(twin, by_lengths=True)
     except (*FORWARD_FAILURES, DloError):  # such as a family without transformers' attention interface
         return False
+
+
+def _uncapped_attention(*args: Any, softcap: float | None = None, **options: Any) -> Any:
+    return packed_attention.attention_forward(*args, **options)
 
 
 # --- the twin --------------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         )
     probe = AutoConfig.for_model(kind)
     known = {*probe.to_dict(), *probe.attribute_map, "architectures", "dtype", "torch_dtype", "transformers_version"}
-    if _reads_head_dim(probe) or kind in NARROW_FAMILIES:
+    # A model may read a `head_dim` that its config class does not declare (Qwen3-MoE, Phi-3).
+    sources = Path(getfile(type(probe))).parent.glob("modeling_*.py")
+    if kind in NARROW_FAMILIES or any('config, "head_dim"' in path.read_text(encoding="utf-8") for path in sources):
         known.add("head_dim")
     for name in settings:
         if name not in known:
@@ -155,12 +157,6 @@ def _new_config(settings: dict[str, Any]) -> PretrainedConfig:
         if type(error).__module__.startswith("huggingface_hub"):
             raise DloError(f"config: {kind} takes no such settings: {error}") from error
         raise
-
-
-def _reads_head_dim(config: PretrainedConfig) -> bool:
-    """Returns whether a family's model reads a `head_dim` that its config class need not declare (Qwen3-MoE, Phi-3)."""
-    folder = Path(getfile(type(config))).parent
-    return any('config, "head_dim"' in path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
 
 
 def text_config(config: PretrainedConfig) -> Any:
@@ -242,8 +238,9 @@ def build_model(
 
     if attention == packed_attention.NAME:
         packed_attention.register_attention()
-    kind = attention or ("eager" if getattr(text_config(config), "attn_logit_softcapping", None) else None)
-    options: dict[str, Any] = {"dtype": dtype, **({"attn_implementation": kind} if kind else {})}
+    options: dict[str, Any] = {"dtype": dtype}
+    if attention or getattr(text_config(config), "attn_logit_softcapping", None):
+        options["attn_implementation"] = attention or "eager"
     if dtype == torch.float64:  # transformers' default for mixtures, grouped_mm, has no kernel for it (torch 2.15).
         options["experts_implementation"] = "eager"
     narrow: Any = narrow_class(config) if is_narrow(config) else None
@@ -254,14 +251,10 @@ def build_model(
             else:
                 found = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
         else:
+            kind: Any = narrow or AutoModelForCausalLM
+            options["trust_remote_code"] = False
             with limit_progress_bars():
-                found = (
-                    (narrow or AutoModelForCausalLM)
-                    .from_pretrained(
-                        _path(model), config=config, use_safetensors=True, trust_remote_code=False, **options
-                    )
-                    .train()
-                )
+                found = kind.from_pretrained(_path(model), config=config, use_safetensors=True, **options).train()
     except (OSError, ValueError, ImportError) as error:
         what = model if model is not None else getattr(config, "model_type", "config")
         raise DloError(f"cannot build a causal language model from {what}: {first_line(error)}") from error
@@ -276,17 +269,17 @@ def _bound_eager_masks(model: PreTrainedModel) -> None:
     In transformers (5.24), eager attention adds the lowest float64 number and computes its softmax in float32, where
     that is -inf: a row of padding without any position to attend to becomes NaN, and with it all rows that skip it.
     """
+
+    def bound(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        mask = options.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.float64:
+            return None
+        return args, {**options, "attention_mask": mask.clamp(min=torch.finfo(torch.float32).min)}
+
     for module in model.modules():
         takes_mask = [part for part in module.modules() if "attention_mask" in signature(part.forward).parameters]
         if takes_mask == [module]:  # The attention itself; the modules around it pass the mask on.
-            module.register_forward_pre_hook(_bounded_mask, with_kwargs=True)
-
-
-def _bounded_mask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    mask = options.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dtype != torch.float64:
-        return None
-    return args, {**options, "attention_mask": mask.clamp(min=torch.finfo(torch.float32).min)}
+            module.register_forward_pre_hook(bound, with_kwargs=True)
 
 
 @contextlib.contextmanager
@@ -513,7 +506,8 @@ def narrow_attention(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """
     heads, width = int(config.num_attention_heads), int(config.head_dim)
     writers, reader, per_head = _PROJECTIONS[config.model_type]
-    for attention in [module for module in model.modules() if hasattr(module, reader) and _has(module, writers)]:
+    names = {reader, *writers}
+    for attention in [module for module in model.modules() if names <= module._modules.keys()]:
         for name, parts in writers.items():
             _keep(attention.get_submodule(name), heads * width * per_head, parts, of_outputs=True)
         _keep(attention.get_submodule(reader), heads * width, 1, of_outputs=False)
@@ -521,10 +515,6 @@ def narrow_attention(model: PreTrainedModel, config: PretrainedConfig) -> None:
             if isinstance(getattr(attention, key, None), int):
                 setattr(attention, key, value)
     model.config.num_attention_heads = heads
-
-
-def _has(module: nn.Module, names: Any) -> bool:
-    return all(hasattr(module, name) for name in names)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from dlo_framework.distributed.step_primitives import mean_over_data
 from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.frozen_model import FrozenModel
 from dlo_framework.strategy_contract import contract_of
+from dlo_framework.watch.media import log_scalars
 from dlo_tasks.llm import adapters, batches, language_models, preference_losses
 from dlo_tasks.llm.batches import IGNORE_INDEX
 from dlo_tasks.llm.causal_lm import CausalLM
@@ -306,11 +307,6 @@ class PreferenceLM(CausalLM):
             found |= self.divergence_of(torch.where(batch["answers"] >= 0, own - theirs, 0), batch["answers"])
         return found
 
-    @staticmethod
-    def _or_zeros(log_probs: Tensor | None, batch: dict[str, Any]) -> Tensor:
-        answers: Tensor = batch["answers"]
-        return torch.zeros(answers.shape, device=answers.device) if log_probs is None else log_probs
-
     def divergence_of(self, ratios: Tensor, answers: Tensor) -> dict[str, Tensor]:
         """Returns the entries of a batch for KTO's divergence: this rank's sum and number; in training the estimate."""
         total, count = ratios.sum(), (answers >= 0).sum()
@@ -319,6 +315,11 @@ class PreferenceLM(CausalLM):
             mean = mean_over_data(self._trainer, torch.stack([total, count.to(total.dtype)]))
             found["divergence"] = preference_losses.kto_divergence(mean[0], mean[1])
         return found
+
+    @staticmethod
+    def _or_zeros(log_probs: Tensor | None, batch: dict[str, Any]) -> Tensor:
+        answers: Tensor = batch["answers"]
+        return torch.zeros(answers.shape, device=answers.device) if log_probs is None else log_probs
 
     @torch.no_grad()
     def reference_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
@@ -342,23 +343,16 @@ class PreferenceLM(CausalLM):
         Args:
             batch: Batch on the device, before it is sharded.
         """
-        training = self.model.training
-        self.model.eval()
-        try:
-            return self._log_probs_by_step(batch)
-        finally:
-            self.model.train(training)
-
-    def _log_probs_by_step(self, batch: dict[str, Any]) -> Tensor | None:
-        """Returns log-probabilities that the strategy's validation step computes: it gathers, shards and cuts."""
-        found: list[Tensor] = []
+        training, found = self.model.training, list[Tensor]()
         strategy, self._tap = self.trainer.strategy, found
-        try:
+        self.model.eval()
+        try:  # By the strategy's validation step, which gathers, shards and cuts.
             # The class's method: the evaluation loop replaces the object's for the one call that it counts. The number
             # of the batch is not 0, with which the prompts would be completed.
             type(strategy).validation_step(strategy, batch, 1)
         finally:
             self._tap = None
+            self.model.train(training)
         return found[0] if found else None
 
     def measured(self, outputs: Any, batch: Any) -> dict[str, Metric | Tensor]:
@@ -384,20 +378,11 @@ class PreferenceLM(CausalLM):
         if of_chosen is not None:
             parts += [torch.where(of_chosen, -values, 0), of_chosen.to(values.dtype)]
         inside = numbers[:, None] == torch.arange(answers.shape[1], device=numbers.device)[:, None]  # [B, A, L]
-        return AnswerSums(*self._over_sequence([(part[:, None] * inside).sum(dim=2) for part in parts]))
-
-    @property
-    def _sequence_group(self) -> Any:
-        """Group of the ranks that share a sequence (`cp`); None without any."""
+        sums = [(part[:, None] * inside).sum(dim=2) for part in parts]
         groups = None if self._trainer is None else contract_of(self._trainer.strategy).groups
-        return None if groups is None or groups.spec.cp == 1 else groups.group("cp")
-
-    def _over_sequence(self, parts: list[Tensor]) -> list[Tensor]:
-        """Returns the sums over the ranks that share a sequence; backward sums the gradients."""
-        group = self._sequence_group
-        if group is None:
-            return parts
-        return list(sum_over_ranks(torch.stack(parts), group))
+        if groups is None or groups.spec.cp == 1:
+            return AnswerSums(*sums)
+        return AnswerSums(*sum_over_ranks(torch.stack(sums), groups.group("cp")))
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         """Returns this micro-batch's part of the mean loss over all pairs of the optimizer step, a scalar.
@@ -409,17 +394,14 @@ class PreferenceLM(CausalLM):
         scores, rewards = self._scores(sums, batch)
         if self.stage == "train":
             self._add_to_window(rewards.detach(), batch)
-        total, pairs = self._losses(scores, sums, batch).sum(), (answers >= 0).sum() / self._answers_per_pair
+        answers_per_pair = 1 if self.objective == "kto" else 2
+        total, pairs = self._losses(scores, sums, batch).sum(), (answers >= 0).sum() / answers_per_pair
         if isinstance(outputs, tuple):
             total = total + outputs[1] * pairs
         found = self._share(total, pairs, batch.get("pairs_in_step"))
         if sums.nll is not None and sums.nll_tokens is not None:
             found = found + self._share(sums.nll.sum(), sums.nll_tokens.sum(), batch.get("tokens_in_step"))
         return found
-
-    @property
-    def _answers_per_pair(self) -> int:
-        return 1 if self.objective == "kto" else 2
 
     def _share(self, total: Tensor, count: Tensor, in_step: Tensor | None) -> Tensor:
         """Returns a sum's part of the mean over the optimizer step, of which `in_step` is the number of summands."""
@@ -453,24 +435,15 @@ class PreferenceLM(CausalLM):
         real = answers[:, ::2] >= 0
         # Answers that are not there get a value inside each loss's domain, so that gradients are finite.
         chosen, rejected = (torch.where(real, scores[:, first::2], -1.0) for first in (0, 1))
-        match self.objective:
-            case "ipo":
-                losses = preference_losses.ipo_losses(chosen, rejected, self.beta)
-            case "hinge":
-                losses = preference_losses.hinge_losses(chosen, rejected, self.beta)
-            case "orpo":
-                losses = preference_losses.orpo_losses(chosen, rejected, self.beta)
-            case "simpo":
-                losses = preference_losses.simpo_losses(chosen, rejected, self.beta, self.gamma)
-            case _:
-                losses = preference_losses.dpo_losses(chosen, rejected, self.beta)
+        compute = getattr(preference_losses, f"{self.objective}_losses")
+        more = (self.gamma,) if self.objective == "simpo" else ()
+        losses: Tensor = compute(chosen, rejected, self.beta, *more)
         return torch.where(real, losses, 0)
 
     def micro_batch_weights(self, micro_batches: Sequence[Any]) -> list[float]:
         """Returns the weight of each micro-batch's loss: 1 with `pairs_in_step`, by which the loss is divided."""
-        if all("pairs_in_step" in part for part in micro_batches):
-            return [1.0] * len(micro_batches)
-        return [1.0 / len(micro_batches)] * len(micro_batches)
+        is_share = all("pairs_in_step" in part for part in micro_batches)
+        return [1.0 if is_share else 1.0 / len(micro_batches)] * len(micro_batches)
 
     # --- metrics -------------------------------------------------------------------------------------------
 
@@ -537,19 +510,14 @@ class PreferenceLM(CausalLM):
         chosen, rejected, chosen_count, rejected_count, hits, divergence, batches = window.tolist()
         if not batches:
             return
-        means = [
-            total / count if count else math.nan
-            for total, count in ((chosen, chosen_count), (rejected, rejected_count))
-        ]
-        found = {"reward_chosen": means[0], "reward_rejected": means[1], "reward_margin": means[0] - means[1]}
-        found |= (
-            {"divergence": divergence / batches}
-            if self.objective == "kto"
-            else {"reward_accuracy": hits / chosen_count}
-        )
-        scalars = {f"train/{name}": value for name, value in found.items()}
-        for logger in self.trainer.loggers:
-            logger.log_metrics(scalars, step=self.trainer.global_step)
+        chosen = chosen / chosen_count if chosen_count else math.nan
+        rejected = rejected / rejected_count if rejected_count else math.nan
+        found = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        if self.objective == "kto":
+            found["divergence"] = divergence / batches
+        else:
+            found["reward_accuracy"] = hits / chosen_count
+        log_scalars(self.trainer, {f"train/{name}": value for name, value in found.items()})
 
 
 class ReferenceLogProbs(BatchTransform):

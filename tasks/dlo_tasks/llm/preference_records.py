@@ -17,7 +17,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -91,23 +91,24 @@ def read_preferences(
             )
         for row, values in rows:
             named = {name: values.get((columns or {}).get(name, name)) for name in COLUMNS}
-            yield from _preferences(named, values, number, row, f"{path}:{row}", unpaired)
+            pair = named["chosen"], named["rejected"]
+            if None not in pair:
+                answers = {"chosen": named["chosen"], "rejected": named["rejected"]}
+            elif named["completion"] is not None and pair == (None, None):
+                answers = {"completion": named["completion"]}
+            else:
+                _refuse(named, values, f"{path}:{row}", unpaired)
+            kind, prompt, read, tools = _read(named, answers, f"{path}:{row}")
+            if "completion" not in read:
+                found = Preference(kind, prompt, read["chosen"], read["rejected"], tools, number, row)
+                yield from found.take_apart() if unpaired else (found,)
+                continue
+            _check_label(named["label"], f"{path}:{row}", unpaired)
+            judged = (read["completion"], None) if named["label"] else (None, read["completion"])
+            yield Preference(kind, prompt, *judged, tools, number, row)
 
 
-def _preferences(
-    named: dict[str, Any], values: dict[str, Any], file: int, row: int, where: str, unpaired: bool
-) -> Iterator[Preference]:
-    """Yields the preferences of a row: one, or of a pair that is taken apart two."""
-    if named["chosen"] is not None and named["rejected"] is not None:
-        found = _pair(named, file, row, where)
-        yield from found.take_apart() if unpaired else (found,)
-    elif named["completion"] is not None and named["chosen"] is None and named["rejected"] is None:
-        yield _judged(named, file, row, where, unpaired)
-    else:
-        _refuse(named, values, where, unpaired)
-
-
-def _refuse(named: dict[str, Any], values: dict[str, Any], where: str, unpaired: bool) -> None:
+def _refuse(named: dict[str, Any], values: dict[str, Any], where: str, unpaired: bool) -> NoReturn:
     given = ", ".join(map(repr, values)) or "no keys"
     for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if named[one] is not None:
@@ -124,29 +125,49 @@ def _refuse(named: dict[str, Any], values: dict[str, Any], where: str, unpaired:
     )
 
 
-def _pair(named: dict[str, Any], file: int, row: int, where: str) -> Preference:
-    prompt, chosen, rejected = named["prompt"], named["chosen"], named["rejected"]
-    if isinstance(chosen, list) != isinstance(rejected, list):
+def _check_label(label: Any, where: str, unpaired: bool) -> None:
+    if not unpaired:
+        raise DloError(
+            f"{where}: record must have 'chosen' and 'rejected', got 'completion'; judged completions need objective:"
+            " kto and data.init_args.unpaired: true"
+        )
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DloError(
+            f"{where}: label must be true (desirable) or false (undesirable), got {label!r}; judge each completion,"
+            " or remove the line"
+        )
+
+
+def _read(
+    named: dict[str, Any], answers: dict[str, Any], where: str
+) -> tuple[Literal["messages", "text"], Any, dict[str, Any], Any]:
+    """Returns the kind of a row, its prompt, its answers by name and its tools, checked."""
+    prompt = named["prompt"]
+    kinds = {isinstance(answer, list) for answer in answers.values()}
+    if len(kinds) > 1:
         raise DloError(
             f"{where}: chosen and rejected must both be strings, or both lists of messages, got"
-            f" {type(chosen).__name__} and {type(rejected).__name__}; write them alike"
+            f" {' and '.join(type(answer).__name__ for answer in answers.values())}; write them alike"
         )
-    if not isinstance(chosen, list):
-        chosen, rejected = _answer(chosen, "chosen", where), _answer(rejected, "rejected", where)
-        return Preference("text", _prompt(prompt, where), chosen, rejected, None, file, row)
-    chosen, tools = check_conversation(chosen, named["tools"], where)
-    rejected, _ = check_conversation(rejected, None, where)
-    if isinstance(prompt, list):
-        asked, _ = check_conversation(prompt, None, where)
-    else:  # Both answers are full conversations, which begin with the prompt.
-        shared = _shared(chosen, rejected)
-        asked, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if kinds == {False}:
+        prompt = _check_filled(prompt, "prompt", where)
+        return "text", prompt, {name: _check_filled(text, name, where) for name, text in answers.items()}, None
+    tools = named["tools"] or None
+    answers = {name: check_conversation(turns, named["tools"], where)[0] for name, turns in answers.items()}
+    if not isinstance(prompt, list) and len(answers) == 2:  # Both are full conversations, which begin with the prompt.
+        shared = _shared(*answers.values())
+        asked = answers["chosen"][:shared]
+        answers = {name: turns[shared:] for name, turns in answers.items()}
         if not shared and isinstance(prompt, str):
-            asked = [{"role": "user", "content": _prompt(prompt, where)}]
+            asked = [{"role": "user", "content": _check_filled(prompt, "prompt", where)}]
+    else:
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": _check_filled(prompt, "prompt", where)}]
+        asked, _ = check_conversation(prompt, None, where)
     _check_turns(asked, "prompt", where)
-    _check_turns(chosen, "chosen", where)
-    _check_turns(rejected, "rejected", where)
-    return Preference("messages", asked, chosen, rejected, tools, file, row)
+    for name, turns in answers.items():
+        _check_turns(turns, name, where)
+    return "messages", asked, answers, tools
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
@@ -162,50 +183,16 @@ def _shared(chosen: list[Message], rejected: list[Message]) -> int:
     return same
 
 
-def _judged(named: dict[str, Any], file: int, row: int, where: str, unpaired: bool) -> Preference:
-    prompt, completion, label = named["prompt"], named["completion"], named["label"]
-    if not unpaired:
-        raise DloError(
-            f"{where}: record must have 'chosen' and 'rejected', got 'completion'; judged completions need objective:"
-            " kto and data.init_args.unpaired: true"
-        )
-    if not isinstance(label, bool) and label not in (0, 1):
-        raise DloError(
-            f"{where}: label must be true (desirable) or false (undesirable), got {label!r}; judge each completion,"
-            " or remove the line"
-        )
-    kind: Literal["messages", "text"] = "text"
-    tools = None
-    if isinstance(completion, list):
-        kind = "messages"
-        completion, tools = check_conversation(completion, named["tools"], where)
-        if not isinstance(prompt, list):
-            prompt = [{"role": "user", "content": _prompt(prompt, where)}]
-        prompt, _ = check_conversation(prompt, None, where)
-        _check_turns(prompt, "prompt", where)
-        _check_turns(completion, "completion", where)
-    else:
-        prompt, completion = _prompt(prompt, where), _answer(completion, "completion", where)
-    chosen, rejected = (completion, None) if label else (None, completion)
-    return Preference(kind, prompt, chosen, rejected, tools, file, row)
-
-
-def _prompt(value: Any, where: str) -> str:
-    if isinstance(value, list):
+def _check_filled(value: Any, name: str, where: str) -> str:
+    """Returns a prompt or an answer that is a text, checked."""
+    if name == "prompt" and isinstance(value, list):
         raise DloError(
             f"{where}: prompt must be a string where the answers are strings, got a list; write the answers as messages"
             ' too, such as [{"role": "assistant", "content": "..."}]'
         )
-    text = check_text(value, "prompt", where)
-    if not text.strip():
-        raise DloError(f"{where}: prompt must not be empty, got {text!r}; write it, or remove the line")
-    return text
-
-
-def _answer(value: Any, name: str, where: str) -> str:
     text = check_text(value, name, where)
     if not text.strip():
-        raise DloError(f"{where}: {name} must not be empty, got {text!r}; write the answer, or remove the line")
+        raise DloError(f"{where}: {name} must not be empty, got {text!r}; write it, or remove the line")
     return text
 
 
@@ -248,7 +235,7 @@ _PLAIN = re.compile(r"""(?P<quote>["'])[^"'\\\n]+(?P=quote)""")
 
 
 def style_preferences(
-    files: Sequence[Path], on_bytes: Callable[[int], object] = lambda size: None, *, unpaired: bool = False
+    files: Sequence[Path], on_bytes: Callable[[int], object] = _NO_BAR, *, unpaired: bool = False
 ) -> Iterator[Preference]:
     """Yields the preferences of Python files: a few lines as the prompt, the next ones as the answers.
 
@@ -317,42 +304,30 @@ def tokenize_preferences(
     coming = iter(preferences)
     equal: list[str] = []
     while some := list(islice(coming, _AT_ONCE)):
-        for preference, answers in zip(some, _encode(some, tokenizer, files), strict=True):
+        texts = [(p.prompt, answer) for p in some if p.kind == "text" for answer in (p.chosen, p.rejected) if answer]
+        encoded = iter(encode_pairs(tokenizer, texts))
+        for preference in some:
             where = format_location(files, preference.file, preference.row)
-            if answers[0] is not _NONE and answers[0][0] == answers[1][0]:
+            documents = []
+            for name, answer in (("chosen", preference.chosen), ("rejected", preference.rejected)):
+                ids, learned = _NONE
+                if answer is not None:
+                    is_text = preference.kind == "text"
+                    ids, learned = next(encoded) if is_text else _encode_answer(tokenizer, preference, answer, where)
+                    if not learned[1:].any():
+                        raise DloError(f"{where}: {name} must have at least one token, got none; write the answer")
+                digest, file, row = preference.digest, preference.file, preference.row
+                documents.append(Document(np.array(ids, dtype=np.int64), learned, digest, file, row))
+            if len(documents[0].ids) and np.array_equal(documents[0].ids, documents[1].ids):
                 equal.append(where)
-                continue
-            for name, (ids, learned) in zip(("chosen", "rejected"), answers, strict=True):
-                if getattr(preference, name) is not None and not learned[1:].any():
-                    raise DloError(f"{where}: {name} must have at least one token, got none; write the answer")
-                yield Document(
-                    np.array(ids, dtype=np.int64), learned, preference.digest, preference.file, preference.row
-                )
+            else:
+                yield from documents
     if equal:
         rank_zero_warn(
             f"{equal[0]}: chosen and rejected are equal"
             + (f", as in {len(equal) - 1} more pairs" if equal[1:] else "")
             + "; they show no preference, and are left out"
         )
-
-
-def _encode(some: list[Preference], tokenizer: Any, files: Sequence[Path]) -> list[tuple[Tokens, Tokens]]:
-    """Returns the token ids of each preference's two documents, and which are targets."""
-    texts = [(p.prompt, answer) for p in some if p.kind == "text" for answer in (p.chosen, p.rejected) if answer]
-    encoded = iter(encode_pairs(tokenizer, texts))
-    found = []
-    for preference in some:
-        where = format_location(files, preference.file, preference.row)
-        documents = []
-        for answer in (preference.chosen, preference.rejected):
-            if answer is None:
-                documents.append(_NONE)
-            elif preference.kind == "text":
-                documents.append(next(encoded))
-            else:
-                documents.append(_encode_answer(tokenizer, preference, answer, where))
-        found.append((documents[0], documents[1]))
-    return found
 
 
 def _encode_answer(tokenizer: Any, preference: Preference, answer: Any, where: str) -> Tokens:

@@ -244,17 +244,11 @@ class TextData(ResumableDataModule):
 
     def check(self) -> None:
         """Checks the files before a run: raises DloError if they are missing, or the first record is invalid."""
-        for option in ("train_files", "val_files", "predict_files"):
-            patterns = getattr(self, option)
-            if patterns is None:
-                continue
-            files = expand_patterns(patterns, option)
-            if option != "predict_files":
-                next(self.read(files), None)
+        if self.predict_files is not None:
+            expand_patterns(self.predict_files, "predict_files")
+        list(self._first_records("train_files", "val_files"))
         for source in self.sources:
-            if source.files is not None:
-                next(self.read(expand_patterns(source.files, f"sources.{source.name}.files")), None)
-            elif source.tokens is not None:
+            if source.tokens is not None:
                 list_token_files(source.tokens, self._storage())
         if self.train_files is None and not self.sources:
             assert self._library  # finding none is an error
@@ -399,13 +393,17 @@ class TextData(ResumableDataModule):
             return
         names = self._agreed_names()
         self._pad_if_needed()
-        wanted = ("train", "val") if stage == "fit" else ("val",)
-        for split in wanted:
-            if split not in self._datasets and (split == "train" or self.val_files is not None or self.val_fraction):
-                if self.sources and (split == "train" or self.val_files is None):
-                    self._lay_out_sources(split, names)
-                else:
-                    self._lay_out(split, names)
+        for split in ("train", "val") if stage == "fit" else ("val",):
+            is_missing = split == "val" and self.val_files is None and not self.val_fraction
+            if split in self._datasets or is_missing:
+                continue
+            if self.sources and (split == "train" or self.val_files is None):
+                dataset, statistics = self._lay_out_sources(split, names)
+            else:
+                dataset, statistics = self._lay_out_text(split, split if split in names else "train", names)
+            self._datasets[split], self.statistics[split] = dataset, statistics
+            if self.trainer is None or self.trainer.is_global_zero:
+                print(f"{split}: {statistics}", flush=True)
 
     def _pad_if_needed(self) -> None:
         """Sets `packing: none` for a model that cannot keep packed documents apart, and says so once."""
@@ -434,17 +432,12 @@ class TextData(ResumableDataModule):
             return self._names
         said = [self._names]
         dist.broadcast_object_list(said, src=0, group=group)
-        assert said[0] is not None, "prepare_data runs before setup"
-        self._names = said[0]
+        (self._names,) = said
+        assert self._names is not None, "prepare_data runs before setup"
         return self._names
 
-    def _lay_out(self, split: str, names: dict[str, str]) -> None:
-        origin = split if split in names else "train"
-        dataset, statistics = self._lay_out_text(split, origin, names)
-        self._keep(split, dataset, statistics)
-
-    def _lay_out_sources(self, split: str, names: dict[str, str]) -> None:
-        """Lays out the windows of all sources, of which ``val_fraction`` is held out."""
+    def _lay_out_sources(self, split: str, names: dict[str, str]) -> tuple[JoinedWindows, SourceStatistics]:
+        """Returns the windows of all sources, of which ``val_fraction`` is held out, and their statistics."""
         parts: list[Any] = []
         for source in self.sources:
             if source.tokens is None:
@@ -455,12 +448,7 @@ class TextData(ResumableDataModule):
             fraction = self.val_fraction if self.val_files is None else 0.0
             parts.append(hold_out(windows, fraction)[split == "val"])
         sizes = dict(zip((source.name for source in self.sources), map(len, parts), strict=True))
-        self._keep(split, JoinedWindows(parts, self.batches_ahead), SourceStatistics(sizes, self.seq_len))
-
-    def _keep(self, split: str, dataset: Any, statistics: Any) -> None:
-        self._datasets[split], self.statistics[split] = dataset, statistics
-        if self.trainer is None or self.trainer.is_global_zero:
-            print(f"{split}: {statistics}", flush=True)
+        return JoinedWindows(parts, self.batches_ahead), SourceStatistics(sizes, self.seq_len)
 
     def _lay_out_text(self, split: str, origin: str, names: dict[str, str]) -> tuple[Any, Any]:
         path = self.cache_dir / names[origin]
@@ -532,11 +520,8 @@ class TextData(ResumableDataModule):
             outputs: Outputs of `predict_step`, one for each prompt. A row's prompt is that of the file: a text or a
                 conversation.
         """
-        rows = sorted(outputs, key=lambda row: row["index"])
-        return [
-            {"index": row["index"], "prompt": self.prompts[row["index"]], "completion": row["completion"]}
-            for row in rows
-        ]
+        found = {row["index"]: row["completion"] for row in outputs}
+        return [{"index": index, "prompt": self.prompts[index], "completion": found[index]} for index in sorted(found)]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Shapes a training batch, and counts targets and documents; see :mod:`dlo_tasks.llm.batches`."""
