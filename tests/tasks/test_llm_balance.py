@@ -89,6 +89,7 @@ def test_it_is_no_part_of_what_is_measured_and_absent_unless_it_is_asked_for() -
         assert float(other.training_step(batch, 0)["loss"]) == pytest.approx(entropy, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_it_too(tmp_path: Path) -> None:
     found = [_fitted(tmp_path, "auto", 1, callbacks=callbacks) for callbacks in ([], [Compile(backend="aot_eager")])]
     for name, tensor in found[0].items():
@@ -102,7 +103,7 @@ class Tokens(LightningDataModule):
     """The same batches on all ranks, so that one process's balance is theirs."""
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(seed=seed) for seed in range(4)], batch_size=None)  # type: ignore[arg-type]
+        return DataLoader([batch_of(seed=seed) for seed in range(2)], batch_size=None)  # type: ignore[arg-type]
 
 
 def _fitted(folder: Path, strategy: Any, devices: int, balanced: bool = True, **options: Any) -> dict[str, Tensor]:

@@ -58,10 +58,7 @@ def test_families_that_compute_norms_in_single_precision_are_taken_in_double() -
         **dict.fromkeys(NAMES, 4),
     }
     sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    for family in (
-        *("nanochat", "vaultgemma", "flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "minimax_m3_vl_text"),
-        "qwen2_moe",
-    ):
+    for family in ("nanochat", "minimax_m3_vl_text", "qwen2_moe"):
         config = AutoConfig.for_model(family, **sizes)
         torch.manual_seed(0)
         model = language_models.build_model(None, config, dtype=torch.float64, attention=None)

@@ -77,10 +77,8 @@ def bart(**options: Any) -> CausalLM:
     ("strategy", "fix"),
     [
         (DataParallelStrategy, DDP),
-        (lambda: ZeroStrategy(1), OPTION),
         (lambda: ZeroStrategy(3), OPTION),
         (FSDPStrategy, OPTION),
-        (lambda: MeshStrategy(dp_shard=2), APPLIER),
         (lambda: MeshStrategy(tp=2), APPLIER),
     ],
 )
