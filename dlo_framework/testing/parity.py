@@ -253,7 +253,7 @@ def _train_all(
         train: Function that trains a trial's source in a setting.
         trials: Trials.
         jobs: Runs, each with the index of its trial.
-        places: Number of data-parallel ranks by trial, as far as it is known.
+        places: Number of data-parallel ranks by trial, where it is known.
 
     Returns:
         Records of this rank by run; None for a run of one process that another rank has trained.

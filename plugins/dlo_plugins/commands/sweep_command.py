@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from dlo_framework.cli.command_parser import CommandParser
-from dlo_framework.cli.config_scan import ConfigScan
+from dlo_framework.cli.config_scan import ConfigScan, scan
 from dlo_framework.errors import DloError, check_number, did_you_mean
 from dlo_framework.yaml_text import read_yaml
 
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    from dlo_plugins.sweep.search_methods import PRUNERS, SAMPLERS
+    from dlo_plugins.sweep.sweep_settings import PRUNERS, SAMPLERS
 
     parser = CommandParser("dlo sweep", description=_HELP, epilog=_EPILOG)
     parser.add_argument("--space", help="YAML file of the space, or the name of a shipped one")
@@ -99,7 +100,7 @@ def check_options(options: argparse.Namespace, found: ConfigScan) -> None:
     Raises:
         DloError: One is missing or out of range.
     """
-    from dlo_plugins.sweep.search_methods import check_installed, check_methods
+    from dlo_plugins.sweep.sweep_settings import check_installed, check_methods
 
     if not options.space:
         raise DloError("sweep: --space must name a YAML file of config keys and values, got none; add --space s.yaml")
@@ -257,7 +258,7 @@ def preflight(config: dict[str, Any], words: list[str], space: Any, options: arg
             paths[-1].write_text(yaml.safe_dump(apply_values(config, values), sort_keys=False))
         asked = Path(name) / "asked.json"
         asked.write_text(json.dumps({"configs": [str(path) for path in paths], "words": words}))
-        command = [sys.executable, "-m", "dlo_plugins.commands.sweep_preflight", str(asked)]
+        command = [sys.executable, "-m", "dlo_plugins.commands.sweep_command", str(asked)]
         done = subprocess.run(command, capture_output=True, text=True, env=trial_environment({}), check=False)
         if done.returncode != 0:
             raise DloError(f"sweep: the config could not be checked: {(done.stderr.splitlines() or ['no output'])[-1]}")
@@ -295,7 +296,7 @@ def run_workers(folder: Path, settings: Any, options: argparse.Namespace) -> int
 
 def report(argv: list[str]) -> int:
     """Prints a sweep's table, and writes its best config and its plots."""
-    from dlo_plugins.sweep.search_methods import check_installed
+    from dlo_plugins.sweep.sweep_settings import check_installed
 
     parser = CommandParser("dlo sweep report", description="Report on a sweep: table, best config and plots.")
     parser.add_argument("folder", help="folder of the sweep, such as runs/sweeps/my")
@@ -315,3 +316,52 @@ def print_report(folder: Path, top: int = 10) -> None:
     print(made.text(top))
     print("\n".join(made.write()))
     print(f"look at it:  tensorboard --logdir {folder / 'trials'}")
+
+
+# --- the check of configs ------------------------------------------------------------------------------------
+
+
+def inspect(configs: list[str], words: list[str]) -> dict[str, Any]:
+    """Parses the configs, and instantiates the task of the first one; returns what it says of the run.
+
+    Raises:
+        DloError: A config has an unknown key or a wrong value.
+    """
+    from dlo_framework.cli.run import prepared_process
+
+    together = scan(["fit", *(word for path in configs for word in ("--config", path)), *words])
+    with prepared_process(together):
+        from dlo_framework.cli.lightning_cli import DloCLI
+        from dlo_framework.defaults import ASSUMED_METRIC
+        from dlo_framework.run_setup import check_strategy
+        from dlo_framework.testing.training import silence_lightning
+
+        more = without_configs(together.argv[1:])
+        first, *others = (["fit", "--config", path, *more] for path in configs)
+        silence_lightning()
+        cli = DloCLI(scan(first), "dlo sweep")
+        cli.build()
+        for words in others:
+            check_strategy(cli.parser.parse_args(words).fit.trainer.strategy)
+        metric, mode = getattr(cli.model, "best_metric", ASSUMED_METRIC) or (None, None)
+        return {"metric": metric, "mode": mode, "validations": count_validations(cli.trainer_options)}
+
+
+def count_validations(trainer: dict[str, Any]) -> int | None:
+    """Returns the number of validations of a full run; None if it depends on more than the trainer's epochs."""
+    epochs, every = trainer.get("max_epochs"), trainer.get("check_val_every_n_epoch")
+    if not isinstance(epochs, int) or epochs < 1 or trainer.get("max_steps") not in (None, -1) or not every:
+        return None
+    interval = trainer.get("val_check_interval")
+    if interval is None or (isinstance(interval, float) and interval <= 1):
+        return math.ceil(epochs / every) * round(1 / (interval or 1.0))
+    return None
+
+
+if __name__ == "__main__":  # The check, in a process of its own, so that the sweep's own imports no torch.
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    try:
+        answer = inspect(asked["configs"], asked["words"])
+    except DloError as refused:
+        answer = {"error": str(refused)}
+    print(json.dumps(answer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,9 +18,8 @@ from optuna.trial import FrozenTrial, TrialState
 from dlo_framework.atomic_file import write_atomic
 from dlo_framework.errors import DloError
 from dlo_framework.yaml_text import read_yaml
-from dlo_plugins.sweep.search_methods import best_value
 from dlo_plugins.sweep.search_space import SearchSpace
-from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
+from dlo_plugins.sweep.sweep_settings import SweepSettings, best_value, read_settings
 from dlo_plugins.sweep.sweep_worker import CALLBACK
 from dlo_plugins.sweep.trial_process import CONFIG
 from dlo_plugins.sweep.trial_queue import ENDED_WITH, ERROR, RUN, TrialQueue
@@ -54,26 +52,26 @@ class SweepReport:
         self.folder, self.settings = folder, settings
         self.study = TrialQueue(folder, settings).study
         self.trials = self.study.get_trials(deepcopy=False)
+        self.sign = 1 if settings.direction == "maximize" else -1
+        self.keys = sorted(one.key for one in SearchSpace(settings.space).dimensions if one.kind != "value")
 
     @property
     def best(self) -> FrozenTrial | None:
         """Best trial of those that have completed, or else of the pruned ones; None if there is none."""
         own = [trial for trial in self.trials if trial.value is not None]
         done = [trial for trial in own if trial.state == TrialState.COMPLETE] or own
-        return max(done, key=lambda trial: self._sign * self._value(trial), default=None)
-
-    @property
-    def _sign(self) -> int:
-        return 1 if self.settings.direction == "maximize" else -1
-
-    def _value(self, trial: FrozenTrial) -> float:
-        """Returns the best of a trial's validations: that of its best checkpoint."""
-        value = best_value(trial.intermediate_values.values(), self.settings.direction)
-        return -self._sign * math.inf if value is None else value
+        # By the best of its validations, which is that of its best checkpoint.
+        values = [best_value(trial.intermediate_values.values(), self.settings.direction) for trial in done]
+        known = [(self.sign * value, trial) for value, trial in zip(values, done, strict=True) if value is not None]
+        return max(known, key=lambda pair: pair[0])[1] if known else next(iter(done), None)
 
     def write(self) -> list[str]:
         """Writes ``trials.csv``, ``best.yaml`` and the plots; returns what was written, and what was left out."""
-        write_atomic(self.folder / TABLE, self.table())
+        text, rows = io.StringIO(), self.rows()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(self.folder / TABLE, text.getvalue())
         written = [f"table: {self.folder / TABLE}"]
         best = self.best
         if best is not None:
@@ -83,43 +81,26 @@ class SweepReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row a trial: number, state, value, validations, seconds, its values and its run."""
-        return [self._row(trial) for trial in self.trials]
-
-    def _row(self, trial: FrozenTrial) -> dict[str, Any]:
-        values = trial.intermediate_values.values()
-        value = best_value(values, self.settings.direction)
-        ended = trial.duration.total_seconds() if trial.duration is not None else None
-        return {
-            "trial": trial.number,
-            "state": trial.state.name.lower(),
-            self.settings.metric: value,
-            "validations": len(values),
-            "seconds": None if ended is None else round(ended, 1),
-            **{key: values_of(trial).get(key) for key in sorted(self._keys())},
-            "run": trial.user_attrs.get(RUN, ""),
-            "error": trial.user_attrs.get(ERROR, ""),
-        }
-
-    def _keys(self) -> list[str]:
-        return [one.key for one in SearchSpace(self.settings.space).dimensions if one.kind != "value"]
-
-    def table(self) -> str:
-        """Returns the trials as CSV."""
-        text, rows = io.StringIO(), self.rows()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        found = []
+        for trial in self.trials:
+            reported, given = trial.intermediate_values.values(), values_of(trial)
+            row: dict[str, Any] = {"trial": trial.number, "state": trial.state.name.lower()}
+            row[self.settings.metric] = best_value(reported, self.settings.direction)
+            row["validations"] = len(reported)
+            row["seconds"] = None if trial.duration is None else round(trial.duration.total_seconds(), 1)
+            row |= {key: given.get(key) for key in self.keys}
+            found.append(row | {name: trial.user_attrs.get(name, "") for name in (RUN, ERROR)})
+        return found
 
     def text(self, top: int = 10) -> str:
         """Returns the best trials as a table, and the numbers of trials by state."""
-        rows = self.rows()
+        rows, metric = self.rows(), self.settings.metric
         counts = {name: sum(row["state"] == name for row in rows) for name in ("complete", "pruned", "fail")}
         left = len(rows) - sum(counts.values())
-        shown = [row for row in rows if row[self.settings.metric] is not None]
-        shown.sort(key=lambda row: (row["state"] != "complete", -self._sign * row[self.settings.metric]))
-        names = ["trial", "state", self.settings.metric, "validations", "seconds", *sorted(self._keys())]
-        cells = [[_short_name(name) for name in names]]
+        shown = [row for row in rows if row[metric] is not None]
+        shown.sort(key=lambda row: (row["state"] != "complete", -self.sign * row[metric]))
+        names = ["trial", "state", metric, "validations", "seconds", *self.keys]
+        cells = [[name.rpartition(".")[2] for name in names]]
         cells += [[_cell(row[name]) for name in names] for row in shown[:top]]
         widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
         lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
@@ -150,11 +131,6 @@ def best_config(folder: Path, trial: FrozenTrial, settings: SweepSettings) -> st
     head = f"# Trial {trial.number} of the sweep {folder.name}: {settings.metric} {value:.6g}\n"
     head += f"# {json.dumps(values_of(trial))}\n"
     return head + yaml.safe_dump(config, sort_keys=False)
-
-
-def _short_name(name: str) -> str:
-    """Returns the shortest end of a key that says what it is: its last part."""
-    return name.rpartition(".")[2]
 
 
 def _cell(value: Any) -> str:

@@ -27,9 +27,8 @@ from optuna.trial import FrozenTrial, TrialState
 from dlo_framework import runs
 from dlo_framework.errors import DloError
 from dlo_framework.lock import ProcessLock, RunLock, is_held
-from dlo_plugins.sweep.search_methods import best_value, make_pruner, make_sampler, trial_seed
 from dlo_plugins.sweep.search_space import SearchSpace
-from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings
+from dlo_plugins.sweep.sweep_settings import TRIALS, SweepSettings, best_value, make_pruner, make_sampler, trial_seed
 
 JOURNAL = "journal.log"
 #: Times that a trial may be started without progress, before it has failed.

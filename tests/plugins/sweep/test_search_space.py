@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from dlo_framework.errors import DloError
-from dlo_plugins.sweep.search_methods import make_sampler
 from dlo_plugins.sweep.search_space import SearchSpace, apply_values, merge_configs, set_key
+from dlo_plugins.sweep.sweep_settings import make_sampler
 
 OPTIMIZER, MOMENTUM = "model.init_args.optimizer", "model.init_args.momentum"
 

@@ -11,9 +11,8 @@ import pytest
 from dlo_framework.errors import DloError
 from dlo_framework.lock import RunLock
 from dlo_plugins.sweep import trial_queue
-from dlo_plugins.sweep.search_methods import check_methods, trial_seed
 from dlo_plugins.sweep.sweep_report import values_of
-from dlo_plugins.sweep.sweep_settings import SweepSettings, read_settings
+from dlo_plugins.sweep.sweep_settings import SweepSettings, check_methods, read_settings, trial_seed
 from dlo_plugins.sweep.sweep_worker import SweepWorkers, trial_config
 from dlo_plugins.sweep.trial_queue import TrialQueue
 
