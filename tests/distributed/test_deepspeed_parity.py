@@ -25,6 +25,33 @@ class Momentum(Model):
         return torch.optim.SGD(trained, lr=0.02, momentum=0.9, nesterov=True)
 
 
+WARMUP = {"warmup_min_lr": 1e-4, "warmup_max_lr": 4e-3, "warmup_num_steps": 2, "warmup_type": "linear"}
+ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.99), "weight_decay": 0.1}
+JSON: dict[str, Any] = {
+    "train_batch_size": 96,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "Adam", "params": ADAMW},
+    "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
+}
+
+
+class AsInJson(Model):
+    """Under what :data:`JSON` says, which replaces it on the ranks: torch's AdamW, DeepSpeed's own scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], **ADAMW)
+        schedule = WarmupDecayLR(optimizer, self.trainer.max_steps, **WARMUP)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler, metric) -> None:
+        """Steps it: DeepSpeed's schedulers are not torch's, and Lightning leaves those to the module."""
+        scheduler.step()
+
+
 def build(kind: str = "adamw") -> tuple[LightningModule, LightningDataModule]:
     """Returns a task and its data by name."""
     if kind == "vit":
@@ -41,7 +68,8 @@ def build(kind: str = "adamw") -> tuple[LightningModule, LightningDataModule]:
     if kind == "llama":
         config = {"model_type": "llama", **FAMILIES["llama"]}
         return CausalLM(config=config, lora=Lora(rank=4), lr=1e-3, optimizer_args={"eps": 1e-4}), Tokens(1)
-    return (Momentum() if kind == "sgd" else Model()), DigitsData(image_size=16, batch_size=48, val_fraction=0.03)
+    kinds = {"sgd": Momentum, "json": AsInJson, "adamw": Model}
+    return kinds[kind](), DigitsData(image_size=16, batch_size=48, val_fraction=0.03)
 
 
 class Still(ImageClassifier):
@@ -82,6 +110,7 @@ def test_stages_are_one_process() -> None:
         case(ds(3, config=CUT_ALL), "sgd", accumulate_grad_batches=2, gradient_clip_val=0.1),
         case(OFFLOADED[3]),
         *(case(bridge, gradient_clip_val=0.1) for bridge in ON_HOST),
+        case(functools.partial(DeepSpeedBridge, config=JSON), "json", accumulate_grad_batches=2, gradient_clip_val=0.5),
     ]
     assert_parity(build, cases, steps=4, rtol=1e-5)
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  Its log handler keeps the stream it is imported with: not a test's.
@@ -275,12 +274,9 @@ def test_the_command_itself_exits_with_2(dlo):
     assert "Traceback" not in done.stderr
 
 
-def test_a_crash_below_python_says_which_line_led_to_it(tmp_path: Path) -> None:
-    (tmp_path / "crashing.py").write_text("import ctypes\n\nctypes.string_at(0)\n")
-    (tmp_path / "train.yaml").write_text(f"plugins: [crashing.py]\n{CONFIG}")
-    words = ["fit", "--config", "train.yaml"]
-    code = "from dlo_framework.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGSEGV
+def test_a_crash_below_python_says_which_line_led_to_it(dlo) -> None:
+    (dlo.folder / "crashing.py").write_text("import ctypes\n\nctypes.string_at(0)\n")
+    (dlo.folder / "train.yaml").write_text(f"plugins: [crashing.py]\n{CONFIG}")
+    done = dlo("fit", "--config", "train.yaml", code=-signal.SIGSEGV)
     assert "Segmentation fault" in done.stderr
     assert 'crashing.py", line 3' in done.stderr

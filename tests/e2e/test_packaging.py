@@ -83,7 +83,7 @@ def wheel(tmp_path_factory) -> Path:
 def far(wheel, tmp_path_factory) -> Path:
     """A new venv with the wheel; the packages it needs are borrowed from the venv that runs the tests."""
     folder = tmp_path_factory.mktemp("far") / "venv"
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     # A path in a .pth adds that folder, and does not read the .pth files in it: the editable install stays away.
     own = [sysconfig.get_paths()["purelib"], *(path for path in sys.path if path.endswith("site-packages"))]
@@ -95,7 +95,7 @@ def far(wheel, tmp_path_factory) -> Path:
     (site / "hidden.pth").write_text("import hidden_packages\n")
     python = folder / "bin" / "python"
     subprocess.run(
-        [python, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", wheel],
+        [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel],
         check=True,
         capture_output=True,
     )

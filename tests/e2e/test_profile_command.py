@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dlo_framework.cli.main import main
 from support.texts import lines, sentences
 
 CONFIG = """
@@ -91,9 +92,11 @@ def test_ranks_lengths_and_the_graph_of_a_language_model(dlo) -> None:
         (("--machine", "h1000"), "machine must be one of"),
     ],
 )
-def test_bad_input_is_one_line(dlo, words, message) -> None:
-    (dlo.folder / "small.yaml").write_text(CONFIG)
-    done = dlo("profile", "--config", "small.yaml", *words, code=2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list((dlo.folder / "runs").rglob("report*")) if (dlo.folder / "runs").exists() else True
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd, words, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    assert main(["profile", "--config", "small.yaml", *words]) == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.rglob("report*"))

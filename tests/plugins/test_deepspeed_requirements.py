@@ -14,7 +14,6 @@ from dlo_plugins.deepspeed.machine_requirements import (
     QUANTIZER,
     check_available,
     check_compiler,
-    list_ops,
 )
 from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -207,16 +206,6 @@ def test_a_build_to_come_is_told_with_its_length(tmp_path, nothing_built, has_li
         (nothing_built / op.name / f"{op.name}.so").write_text("")
     available(options)
     assert len(told) == 1
-
-
-def test_operators_are_needed_by_nvme_and_by_quantised_communication():
-    assert list_ops({}) == []
-    assert list_ops(merge_options({"stage": 3, "offload_parameters": "cpu"})) == []
-    assert list_ops(merge_options({"stage": 3, "offload_parameters": "nvme", "nvme_path": "/d"})) == [
-        PIN_MEMORY,
-        ASYNC_IO,
-    ]
-    assert list_ops(merge_options({"stage": 3}, {"zero_optimization": {"zero_quantized_weights": True}})) == [QUANTIZER]
 
 
 def test_operators_are_named_as_deepspeed_names_them():

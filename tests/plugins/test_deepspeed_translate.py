@@ -14,7 +14,6 @@ from dlo_plugins.deepspeed.trainer_settings import (
     get_open_settings,
     get_trainer_options,
     infer_ranks,
-    normalize_precision,
     read_settings,
 )
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
@@ -60,17 +59,6 @@ def test_any_json_as_yaml_is_the_same_json(config):
         assume(False)  # Sections of two samples may contradict each other.
     direct, back = there_and_back(config)
     assert back == direct
-
-
-@settings(max_examples=40)
-@given(mixtures())
-def test_options_and_what_is_left_make_the_json_again(config):
-    try:
-        resolved = merge_options({}, config)
-    except DloError:
-        assume(False)
-    options, rest = to_options(resolved)
-    assert merge_options(options, rest) == resolved
 
 
 def test_typed_options_are_taken_out_of_the_json():
@@ -267,12 +255,6 @@ def test_what_the_trainer_says_otherwise_is_a_contradiction_before_it_is_built(g
     with pytest.raises(DloError) as caught:
         get_open_settings(asked, {"accumulate_grad_batches": 1, "devices": 2} | given_trainer)
     assert message in str(caught.value)
-
-
-def test_precisions_have_lightnings_own_names():
-    """Breaks when Lightning moves the function that knows them."""
-    given_names = {None: "32-true", "32": "32-true", "bf16-mixed": "bf16-mixed", "16-true": "16-true"}
-    assert {name: normalize_precision(name) for name in given_names} == given_names
 
 
 def test_the_data_are_asked_too_where_the_ranks_are_known():
