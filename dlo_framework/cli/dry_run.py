@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dlo_framework import runs
@@ -56,34 +55,37 @@ def describe_run(found: ConfigScan) -> None:
 
 
 def _describe(cli: DloCLI, trainer: Trainer, path: str | None) -> Iterator[tuple[str, str]]:
-    ranks = trainer.num_devices * trainer.num_nodes
+    ranks, fits = trainer.num_devices * trainer.num_nodes, cli.command == "fit"
     device = trainer.strategy.root_device.type
     yield "strategy", f"{type(trainer.strategy).__name__} on {ranks} rank(s) of {device}, {trainer.precision}"
-    axes = mesh_axes(trainer.strategy)
+    spec = contract_of(trainer.strategy).mesh_spec()
+    sizes = {name: size for name, size in vars(spec).items() if isinstance(size, int)} if spec is not None else {}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     if axes:
         yield "mesh", ", ".join(f"{name} {size}" for name, size in axes.items())
-    trained, frozen = count_parameters(cli.model)
+    model = cli.model.on_meta() if isinstance(cli.model, Task) else cli.model
+    parameters = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    trained, frozen = (sum(size for size, trains in parameters if trains is kind) for kind in (True, False))
     yield "model", f"{type(cli.model).__name__}, {trained:,} trained parameters, {frozen:,} frozen"
     yield from _describe_memory(cli, trainer, trained, frozen, ranks, axes)
     trainer.strategy.connect(cli.model)  # Data may read the tokenizer or the sizes of `trainer.lightning_module`.
-    yield "data", describe_data(cli.datamodule, count_data_ranks(ranks, axes))
-    divides = cli.options.trainer.use_distributed_sampler
-    shares = count_data_ranks(ranks, axes) if divides else 1
-    batches = count_batches(trainer, cli.datamodule, shares) if cli.command == "fit" else None
-    steps = count_steps(trainer, batches) if cli.command == "fit" else None
-    if steps is not None and not cli.model.automatic_optimization:
-        yield "steps", f"those of {type(cli.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
-        steps = None
-    elif cli.command == "fit":
-        yield "steps", describe_steps(trainer, steps, batches)
+    # Ranks of a mesh that split the model have the same samples.
+    shares = ranks // math.prod(axes.get(axis, 1) for axis in ("pp", "tp", "cp"))
+    yield "data", describe_data(cli.datamodule, shares)
+    steps = None
+    if fits:
+        divides = cli.options.trainer.use_distributed_sampler
+        batches = count_batches(trainer, cli.datamodule, shares if divides else 1)
+        steps, text = count_steps(trainer, batches)
+        if steps is not None and not cli.model.automatic_optimization:
+            steps, text = None, f"those of {type(cli.model).__name__}'s own, in {steps:,} batches: it optimizes by hand"
+        yield "steps", text
     seconds = last_step_seconds(cli.runs())
     if steps is not None and seconds is not None:
-        yield (
-            "time",
-            f"{format_duration(steps * seconds)}, at the {seconds:.3g} s a step of the last run of this name",
-        )
+        time = format_duration(steps * seconds)
+        yield "time", f"{time}, at the {seconds:.3g} s a step of the last run of this name"
     yield "start", path or "the model's own weights"
-    if cli.command == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if fits and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         newest = runs.versions(cli.runs())[:1]
         number = int(newest[0].name.removeprefix("version_")) + 1 if newest else 0
         yield "run folder", str(resumed_run(path, cli.runs()) or cli.runs() / f"version_{number}")
@@ -93,58 +95,30 @@ def _describe_memory(
     cli: DloCLI, trainer: Trainer, trained: int, frozen: int, ranks: int, axes: dict[str, int]
 ) -> Iterator[tuple[str, str]]:
     """Yields the bytes of a rank by kind: of a mesh that splits the model all predicted, else by the ZeRO paper."""
-    strategy = contract_of(trainer.strategy)
-    predicted, reason = _predict(cli, trainer, ranks) if cli.command == "fit" else ({}, "only for fit")
+    strategy, reason = contract_of(trainer.strategy), "only for fit"
+    predicted: dict[str, float] = {}
+    if cli.command == "fit":
+        reason = "no installed package predicts memory"
+        for point in installed_points().select(group=MEMORY_GROUP):
+            arguments = cli.user_config(), cli.model, cli.datamodule, ranks, trainer.strategy.root_device.type
+            try:
+                predicted = load_function(point, "memory prediction")(*arguments)
+                break
+            except DloError as error:
+                reason = str(error)
     if strategy.zero_stage is None or any(axes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep")):
-        total = format_bytes(sum(predicted.values()))
-        yield (
-            "memory",
-            f"{total} on the rank that needs most, predicted" if predicted else f"not predicted: {reason}",
-        )
+        total = f"{format_bytes(sum(predicted.values()))} on the rank that needs most, predicted"
+        yield "memory", total if predicted else f"not predicted: {reason}"
         for part, size in predicted.items():
             yield f"  {part.replace('_', ' ')}", format_bytes(size)
         return
-    shards = axes.get("dp_shard", ranks)
-    masters = strategy.has_master_weights
+    shards, masters = axes.get("dp_shard", ranks), strategy.has_master_weights
     found = paper_bytes(trained, shards, strategy.zero_stage, frozen=frozen, masters=masters)
     yield "  parameters", f"{format_bytes(found.parameters)} a rank"
     yield "  gradients", f"{format_bytes(found.gradients)} a rank"
     yield "  optimizer", f"{format_bytes(found.optimizer)} a rank, with Adam's two states"
-    working = sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss"))
-    told = f"{format_bytes(working)} a rank, predicted" if predicted else f"not predicted: {reason}"
-    yield "  activations", told
-
-
-def _predict(cli: DloCLI, trainer: Trainer, ranks: int) -> tuple[dict[str, float], str]:
-    """Returns the predicted bytes of a rank by part, and why there are none."""
-    reason = "no installed package predicts memory"
-    for point in installed_points().select(group=MEMORY_GROUP):
-        predict = load_function(point, "memory prediction")
-        device = trainer.strategy.root_device.type
-        try:
-            return predict(cli.user_config(), cli.model, cli.datamodule, ranks, device), ""
-        except DloError as error:
-            reason = str(error)
-    return {}, reason
-
-
-def mesh_axes(strategy: Strategy) -> dict[str, int]:
-    """Returns the sizes of a mesh's axes above 1, and of `dp_shard`; none for a strategy without a mesh."""
-    spec = contract_of(strategy).mesh_spec()
-    sizes = vars(spec) if spec is not None else {}
-    return {name: size for name, size in sizes.items() if isinstance(size, int) and (size > 1 or name == "dp_shard")}
-
-
-def count_parameters(model: Any) -> tuple[int, int]:
-    """Returns the numbers of trained and frozen parameters; a task's model is built on the meta device."""
-    built = model.on_meta() if isinstance(model, Task) else model
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, trained in sizes if not trained)
-
-
-def count_data_ranks(ranks: int, axes: dict[str, int]) -> int:
-    """Returns the number of ranks that have different samples: those of a mesh that split the model share theirs."""
-    return ranks // math.prod(axes.get(axis, 1) for axis in ("pp", "tp", "cp"))
+    working = format_bytes(sum(predicted.get(part, 0.0) for part in ("activations", "working", "loss")))
+    yield "  activations", f"{working} a rank, predicted" if predicted else f"not predicted: {reason}"
 
 
 def describe_data(datamodule: LightningDataModule | None, shares: int) -> str:
@@ -179,41 +153,29 @@ def count_batches(trainer: Any, datamodule: LightningDataModule | None, shares: 
     loader = datamodule.train_dataloader()
     if not hasattr(loader, "__len__"):
         return None
-    total, limit = _count_own(loader, shares), trainer.limit_train_batches
+    total, limit = len(loader), trainer.limit_train_batches
+    if shares > 1 and isinstance(loader, DataLoader) and not isinstance(loader.sampler, DistributedSampler):
+        samples = -(-len(loader.sampler) // shares)  # type: ignore[arg-type]  # As long on each rank.
+        batch = loader.batch_size or 1
+        total = samples // batch if loader.drop_last else -(-samples // batch)
     return min(total, limit) if isinstance(limit, int) else int(total * limit)
 
 
-def _count_own(loader: Any, shares: int) -> int:
-    """Returns a rank's number of batches; a plain loader gets a DistributedSampler, as long on each rank."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler) or shares == 1:
-        return len(loader)
-    samples = -(-len(loader.sampler) // shares)  # type: ignore[arg-type]
-    batch = loader.batch_size or 1
-    return samples // batch if loader.drop_last else -(-samples // batch)
-
-
-def count_epochs(trainer: Any) -> int | None:
-    """Returns the largest number of epochs, Lightning's 1,000 if nothing limits a run; None if epochs do not."""
-    if trainer.max_epochs is None:
-        return None if trainer.max_steps > 0 or any(isinstance(one, Timer) for one in trainer.callbacks) else 1000
-    return int(trainer.max_epochs) if trainer.max_epochs > 0 else None
-
-
-def count_steps(trainer: Any, batches: int | None) -> int | None:
-    """Returns the number of optimizer steps; None if unknown."""
+def count_steps(trainer: Any, batches: int | None) -> tuple[int | None, str]:
+    """Returns the number of optimizer steps, None if unknown; and a text on it, or on why it is unknown."""
+    timed = any(isinstance(one, Timer) for one in trainer.callbacks)
+    epochs = trainer.max_epochs
+    if epochs is None and trainer.max_steps <= 0 and not timed:
+        epochs = 1000  # Lightning's, if nothing limits a run.
     ends = [trainer.max_steps] if trainer.max_steps > 0 else []
-    epochs = count_epochs(trainer)
-    if batches is not None and epochs is not None:
+    if batches is not None and epochs is not None and epochs > 0:
         ends.append(epochs * -(-batches // trainer.accumulate_grad_batches))
-    return min(ends, default=None)
-
-
-def describe_steps(trainer: Any, steps: int | None, batches: int | None) -> str:
-    """Returns the number of steps, and what sets it where the config does not; or why it is unknown."""
-    if steps is None:
-        return "without a limit" if batches is not None else "unknown, as the data's length is; set trainer.max_steps"
-    limited = trainer.max_steps > 0 or trainer.max_epochs is not None
-    return f"{steps:,}" + ("" if limited else ": without max_epochs or max_steps Lightning trains 1,000 epochs")
+    if not ends:
+        known = batches is not None
+        return None, "without a limit" if known else "unknown, as the data's length is; set trainer.max_steps"
+    assumed = trainer.max_steps <= 0 and trainer.max_epochs is None
+    more = ": without max_epochs or max_steps Lightning trains 1,000 epochs" if assumed else ""
+    return min(ends), f"{min(ends):,}{more}"
 
 
 def last_step_seconds(folder: Any) -> float | None:

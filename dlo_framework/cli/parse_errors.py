@@ -223,17 +223,14 @@ def _explain_unknown_argument(key: str, name: str, found: ConfigScan, registry: 
         )
     cls = find_class(given, KINDS.get(key), registry) if given else None
     accepted = list_parameters(cls) if cls is not None else None
-    option, _, field = name.partition(".")
-    inner = _find_option_class(cls, option) if cls is not None and field else None
+    (option, _, field), owner = name.partition("."), cls
+    if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
+        above, _, option = key.rpartition(".")
+        named, field = _find_class_path(above, found), name
+        owner = find_class(named, KINDS.get(above), registry) if named else None
+    inner = _find_option_class(owner, option) if owner is not None and field else None
     if inner is not None:
         return _format_unknown(f"{key}.{name}", field, inner, list_parameters(inner) or [])
-    if cls is None and "." in key:  # An option of the class under the key above, such as `model.lora`.
-        owner, _, option = key.rpartition(".")
-        named = _find_class_path(owner, found)
-        outer = find_class(named, KINDS.get(owner), registry) if named else None
-        inner = _find_option_class(outer, option) if outer is not None else None
-        if inner is not None:
-            return _format_unknown(f"{key}.{name}", name, inner, list_parameters(inner) or [])
     if cls is None or not accepted:
         return f"unknown key '{key}.{name}'"
     if name == "init_args":  # --model.init_args '{width: 32, lrr: 1}'

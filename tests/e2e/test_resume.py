@@ -5,7 +5,7 @@ import signal
 
 PLAIN = ["--config", "small.yaml"]
 CONFIG = """
-trainer: {max_epochs: 3, log_every_n_steps: 2, accumulate_grad_batches: 3, accelerator: cpu}
+trainer: {max_epochs: 4, limit_train_batches: 22, log_every_n_steps: 2, accumulate_grad_batches: 3, accelerator: cpu}
 model:
   class_path: ImageClassifier
   init_args:
@@ -21,14 +21,14 @@ def test_a_run_and_one_that_is_interrupted_have_one_curve(dlo, curve):
     (dlo.folder / "small.yaml").write_text(CONFIG)
     whole, cut = (dlo.folder / "runs" / name / "version_0" for name in ("whole", "cut"))
     dlo("fit", *PLAIN, "--run.name", "whole")
-    # 44 batches an epoch, three a step, the last step of an epoch closing early; a point for each two steps.
-    assert len(curve(whole)) == 3 * 15 // 2
+    # 22 batches an epoch, three a step, the last step of an epoch closing early; a point for each two steps.
+    assert len(curve(whole)) == 4 * 8 // 2
 
     err = dlo.interrupt(signal.SIGINT, cut, "fit", *PLAIN, "--run.name", "cut")
     assert "go on with --ckpt_path last" in err
     summary = json.loads((cut / "summary.json").read_text())
     assert summary["status"] == "interrupted: RunStopped"
-    assert 0 < summary["steps"] < 3 * 15
+    assert 0 < summary["steps"] < 4 * 8
 
     (cut / "checkpoints" / "last.ckpt.dlo-partial").write_bytes(b"what a kill in the middle of a save leaves")
     dlo("fit", *PLAIN, "--run.name", "cut", "--ckpt_path", "last")
@@ -37,6 +37,6 @@ def test_a_run_and_one_that_is_interrupted_have_one_curve(dlo, curve):
     assert curve(cut) == curve(whole), "interrupted and resumed"
     assert curve(cut, "val_acc1") == curve(whole, "val_acc1")
     resumed = json.loads((cut / "summary.json").read_text())
-    assert resumed["samples"] == 3 * 44 * 32
+    assert resumed["samples"] == 4 * 22 * 32
     assert summary["seconds"] < resumed["seconds"]
     assert resumed["training_seconds"] < resumed["seconds"]

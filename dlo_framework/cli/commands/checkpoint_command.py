@@ -95,12 +95,9 @@ def _find_named(which: str, run: str | None) -> Path | None:
     from dlo_framework import runs
 
     folder = _find_run(run)
-    if not runs.versions(folder):  # It is one version.
-        found = runs.checkpoint_of(folder, which)
-        if found is None:
-            raise DloError(f"{which} must be a checkpoint of the run, got none in {folder}; name its path")
-        return found
-    return runs.find_checkpoint(folder, which)
+    if runs.versions(folder):
+        return runs.find_checkpoint(folder, which)
+    return runs.find_checkpoint(folder.parent, which, only=folder)  # It is one version.
 
 
 def _find_run(run: str | None) -> Path:
@@ -200,10 +197,10 @@ def _export(path: Path, target: Path, prefix: str | None, dtype: str | None) -> 
     from dlo_framework.checkpoint.store import refuse_remote
 
     refuse_remote(target, "TARGET")
+    cast = getattr(torch, dtype) if dtype else None
     if target.suffix not in (".safetensors", *TORCH_ENDINGS):
-        return _export_folder(path, target, prefix, getattr(torch, dtype) if dtype else None)
-
-    written, left = export_weights(path, target, prefix=prefix, dtype=getattr(torch, dtype) if dtype else None)
+        return _export_folder(path, target, prefix, cast)
+    written, left = export_weights(path, target, prefix=prefix, dtype=cast)
     print(f"wrote {target}: {written} tensors" + (f"; left out {left} that are not part of the model" if left else ""))
     return 0
 

@@ -31,7 +31,6 @@ from dlo_framework.errors import DloError, did_you_mean
 from dlo_framework.extensions import format_origin, list_extensions
 from dlo_framework.registry import KINDS, Plugin, Registry, kind_of
 from dlo_framework.registry.class_source import (
-    ClassSource,
     Parameter,
     SourceNotFoundError,
     find_spec,
@@ -146,31 +145,25 @@ def _show(registry: Registry, plugin: Plugin, *, as_json: bool) -> None:
     snippet = format_yaml_snippet(plugin.kind, plugin.name, source.parameters)
     if not plugin.version and plugin in registry.plugins():  # The user's own.
         snippet = f"plugins: [{plugin.distribution}]\n{snippet}"
+    place = f"{source.path}:{source.line}"
+    # Every installed plug-in is a name of `dlo_framework`.
+    imported = f"from {'dlo_framework' if plugin.version else plugin.module} import {plugin.name}"
     if as_json:
         parameters = [vars(parameter) for parameter in source.parameters]
-        more = {"doc": source.doc, "parameters": parameters, "yaml": snippet, "import": _format_import(plugin)}
-        print(json.dumps({**_to_json(registry, plugin), "defined_in": _format_location(source), **more}, indent=2))
+        more = {"doc": source.doc, "parameters": parameters, "yaml": snippet, "import": imported}
+        print(json.dumps({**_to_json(registry, plugin), "defined_in": place, **more}, indent=2))
         return
     print(f"{plugin.name}: {plugin.kind} from {plugin.origin}")
     if plugin.aliases:
         print(f"also called {', '.join(plugin.aliases)}")
-    print(f"defined in {_format_location(source)}\n\n{plain(_remove_arguments(source.doc))}\n")
+    print(f"defined in {place}\n\n{plain(_remove_arguments(source.doc))}\n")
     rows = [[p.name, p.type, "required" if p.default is None else p.default, p.doc] for p in source.parameters]
     if rows:
         _print_table("parameters", ("name", "type", "default", "meaning"), rows)
     else:
         print("It has no parameters.\n")
-    print(f"From Python: {_format_import(plugin)}\n")
+    print(f"From Python: {imported}\n")
     print(f"To use it, paste this into a config:\n\n{snippet}")
-
-
-def _format_import(plugin: Plugin) -> str:
-    """Returns the import of a plug-in: every installed one is a name of ``dlo_framework``."""
-    return f"from {'dlo_framework' if plugin.version else plugin.module} import {plugin.name}"
-
-
-def _format_location(source: ClassSource) -> str:
-    return f"{source.path}:{source.line}"
 
 
 def _remove_arguments(doc: str) -> str:

@@ -53,14 +53,14 @@ def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     rest: dict[str, Any] = copy.deepcopy(dict(config))
     options: dict[str, Any] = {}
     _take_switches(rest, options)
-    for name, option in OPTIONS.items():
-        value = get(rest, option.path)
+    for name, path in OPTIONS.items():
+        value = get(rest, path)
         if name in ("activation_checkpointing", "flops_profiler", "comms_logger"):
             continue  # whole sections
         if value is None or value in ("auto", "none") or isinstance(value, Mapping | list):
             continue
         options[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-        _drop(rest, option.path)
+        _drop(rest, path)
     _take_nvme_path(rest, options)
     return options, rest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +59,11 @@ def main(argv: list[str]) -> int:
         planned = plan_run(run.user_config, run.model, run.datamodule, gpus, nodes, options, len(run.second_models()))
     files = planned.write(options.out) if options.out is not None else []
     print(json.dumps(report_json(planned), indent=1) if options.json else report_text(planned))
-    if not options.json:
-        for line in written_lines(files, options):
-            print(line)
+    if files and not options.json:
+        print(f"\nwritten to {options.out}: {files[0].name} to {files[-1].name}; dlo fit --config {files[0]}")
+    if options.measure is not None and not options.json:
+        print(f"the measured machine: --machine {options.machine}")
     return 0
-
-
-def written_lines(files: Sequence[Path], options: argparse.Namespace) -> Iterator[str]:
-    """Yields lines on the files that were written."""
-    if files:
-        yield f"\nwritten to {options.out}: {files[0].name} to {files[-1].name}; dlo fit --config {files[0]}"
-    if options.measure is not None:
-        yield f"the measured machine: --machine {options.machine}"
 
 
 def count_gpus(config: dict[str, Any], options: argparse.Namespace) -> tuple[int, int | None]:

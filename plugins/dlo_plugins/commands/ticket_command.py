@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlo_framework import runs
 from dlo_framework.cli.command_parser import CommandParser
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.errors import DloError, check_number
@@ -183,12 +184,9 @@ class Rounds:
         return subprocess.run(words, check=False).returncode
 
     def _version(self, name: str) -> Path | None:
-        from dlo_framework import runs
-
         return next(iter(runs.versions(self.folder / name)), None)
 
     def _checkpoint(self, name: str) -> Path | None:
-        from dlo_framework import runs
         from dlo_framework.checkpoint import newest_valid
 
         run = self._version(name)
@@ -196,8 +194,6 @@ class Rounds:
 
     def _summary(self, name: str) -> dict[str, Any] | None:
         """Returns the summary of a finished round."""
-        from dlo_framework import runs
-
         run = self._version(name)
         summary = runs.current_summary(run) if run is not None else None
         return summary if summary is not None and summary["status"] == "finished" else None
@@ -216,18 +212,10 @@ class Rounds:
                 if summary is None:
                     continue
                 metric = next(iter(summary["best_metric"] or {"val_loss": None}))
-                found.append(
-                    {
-                        "round": number,
-                        "kind": kind,
-                        "kept": kept,
-                        "metric": metric,
-                        "value": summary["metrics"].get(metric),
-                        "best": (summary["best_metric"] or {}).get(metric),
-                        "seconds": summary["seconds"],
-                        "steps": summary["steps"],
-                    }
-                )
+                best = summary["best_metric"] or {}
+                point = {"round": number, "kind": kind, "kept": kept, "metric": metric}
+                point |= {"value": summary["metrics"].get(metric), "best": best.get(metric)}
+                found.append(point | {key: summary[key] for key in ("seconds", "steps")})
         return found
 
     def _report(self, last: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def _rename(section: dict[str, Any], old: str, new: str, value: Any, where: str)
 
 
 def _shown(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --- typed options -----------------------------------------------------------------------------------------
@@ -137,36 +136,31 @@ def _dtype(value: str) -> str:
     return short
 
 
-@dataclass(frozen=True)
-class Option:
-    """One typed option of the bridge.
+#: Place in the JSON of each of DeepSpeedBridge's arguments. An argument of None keeps the JSON's value or DeepSpeed's
+#: default; a mapping is merged into the section.
+OPTIONS: dict[str, str] = {
+    "stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_parameters": "zero_optimization.offload_param.device",
+    "overlap_comm": "zero_optimization.overlap_comm",
+    "contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "hpz": "zero_optimization.zero_hpz_partition_size",
+    "communication_dtype": "communication_data_type",
+    "partition_activations": "activation_checkpointing.partition_activations",
+    "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing": "activation_checkpointing",
+    "flops_profiler": "flops_profiler",
+    "comms_logger": "comms_logger",
+}
 
-    Attributes:
-        path: Place of the option in the JSON.
-        to_json: Function that converts a value for the JSON; a mapping is merged into the section at `path`.
-    """
-
-    path: str
-    to_json: Callable[[Any], Any] = lambda value: value
-
-
-#: Options by the name of DeepSpeedBridge's argument. An argument of None keeps the JSON's value or DeepSpeed's default.
-OPTIONS: dict[str, Option] = {
-    "stage": Option("zero_optimization.stage"),
-    "offload_optimizer": Option("zero_optimization.offload_optimizer.device"),
-    "offload_parameters": Option("zero_optimization.offload_param.device"),
-    "overlap_comm": Option("zero_optimization.overlap_comm"),
-    "contiguous_gradients": Option("zero_optimization.contiguous_gradients"),
-    "reduce_bucket_size": Option("zero_optimization.reduce_bucket_size"),
-    "allgather_bucket_size": Option("zero_optimization.allgather_bucket_size"),
-    "round_robin_gradients": Option("zero_optimization.round_robin_gradients"),
-    "hpz": Option("zero_optimization.zero_hpz_partition_size"),
-    "communication_dtype": Option("communication_data_type", _dtype),
-    "partition_activations": Option("activation_checkpointing.partition_activations"),
-    "cpu_checkpointing": Option("activation_checkpointing.cpu_checkpointing"),
-    "activation_checkpointing": Option("activation_checkpointing"),
-    "flops_profiler": Option("flops_profiler", _profiler),
-    "comms_logger": Option("comms_logger", lambda value: {"enabled": value}),
+#: Functions that convert a value for the JSON.
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "communication_dtype": _dtype,
+    "flops_profiler": _profiler,
+    "comms_logger": lambda value: {"enabled": value},
 }
 
 #: Options of the bridge that are dlo's own, and the path that sections with NVMe offload share.
@@ -187,36 +181,28 @@ def to_values(options: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     for name, value in options.items():
         if value is None or name in _NOT_IN_JSON:
             continue
-        option = OPTIONS[name]
-        converted = option.to_json(value)
-        is_section = isinstance(converted, Mapping) and bool(converted)
-        found = {f"{option.path}.{key}": inner for key, inner in converted.items()} if is_section else {}
-        for path, inner in (found or {option.path: converted}).items():
+        place, converted = OPTIONS[name], _CONVERTED.get(name, lambda value: value)(value)
+        inside = converted.items() if isinstance(converted, Mapping) else ()
+        for path, inner in [(f"{place}.{key}", inner) for key, inner in inside] or [(place, converted)]:
             other, known = values.get(path, (name, inner))
             if known != inner:
                 raise DloError(
                     f"{path} must have one value, got {known} from {other} and {inner} from {name}; leave out one"
                 )
             values[path] = (name, inner)
-    if options.get("nvme_path") is not None:
-        values |= _nvme_paths(str(options["nvme_path"]), values, config)
+    folder = options.get("nvme_path")
+    if folder is not None:
+        found = {}
+        for section in OFFLOADED.values():
+            if values.get(f"{section}.device", ("", get(config, f"{section}.device")))[1] == "nvme":
+                found[f"{section}.nvme_path"] = ("nvme_path", str(folder))
+        if not found:
+            raise DloError(
+                f"nvme_path must be unset without offload to NVMe, got {folder}; leave it out, or set"
+                " offload_optimizer: nvme or offload_parameters: nvme"
+            )
+        values |= found
     return values
-
-
-def _nvme_paths(
-    path: str, values: Mapping[str, tuple[str, Any]], config: Mapping[str, Any]
-) -> dict[str, tuple[str, Any]]:
-    found = {}
-    for section in OFFLOADED.values():
-        device = values.get(f"{section}.device", ("", get(config, f"{section}.device")))[1]
-        if device == "nvme":
-            found[f"{section}.nvme_path"] = ("nvme_path", path)
-    if not found:
-        raise DloError(
-            f"nvme_path must be unset without offload to NVMe, got {path}; leave it out, or set offload_optimizer: nvme"
-            " or offload_parameters: nvme"
-        )
-    return found
 
 
 # --- combinations ------------------------------------------------------------------------------------------
@@ -230,7 +216,6 @@ def check_consistent(config: Mapping[str, Any], source: str) -> None:
     """
     stage = get_stage(config)
     _check_offload(config, stage, source)
-    _check_needs_stage_3(config, stage, source)
     _check_pipeline(config, stage, source)
     _check_left_to_others(config, source)
     _check_own_optimizer(config, source)
@@ -264,15 +249,10 @@ def _check_offload(config: Mapping[str, Any], stage: int, source: str) -> None:
                 f"{source}: nvme_path must be a folder on a local NVMe disk for {option}: nvme, got none; set"
                 f" nvme_path: /local_nvme, or {section}.nvme_path in the JSON"
             )
-
-
-def _check_needs_stage_3(config: Mapping[str, Any], stage: int, source: str) -> None:
-    if stage == 3:
-        return
     on = [key for key in QUANTIZED if get(config, f"zero_optimization.{key}") is True]
     if number(config, "zero_optimization.zero_hpz_partition_size", 1) > 1:
         on.insert(0, "zero_hpz_partition_size")
-    if on:
+    if on and stage < 3:
         raise DloError(f"{source}: stage must be 3 for zero_optimization.{on[0]}, got {stage}; set stage: 3")
 
 
@@ -327,12 +307,8 @@ def _check_own_optimizer(config: Mapping[str, Any], source: str) -> None:
             f"{source}: zero_force_ds_cpu_optimizer does nothing: dlo steps offloaded state by torch's fused kernel,"
             " whose step is the same, with the state of torch's optimizer; remove it"
         )
-    own = (
-        (f"{section}.super_offload", get(config, f"{section}.super_offload") is True),
-        ("zero_optimization.zenflow", get(config, "zero_optimization.zenflow") is not None),
-    )
-    for path, on in own:
-        if on:
+    for path in (f"{section}.super_offload", "zero_optimization.zenflow"):
+        if get(config, path) not in (None, False):
             raise DloError(
                 f"{source}: {path} must be unset: it needs DeepSpeed's own CPU Adam, whose state other strategies"
                 " cannot read; leave it out, and keep offload_optimizer: cpu"

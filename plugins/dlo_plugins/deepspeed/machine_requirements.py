@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -10,7 +9,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -21,26 +20,23 @@ from dlo_plugins.deepspeed.json_file import get, get_source, number
 from dlo_plugins.deepspeed.trainer_settings import get_precision_section, infer_ranks
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """Operator of DeepSpeed that is compiled on first use.
 
     Attributes:
         name: DeepSpeed's name of the operator.
         builder: Name of the class that builds it.
         variable: Environment variable that makes ``pip install`` build the operator if it is 1.
-        cuda: Whether it needs CUDA's compiler too.
     """
 
     name: str
     builder: str
     variable: str
-    cuda: bool = False
 
 
 PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", "DS_BUILD_PIN_MEMORY")
 ASYNC_IO = Op("async_io", "AsyncIOBuilder", "DS_BUILD_AIO")
-QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER", cuda=True)
+QUANTIZER = Op("quantizer", "QuantizerBuilder", "DS_BUILD_QUANTIZER")  # Needs CUDA's compiler too.
 
 
 def check_available(config: Mapping[str, Any], device_type: str, world_size: int | None = None) -> None:
@@ -62,8 +58,8 @@ def check_available(config: Mapping[str, Any], device_type: str, world_size: int
             check_nvme_path(get(config, f"{section}.nvme_path"), source)
     needed = list_ops(config)
     missing = [op for op in needed if not is_built(op)]
-    if any(op is ASYNC_IO for op in needed):
-        check_libaio(source, built=ASYNC_IO not in missing)
+    if ASYNC_IO in missing:  # An operator that is built needs the library alone, which it links.
+        check_libaio(source)
     if missing:
         check_compiler(missing, source)
         rank_zero_info(
@@ -102,16 +98,13 @@ def check_device(config: Mapping[str, Any], device_type: str, precision: str | N
             " (trainer.precision 16-mixed or 16-true); set --trainer.precision bf16-mixed or 32-true, and"
             ' "fp16": {"enabled": "auto"} in the JSON'
         )
-    for key in QUANTIZED:
-        if get(config, f"zero_optimization.{key}") is True:
-            raise DloError(
-                f"{source}: zero_optimization.{key} (ZeRO++) must be off on CPUs, got true: its kernels need CUDA;"
-                " leave it out"
-            )
-    if get(config, "aio.use_gds") is True:
-        raise DloError(f"{source}: aio.use_gds (GPUDirect Storage) must be off on CPUs, got true; leave it out")
-    if get(config, "compile.deepcompile") is True:
-        raise DloError(f"{source}: compile.deepcompile must be off on CPUs, got true: it needs CUDA; leave it out")
+    for key, what in (
+        *((f"zero_optimization.{key}", " (ZeRO++)") for key in QUANTIZED),
+        ("aio.use_gds", " (GPUDirect Storage)"),
+        ("compile.deepcompile", ""),
+    ):
+        if get(config, key) is True:
+            raise DloError(f"{source}: {key}{what} must be off on CPUs, got true: it needs CUDA; leave it out")
 
 
 def _cpu_has_fp16() -> bool:
@@ -155,17 +148,13 @@ def check_nvme_path(path: Any, source: str) -> None:
         ) from error
 
 
-def check_libaio(source: str, built: bool) -> None:
-    """Checks that libaio, which offload to NVMe reads and writes with, is installed.
-
-    Args:
-        source: Name of the configuration in messages.
-        built: Whether the operator that links it is built: then the library suffices, without its headers.
+def check_libaio(source: str) -> None:
+    """Checks that libaio, which offload to NVMe reads and writes with, is installed with its headers.
 
     Raises:
         DloError: If it is not installed.
     """
-    if built or _builder(ASYNC_IO).is_compatible(verbose=False):
+    if _builder(ASYNC_IO).is_compatible(verbose=False):
         return
     check_compiler([ASYNC_IO], source)  # DeepSpeed tests for the library by compiling a program.
     raise DloError(
@@ -185,7 +174,8 @@ def check_compiler(ops: list[Op], source: str) -> None:
     missing = {} if shutil.which(compiler.split()[0]) else {compiler: "apt install g++"}
     if not shutil.which("ninja") and not (Path(sys.executable).parent / "ninja").exists():
         missing["ninja"] = "pip install ninja"
-    if any(op.cuda for op in ops) and not _nvcc():
+    toolkit = f"{os.environ.get('CUDA_HOME', '')}/bin"
+    if QUANTIZER in ops and not (shutil.which("nvcc") or shutil.which("nvcc", path=toolkit)):
         missing["nvcc"] = "install the CUDA toolkit of torch's version, and set CUDA_HOME"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
@@ -196,11 +186,6 @@ def check_compiler(ops: list[Op], source: str) -> None:
             f"{source}: DeepSpeed compiles {names} on first use, which needs {' and '.join(missing)}, not found here:"
             f" {'; '.join(missing.values())}; or install DeepSpeed with it built: {_install(ops)}"
         )
-
-
-def _nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc") or (shutil.which("nvcc", path=str(Path(home) / "bin")) if home else None)
 
 
 def is_built(op: Op) -> bool:

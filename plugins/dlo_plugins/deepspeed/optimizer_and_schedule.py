@@ -14,11 +14,10 @@ and the bias correction scales the step, not the update whose norm the ratio has
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,15 +37,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
 }
 
-#: Arguments that only choose which of DeepSpeed's implementations computes the step, or that are handled apart.
-_IMPLEMENTATION = {
-    "adam": {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"},
-    "lion": set[str](),
-    "lamb": {"max_grad_norm"},
+#: Arguments that only choose which of DeepSpeed's implementations computes the step, or that are handled apart, with
+#: the value that they must have where others would change the mathematics.
+_IMPLEMENTATION: dict[str, dict[str, Any]] = {
+    "adam": {"torch_adam": None, "adam_w_mode": None, "fp32_optimizer_states": True, "bias_correction": None},
+    "lamb": {"max_grad_norm": None},
 }
-
-#: Allowed values of such arguments: others would change the mathematics.
-_ONLY: dict[str, Any] = {"fp32_optimizer_states": True}
 
 #: Optimizers of DeepSpeed that dlo does not support, with the reason.
 _REFUSED = {
@@ -113,7 +109,8 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
     if not isinstance(name, str):
         raise DloError(f'{source}: optimizer must have a type, such as "type": "AdamW", got {section!r}')
     given = dict(section.get("params") or {})
-    if "max_grad_norm" in given and _kind(section) != "lamb":
+    is_off = _kind(section) == "lamb" and given.get("max_grad_norm") in (None, 0, "auto")
+    if "max_grad_norm" in given and not is_off:
         raise DloError(
             f"{source}: optimizer.params.max_grad_norm must be unset, got {given['max_grad_norm']}; leave it out and"
             f' set "gradient_clipping": {given["max_grad_norm"]}'
@@ -130,17 +127,12 @@ def _translate(section: Any, source: str) -> tuple[type[torch.optim.Optimizer], 
         arguments = given  # torch's own, with torch's defaults
     if cls is UncorrectedAdam:
         arguments["decoupled"] = not _is_coupled(name, given)
-    for implementation in _IMPLEMENTATION.get(kind, ()):
+    for implementation, only in _IMPLEMENTATION.get(kind, {}).items():
         value = arguments.pop(implementation, None)
-        if implementation in _ONLY and value not in (None, "auto", _ONLY[implementation]):
+        if only is not None and value not in (None, "auto", only):
             raise DloError(
-                f"{source}: optimizer.params.{implementation} must be {_ONLY[implementation]}, as in dlo's"
-                f" {cls.__name__}, got {value}; leave it out"
-            )
-        if implementation == "max_grad_norm" and value not in (None, 0, 0.0, "auto"):
-            raise DloError(
-                f"{source}: optimizer.params.max_grad_norm must be unset, got {value}; leave it out and set"
-                f' "gradient_clipping": {value}'
+                f"{source}: optimizer.params.{implementation} must be {only}, as in dlo's {cls.__name__}, got {value};"
+                " leave it out"
             )
     _check_arguments(cls, arguments, sorted(_IMPLEMENTATION.get(kind, ())), name, source)
     return cls, {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
@@ -161,8 +153,7 @@ def _class_of(kind: str, given: Mapping[str, Any], name: str, source: str) -> ty
         return found
     known = _torch_classes()
     if kind not in known:
-        names = ["AdamW", "Adam", "Lamb", "Lion", *(cls.__name__ for cls in known.values())]
-        names = sorted(set(names))
+        names = sorted({"AdamW", "Adam", "Lamb", "Lion", *(cls.__name__ for cls in known.values())})
         raise DloError(f"{source}: unknown optimizer.type '{name}'{unknown_hint(name, names)}")
     return known[kind]
 
@@ -250,24 +241,17 @@ def _deepspeed_group(name: str, arguments: Mapping[str, Any], base: float, step:
         base: Rate of the group before the schedule starts.
         step: DeepSpeed's ``last_batch_iteration``: -1 for the first optimizer step, 0 for the next.
     """
-    placeholder = torch.optim.AdamW([torch.zeros(1)], lr=base)
-    with _warnings_off():  # Each schedule warns at its start, and at its end before its warm-up's.
+    from deepspeed.utils import logger
+
+    placeholder, level = torch.optim.AdamW([torch.zeros(1)], lr=base), logger.level
+    logger.setLevel(logging.ERROR)  # Each schedule warns at its start, and at its end before its warm-up's.
+    try:
         schedule = _deepspeed_class(name)(placeholder, **arguments)  # It sets the rate of step -1.
+    finally:
+        logger.setLevel(level)
     if step >= 0:
         schedule.step(step)
     return placeholder.param_groups[0]
-
-
-@contextlib.contextmanager
-def _warnings_off() -> Iterator[None]:
-    from deepspeed.utils import logger
-
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @functools.cache

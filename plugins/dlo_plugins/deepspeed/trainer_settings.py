@@ -83,10 +83,9 @@ def fill_batch_size(config: dict[str, Any], settings: TrainerSettings, source: s
     Raises:
         DloError: If they contradict each other or the Trainer.
     """
-    train, micro, steps = (_positive(config, key, source) for key in (TRAIN, MICRO, STEPS))
-    world, own, derived = settings.world_size, settings.accumulation, ""
-    if steps is None and train and micro and train % (micro * world) == 0:
-        steps, derived = train // (micro * world), f" ({TRAIN} {train} / ({MICRO} {micro} x {world} ranks))"
+    (train, micro, _), world, own = _batch(config), settings.world_size, settings.accumulation
+    steps = _steps(config, world)
+    derived = "" if config.get(STEPS) == steps else f" ({TRAIN} {train} / ({MICRO} {micro} x {world} ranks))"
     if steps not in (None, own):
         raise DloError(
             f"{source}: {STEPS} must equal trainer.accumulate_grad_batches {own}, got {steps}{derived}; set"
@@ -114,16 +113,9 @@ def check_batch_sizes(config: Mapping[str, Any], source: str) -> None:
         DloError: For the first that is not.
     """
     for key in (TRAIN, MICRO, STEPS):
-        _positive(config, key, source)
-
-
-def _positive(config: Mapping[str, Any], key: str, source: str) -> int | None:
-    value = config.get(key)
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DloError(f'{source}: {key} must be an integer of at least 1 or "auto", got {value!r}')
-    return value
+        value = config.get(key)
+        if value not in (None, "auto") and _number(value) is None:
+            raise DloError(f'{source}: {key} must be an integer of at least 1 or "auto", got {value!r}')
 
 
 def _other_batch(micro: int, key: str, value: int, settings: TrainerSettings, source: str) -> DloError:
@@ -156,15 +148,12 @@ def fill_precision(config: dict[str, Any], settings: TrainerSettings, source: st
             f"trainer.precision must be one of {', '.join(SECTIONS)} under DeepSpeed, got {settings.precision}"
         )
     wanted, asked = SECTIONS[settings.precision], get_precision_section(config)
-    if asked is not None and asked != wanted:
+    is_off = wanted is not None and get(config, f"{wanted}.enabled") is False
+    if is_off or asked not in (None, wanted):
+        section, given, fix = (wanted, "false", "32-true") if is_off else (asked, "true", PRECISIONS[str(asked)])
         raise DloError(
-            f"{source}: {asked}.enabled must agree with trainer.precision {settings.precision}, got true; set"
-            f' --trainer.precision {PRECISIONS[asked]}, or "{asked}": {{"enabled": "auto"}} in the JSON'
-        )
-    if wanted is not None and get(config, f"{wanted}.enabled") is False:
-        raise DloError(
-            f"{source}: {wanted}.enabled must agree with trainer.precision {settings.precision}, got false; set"
-            f' --trainer.precision 32-true, or "{wanted}": {{"enabled": "auto"}} in the JSON'
+            f"{source}: {section}.enabled must agree with trainer.precision {settings.precision}, got {given}; set"
+            f' --trainer.precision {fix}, or "{section}": {{"enabled": "auto"}} in the JSON'
         )
     for section in ("fp16", "bf16"):
         if section == wanted:
@@ -213,9 +202,7 @@ def get_trainer_options(config: Mapping[str, Any], ranks: int | None = None) -> 
     section = get_precision_section(config)
     if section is not None:
         found["precision"] = PRECISIONS[section]
-    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
-    if steps is None and train is not None and micro is not None and ranks and train % (micro * ranks) == 0:
-        steps = train // (micro * ranks)
+    steps = _steps(config, ranks)
     if steps is not None:
         found["accumulate_grad_batches"] = steps
     clipping = config.get(CLIPPING)
@@ -226,10 +213,20 @@ def get_trainer_options(config: Mapping[str, Any], ranks: int | None = None) -> 
 
 def infer_ranks(config: Mapping[str, Any]) -> int | None:
     """Returns the number of ranks that a configuration's three batch settings imply; None if one is missing."""
-    train, micro, steps = (_number(config.get(key)) for key in (TRAIN, MICRO, STEPS))
-    if train is None or micro is None or steps is None or train % (micro * steps):
-        return None
-    return train // (micro * steps)
+    train, micro, steps = _batch(config)
+    return train // (micro * steps) if train and micro and steps and train % (micro * steps) == 0 else None
+
+
+def _batch(config: Mapping[str, Any]) -> list[int | None]:
+    """Returns train batch, micro-batch and accumulation; None for those that a configuration leaves open."""
+    return [_number(config.get(key)) for key in (TRAIN, MICRO, STEPS)]
+
+
+def _steps(config: Mapping[str, Any], ranks: int | None) -> int | None:
+    """Returns the accumulation, which DeepSpeed derives where a JSON has only the two batch sizes; None if open."""
+    train, micro, steps = _batch(config)
+    derives = steps is None and train and micro and ranks and train % (micro * ranks) == 0
+    return train // (micro * ranks) if derives else steps  # type: ignore[operator]
 
 
 def _number(value: Any) -> int | None:

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from dlo_framework.checkpoint.loading import as_lazy_state_dict
 from dlo_framework.costs import is_compiled
-from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.checkpointing import BUCKETS, OWNER, ShardOwner
 from dlo_framework.distributed.collectives import broadcast_values
 from dlo_framework.distributed.optimizer_steps import prefer_fused
@@ -50,7 +49,7 @@ from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
 from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
 from dlo_plugins.deepspeed.partitioned_params import explain_step, full_shape, local_partition, refuse_empty, segments
-from dlo_plugins.deepspeed.trainer_settings import SECTIONS, TrainerSettings, fill_from_trainer, get_open_settings
+from dlo_plugins.deepspeed.trainer_settings import SECTIONS, fill_from_trainer, get_open_settings, read_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 
@@ -215,22 +214,13 @@ class DeepSpeedBridge(WatchedSteps, ShardedStrategy, environment.AnyDeviceDeepSp
         Raises:
             DloError: Configuration and Trainer differ, or this machine lacks a requirement.
         """
-        self.config = fill_from_trainer(self.asked, self._trainer_facts(trainer))
-        self.config.setdefault("zero_optimization", {}).setdefault("stage", 0)
+        given: dict[str, Any] = {"precision": self.precision_plugin.precision}
+        given["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        given |= {name: getattr(trainer, name) for name in ("gradient_clip_val", "gradient_clip_algorithm")}
+        data: Any = getattr(trainer, "datamodule", None)
+        self.config = fill_from_trainer(self.asked, read_settings(given, self.world_size, data))
         check_available(self.config, self.root_device.type, self.world_size)
         super().setup(trainer)
-
-    def _trainer_facts(self, trainer: Trainer) -> TrainerSettings:
-        data: Any = getattr(trainer, "datamodule", None)
-        known = isinstance(data, ResumableDataModule) and data.batch_size % self.world_size == 0
-        return TrainerSettings(
-            precision=str(self.precision_plugin.precision),
-            accumulation=int(trainer.accumulate_grad_batches),
-            clip_val=trainer.gradient_clip_val,
-            clip_algorithm=trainer.gradient_clip_algorithm and str(trainer.gradient_clip_algorithm.value),
-            micro_batch_size=data.batch_size // self.world_size if known else None,
-            world_size=self.world_size,
-        )
 
     def shard(self, trainer: Trainer) -> None:
         """Starts the engine, or moves the module to its device where nothing trains."""
