@@ -49,7 +49,7 @@ from dlo_framework.task import Task
 from dlo_framework.testing import run_distributed
 from dlo_plugins.appliers.tensor_parallel import TensorParallel
 from dlo_plugins.commands.deepspeed_translation import to_yaml
-from dlo_plugins.deepspeed.schema import check_whole
+from dlo_plugins.deepspeed.json_file import check_whole
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.inference.block_proof import run_on_threads
 from dlo_plugins.tensor.inference.inferred_rules import has_rules

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlo_framework.testing.comparison import Comparison
+    from dlo_framework.testing.compare import Comparison
     from dlo_framework.testing.parity import Case, assert_parity, compare_cases
     from dlo_framework.testing.spawn import RankFailed, run_distributed
 
@@ -20,7 +20,7 @@ __all__ = ["Case", "Comparison", "RankFailed", "assert_parity", "compare_cases",
 
 _HOMES = {
     "Case": "dlo_framework.testing.parity",
-    "Comparison": "dlo_framework.testing.comparison",
+    "Comparison": "dlo_framework.testing.compare",
     "RankFailed": "dlo_framework.testing.spawn",
     "assert_parity": "dlo_framework.testing.parity",
     "compare_cases": "dlo_framework.testing.parity",

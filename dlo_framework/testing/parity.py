@@ -15,8 +15,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import Strategy
 
 from dlo_framework.distributed.strategy import register_data_parallel
-from dlo_framework.testing.compare import RTOL, RTOL_DOUBLE, TENSORS_DOUBLE, compare, default_rtol
-from dlo_framework.testing.comparison import Comparison, report
+from dlo_framework.testing.compare import RTOL, RTOL_DOUBLE, TENSORS_DOUBLE, Comparison, compare, default_rtol, report
 from dlo_framework.testing.record import Record, merge_records
 from dlo_framework.testing.spawn import RankFailed, run_distributed
 from dlo_framework.testing.training import Setting, leave_group, record_training, silence_lightning
@@ -101,7 +100,7 @@ def compare_cases(
     the optimizer state and the metrics of a validation at the end. All cases share one set of spawned ranks, and cases
     that differ only in their strategy share the run of one process.
 
-    Dropout is switched off, and other randomness is made equal: see :mod:`dlo_framework.testing.randomness`. The batch
+    Dropout is switched off, and other randomness is made equal: see :mod:`dlo_framework.testing.training`. The batch
     size of a dlo datamodule is the global one. That of a plain ``DataLoader`` is each rank's; the one process gets the
     concatenated batches of all ranks.
 

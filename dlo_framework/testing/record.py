@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +20,16 @@ from dlo_framework.random_streams import random_state
 from dlo_framework.shards import Shard
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.full_state import checksum, checksums, gather_full_tensors, gather_full_weights
-from dlo_framework.testing.randomness import switch_off_dropout
 from dlo_framework.watch.monitor import batch_loss
 
 #: Key under which Adam and its variants keep the running mean of squared gradients.
 SQUARES = "exp_avg_sq"
+#: Names of attributes with the probability of a dropout, in any module: modules of transformers and torch have such
+#: attributes beside ``nn.Dropout``.
+_RATE = re.compile(r"(^|_)(dropout|drop|drop_path|droppath|layerdrop)(_p|_prob|_probability|_rate)?$")
+#: Names of such attributes in modules whose class name matches the pattern below.
+_RATE_OF_DROP = re.compile(r"^(p|prob|drop_prob|drop_rate)$")
+_DROPS = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -258,3 +265,36 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
         torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
         for a, b in zip(one, other, strict=True)
     )
+
+
+def switch_off_dropout(model: nn.Module) -> str | None:
+    """Sets the rate of every dropout in a model to 0: dropout, stochastic depth, layer drop.
+
+    They are found by their attributes: ``p``, ``prob`` or ``drop_prob`` of a class with "drop" in its name;
+    ``dropout``, ``attention_dropout``, ``drop_path_rate`` and the like of any other module, and of its ``config``,
+    which transformers' models read in their forward pass.
+
+    Returns:
+        Modules that were switched off, such as ``12 Dropout, 6 DropPath``; None if there were none.
+    """
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            attributes = getattr(holder, "__dict__", None)
+            if attributes is None:
+                continue
+            rates = [name for name, value in attributes.items() if _is_rate(holder, name, value)]
+            for name in rates:
+                setattr(holder, name, 0.0)
+            if rates:
+                found[type(holder).__name__] += 1
+        if isinstance(module, nn.RReLU) and module.lower != module.upper:
+            module.lower = module.upper = (module.lower + module.upper) / 2
+            found["RReLU"] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or None
+
+
+def _is_rate(holder: Any, name: str, value: Any) -> bool:
+    if not isinstance(value, float) or not 0 < value <= 1:
+        return False
+    return bool(_RATE.search(name) or (_DROPS.search(type(holder).__name__) and _RATE_OF_DROP.match(name)))

@@ -1,15 +1,21 @@
-"""Short training for a comparison: the user's trainer without the callbacks that watch, save or end a run."""
+"""Short training for a comparison: the user's trainer without the callbacks that watch, save or end a run.
+
+Each rank draws its own random numbers, so that dropout, random augmentation and mixing alone make a run on several
+ranks differ from that of one process. They are made equal, or switched off, with a note.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -23,18 +29,24 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from dlo_framework.batch_transform import BatchTransform
 from dlo_framework.batches import batch_size, map_rows, rebuild
+from dlo_framework.data import hash64
+from dlo_framework.data.module import ResumableDataModule
 from dlo_framework.distributed.checkpointing import CanonicalStrategy
 from dlo_framework.distributed.precision import with_sharded_clipping
 from dlo_framework.distributed.strategy import use_canonical_checkpoints
+from dlo_framework.random_streams import preserved_random_state, seed_all
 from dlo_framework.rehearsal import BeforeTraining
+from dlo_framework.resume import ReplayedLoader
 from dlo_framework.strategy_contract import contract_of
 from dlo_framework.testing.compare import RTOL, default_rtol
-from dlo_framework.testing.randomness import call_for_parity, prepare_data, prepare_loaders
 from dlo_framework.testing.record import Record, Recorder
 
 #: Callbacks that watch, save or end a run, and those that act before it: none changes the result of a step.
@@ -270,3 +282,142 @@ def leave_group() -> None:
     """Destroys the process group that a strategy has made, so that the next run in this process has none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+# --- the data ------------------------------------------------------------------------------------------------
+
+
+class SeededDataset(Dataset):
+    """Map-style dataset whose items draw random numbers seeded by their index, the same on any rank."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        with preserved_random_state():  # Loading in the main process must not change the model's.
+            seed_all(int(hash64(np.array([int(index)]), self.seed)[0]) >> 1)
+            return self.dataset[index]
+
+
+class GlobalBatches(BatchSampler):
+    """Batch sampler that concatenates the batches of several ranks under Lightning's ``DistributedSampler``.
+
+    Lightning (2.6) distributes the training data of a plain ``DataLoader`` over ranks by that sampler: shuffled, even
+    if the loader does not shuffle, and seeded by ``seed_everything``.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, shares: int, drop_last: bool, shuffle: bool, seed: int) -> None:
+        self.samplers: list[DistributedSampler] = [
+            DistributedSampler(dataset, num_replicas=shares, rank=rank, shuffle=shuffle, seed=seed)
+            for rank in range(shares)
+        ]
+        self.batch_size, self.drop_last = batch_size, drop_last
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """Object on which Lightning calls ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of all ranks' samplers."""
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ranks = [BatchSampler(sampler, self.batch_size, self.drop_last) for sampler in self.samplers]
+        for batches in zip(*ranks, strict=True):
+            yield [index for batch in batches for index in batch]
+
+    def __len__(self) -> int:
+        return len(BatchSampler(self.samplers[0], self.batch_size, self.drop_last))
+
+
+def prepare_loaders(loaders: Any, *, seed: int, shares: int | None, shuffle: bool, notes: list[str]) -> Any:
+    """Returns training loaders whose batches are the same for one process and several ranks.
+
+    A plain ``DataLoader`` over a map-style dataset gets seeded items; for the one process it also gets the concatenated
+    batches of all ranks. Other loaders are returned unchanged: dlo's own loaders are equal already, and others are not
+    known.
+
+    Args:
+        loaders: Result of ``train_dataloader``: a loader, or a nested structure of loaders.
+        seed: Seed of the items and of the order.
+        shares: Number of data-parallel ranks whose batches make up one batch of the one process; None on a rank.
+        shuffle: Whether Lightning's sampler shuffles on ranks; it does not with ``overfit_batches``.
+        notes: List to which notes on the changes are added.
+    """
+
+    def prepare(loader: DataLoader) -> DataLoader:
+        sampler, dataset = loader.sampler, loader.dataset
+        is_plain = type(loader) in (DataLoader, ReplayedLoader) and loader.batch_size is not None
+        if not is_plain or isinstance(dataset, IterableDataset) or isinstance(sampler, DistributedSampler):
+            notes.append(
+                f"data: {type(loader).__name__} over {type(dataset).__name__} is used unchanged; its random choices"
+                " are not made equal"
+            )
+            return loader
+        notes.append(f"data: each sample of {type(dataset).__name__} draws random numbers seeded by its index")
+        seeded = SeededDataset(dataset, seed)
+        options: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+        if shares is not None:
+            assert loader.batch_size is not None
+            batches = GlobalBatches(seeded, loader.batch_size, shares, loader.drop_last, shuffle, seed)
+            options = {"batch_sampler": batches}
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"):
+            options[name] = getattr(loader, name)
+        return DataLoader(seeded, persistent_workers=loader.persistent_workers, **options)
+
+    if isinstance(loaders, CombinedLoader):
+        loaders.flattened = [prepare(item) if isinstance(item, DataLoader) else item for item in loaders.flattened]
+        return loaders
+    return apply_to_collection(loaders, DataLoader, prepare)
+
+
+def prepare_data(owner: Any, **options: Any) -> None:
+    """Replaces an object's loaders for training and validation by prepared ones; see :func:`prepare_loaders`.
+
+    Args:
+        owner: Datamodule, or module with loaders of its own; this object is changed in place.
+        **options: Arguments of :func:`prepare_loaders`.
+    """
+    if isinstance(owner, ResumableDataModule):
+        options["notes"].append(
+            f"data: {type(owner).__name__} draws each sample's random numbers from seed, epoch and index: equal"
+        )
+        return
+    owner.train_dataloader = _prepared(owner.train_dataloader, options)
+    owner.val_dataloader = _prepared(owner.val_dataloader, options | {"shares": None})
+
+
+def _prepared(hook: Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
+    @functools.wraps(hook)
+    def dataloader() -> Any:
+        return prepare_loaders(hook(), **options)
+
+    # Lightning (2.6) treats a hook as missing if its code is the base class's, wrapped or not.
+    return dataloader
+
+
+# --- callbacks and others of the run ---------------------------------------------------------------------------
+
+
+def call_for_parity(parts: list[Any], shares: int) -> list[str]:
+    """Calls the method ``for_parity(shares)`` of each object that has one; returns notes on the changes.
+
+    The method makes a callback, datamodule or module do the same in one process, whose batches are the concatenated
+    batches of the ranks, as on the ranks. It returns a line about the changes, or None.
+
+    Args:
+        parts: Model, data and callbacks of the run.
+        shares: Number of data-parallel ranks whose batches make up one batch of this process; 1 on a rank.
+    """
+    lines = []
+    for part in parts:
+        method = getattr(part, "for_parity", None)
+        line = method(shares) if callable(method) else None
+        if line:
+            lines.append(f"{type(part).__name__}: {line}")
+    return lines

@@ -6,9 +6,8 @@ import warnings
 import pytest
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.config import merge_options, warn_unused_checkpointing
 from dlo_plugins.deepspeed.json_file import get
-from dlo_plugins.deepspeed.machine_requirements import warn_unused_checkpointing
 from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
 from support.deepspeed_configs import CONFIGS
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
+from dlo_plugins.deepspeed.partitions import Stage3Layout, Stage12Layout
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 RANKS = st.integers(1, 9)

@@ -6,14 +6,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed import machine_requirements
-from dlo_plugins.deepspeed.config import merge_options
-from dlo_plugins.deepspeed.machine_requirements import (
+from dlo_plugins.deepspeed import config as machine_requirements
+from dlo_plugins.deepspeed.config import (
     ASYNC_IO,
     PIN_MEMORY,
     QUANTIZER,
     check_available,
     check_compiler,
+    merge_options,
 )
 from dlo_plugins.deepspeed.trainer_settings import TrainerSettings, fill_from_trainer
 from dlo_plugins.strategies.deepspeed import DeepSpeedBridge

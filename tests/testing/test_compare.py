@@ -8,8 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dlo_framework.testing.compare import RTOL_BF16, compare, tensor_differences, without_gradient
-from dlo_framework.testing.comparison import report
+from dlo_framework.testing.compare import RTOL_BF16, compare, report, tensor_differences, without_gradient
 from dlo_framework.testing.parity import verdict
 from dlo_framework.testing.record import Record, Step, merge_records
 from dlo_framework.testing.training import Setting, record_training

@@ -16,7 +16,7 @@ from dlo_framework.data import ResumableDataModule
 from dlo_framework.distributed.collectives import Communicator, Pending
 from dlo_framework.distributed.strategy import DataParallelStrategy
 from dlo_framework.testing import Case, RankFailed, assert_parity, compare_cases
-from dlo_framework.testing.comparison import report
+from dlo_framework.testing.compare import report
 from dlo_plugins.strategies.zero import ZeroStrategy
 
 

@@ -10,13 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchvision.ops import StochasticDepth
 
-from dlo_framework.testing.randomness import (
-    GlobalBatches,
-    SeededDataset,
-    prepare_loaders,
-    switch_off_dropout,
-)
-from dlo_framework.testing.training import permute
+from dlo_framework.testing.record import switch_off_dropout
+from dlo_framework.testing.training import GlobalBatches, SeededDataset, permute, prepare_loaders
 
 
 class Layer(nn.Module):

@@ -49,8 +49,7 @@ def main(argv: list[str]) -> int:
         if value is not None and value <= 0:
             raise DloError(f"parity: --{name} must be more than 0, got {value:g}")
     cli = _parse(found)
-    from dlo_framework.testing.compare import default_rtol
-    from dlo_framework.testing.comparison import report, to_json
+    from dlo_framework.testing.compare import default_rtol, report, to_json
     from dlo_framework.testing.parity import Trial, judge
     from dlo_framework.testing.spawn import RankFailed
     from dlo_framework.testing.training import Setting

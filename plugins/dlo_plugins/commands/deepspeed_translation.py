@@ -13,9 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.config import OFFLOADED, OPTIONS, merge_options
+from dlo_plugins.deepspeed.config import OFFLOADED, OPTIONS, merge_options, unused_checkpointing
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, drop_auto, get, put, read_json
-from dlo_plugins.deepspeed.machine_requirements import unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import make_optimizer_args
 from dlo_plugins.deepspeed.trainer_settings import (
     CLIPPING,

@@ -5,7 +5,7 @@
 - stages 0 to 2: ``mp_rank_00_model_states.pt``: the module's state, in the precision of the computation;
 - stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt``, one a rank: buffers, and segments of frozen parameters;
 - stages 1 to 3: ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt``, one a rank: flat partitions in fp32, and their
-  optimizer state, in the layout of :mod:`dlo_plugins.deepspeed.deepspeed_layout`.
+  optimizer state, in the layout of :mod:`dlo_plugins.deepspeed.partitions`.
 
 The layout is that of DeepSpeed 0.15 to 0.19.
 """
@@ -27,7 +27,7 @@ from dlo_framework.checkpoint.formats.importers import CheckpointFormat, Foreign
 from dlo_framework.checkpoint.formats.lightning_file import name_optimizer_states
 from dlo_framework.checkpoint.state_tree import make_read_error
 from dlo_framework.errors import DloError
-from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
+from dlo_plugins.deepspeed.partitions import Stage3Layout, Stage12Layout
 from dlo_plugins.sharding.flat_slices import FlatSlice
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")

@@ -1,19 +1,30 @@
-"""Reader of DeepSpeed configurations (JSON or Hjson, as in DeepSpeed), and access to them by nested paths.
+"""Reader of DeepSpeed configurations (JSON or Hjson, as in DeepSpeed), and their checks by the installed DeepSpeed.
 
 Errors name the place in the file. A path is written as ``zero_optimization.stage``.
+
+DeepSpeed refuses unknown keys in the sections for which it has pydantic models, and ignores them in all others and at
+the top level: there ``gradient_cliping`` silently trains without clipping.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
+import functools
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+import sys
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dlo_framework.errors import DloError, did_you_mean
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from dlo_framework.errors import DloError, did_you_mean, nearest
+from dlo_plugins.deepspeed.environment import check_installed, use_accelerator
 
 #: Placeholders of templates: of shells, of Jinja, and in angle brackets.
 _PLACEHOLDER = re.compile(r"\$\{?\w+\}?|\{\{.*?\}\}|^<[^<>]+>$")
@@ -196,3 +207,339 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
             config[parent] = {}
         config = config[parent]
     config[last] = value
+
+
+# --- checks -----------------------------------------------------------------------------------------------
+
+#: Tree of known keys; None is a plain value, ANY a section with arbitrary content.
+Schema = dict[str, Any]
+ANY: Schema = {}
+
+#: Keys that DeepSpeed's configuration class does not read, but ``deepspeed.initialize`` or its launchers do.
+_READ_ELSEWHERE = ("data_parallel_size", "sequence_parallel_size", "allgather_size")
+
+#: Sections that DeepSpeed reads key by key, and their subsections.
+_PLAIN: Schema = {
+    "activation_checkpointing": {},
+    "aio": {},
+    "autotuning": {"model_info": {}},
+    "checkpoint": {"parallel_write": {}, "writer": {}},
+    "data_efficiency": {"data_sampling": {"curriculum_learning": {}, "dynamic_batching": {}}, "data_routing": {}},
+    "data_types": {},
+    "flops_profiler": {},
+    "timers": {},
+    "torch_autocast": {},
+}
+
+#: Free-form sections: names that the user chooses, or arguments of a class that another key names.
+_FREE = ("optimizer.params", "scheduler.params", "datastates_ckpt", "expert_parallel", "autotuning.arg_mappings")
+
+#: Arguments of optimizers that train differently where DeepSpeed ignores them, as it does beside `params`.
+_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction")
+
+#: Optimizer types of earlier versions, in lower case.
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+
+#: Replacement of each removed key, in dlo or DeepSpeed.
+_INSTEAD = {
+    "elasticity": "leave it out: dlo's checkpoints can be resumed on any number of ranks",
+    "amp": "leave it out: --trainer.precision 16-mixed or bf16-mixed",
+    "curriculum_learning": "move it to data_efficiency.data_sampling.curriculum_learning",
+    "progressive_layer_drop": "leave it out",
+    "nebula": "leave it out: --run.async_checkpoints true writes checkpoints in the background",
+    "sparse_attention": "leave it out: torch's scaled_dot_product_attention replaces it",
+}
+
+
+#: Ratio of equal letters from which an unknown key is taken for a misspelt one.
+_MISSPELT = 0.8
+
+
+class Section(Protocol):
+    """Interface of DeepSpeed's pydantic models that this module needs."""
+
+    model_fields: dict[str, Any]
+
+
+class _Asked(dict[str, Any]):
+    """Mapping that records the keys it is asked for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: dict[str, None] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked[key] = None
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked[key] = None
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked[str(key)] = None
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        """Returns itself: DeepSpeed tests ``key in config.keys()``."""
+        return self
+
+    def __copy__(self) -> _Asked:
+        """Returns itself: DeepSpeed reads a shallow copy."""
+        return self
+
+
+@functools.cache
+def known_keys() -> Schema:
+    """Returns the tree of the keys that the installed DeepSpeed knows.
+
+    Reads DeepSpeed 0.19.8, which publishes no such list: a mapping that records the keys it is asked for is passed to
+    ``deepspeed.runtime.config.DeepSpeedConfig``, which gives the keys of the top level and of the sections that are
+    read key by key; the other sections are pydantic models with named fields.
+
+    Raises:
+        DloError: If DeepSpeed is not installed.
+    """
+    tree = _asked_tree()
+    for path, model in sections().items():
+        put(tree, path, _fields(model))
+    tree["bfloat16"] = tree["bf16"]  # its old name
+    for path in _FREE:
+        put(tree, path, ANY)
+    for section, keys in removed_keys().items():
+        for key in keys:
+            (tree[section] if section else tree).pop(key, None)
+    for section in ("optimizer", "scheduler"):
+        tree[section] = {"type": None, "params": ANY, **({"legacy_fusion": None} if section == "optimizer" else {})}
+    routing = tree["data_efficiency"]["data_routing"]
+    routing["random_ltd"] = ANY
+    tree["data_efficiency"]["data_sampling"]["curriculum_learning"] = ANY
+    for name in ("metrics_path", "max_tokens"):  # asked for only where dynamic batching is on
+        tree["data_efficiency"]["data_sampling"]["dynamic_batching"][name] = None
+    return tree
+
+
+def _asked_tree() -> Schema:
+    """Returns the keys that DeepSpeed's configuration class reads, section by section."""
+    config_module = import_config_module()
+    recorder = _recorders(_PLAIN)
+    recorder["train_micro_batch_size_per_gpu"] = 1
+    config = config_module.DeepSpeedConfig(recorder)
+    tree = _asked_keys(recorder)
+    tree["pipeline"] = dict.fromkeys(config.pipeline)
+    tree["aio"] = dict.fromkeys(config.aio_config)
+    tree |= dict.fromkeys(name for name in _READ_ELSEWHERE if name not in tree)
+    return tree
+
+
+def _recorders(plain: Schema) -> _Asked:
+    return _Asked({name: _recorders(inner) for name, inner in plain.items()})
+
+
+def _asked_keys(recorder: _Asked) -> Schema:
+    held = dict(recorder.items())
+    return {key: _asked_keys(held[key]) if isinstance(held.get(key), _Asked) else None for key in recorder.asked}
+
+
+def import_config_module() -> Any:
+    """Returns ``deepspeed.runtime.config``.
+
+    Raises:
+        DloError: If DeepSpeed is not installed.
+    """
+    check_installed()
+    if "deepspeed" not in sys.modules and not torch.cuda.is_available():
+        use_accelerator("cpu")  # Otherwise DeepSpeed searches for devices, and warns that it finds none.
+    from deepspeed.runtime import config
+
+    return config
+
+
+def removed_keys() -> dict[str, list[str]]:
+    """Returns the keys that the installed DeepSpeed refuses as removed, by section; the top level is ``""``.
+
+    Reads private tables of ``deepspeed.runtime.config`` in DeepSpeed 0.19.8; versions without the tables have removed
+    nothing.
+    """
+    module = import_config_module()
+    tables = {"": "_REMOVED_TOP_LEVEL_CONFIG_KEYS", "zero_optimization": "_REMOVED_ZERO_CONFIG_KEYS"}
+    return {section: list(getattr(module, table, {})) for section, table in tables.items()}
+
+
+@functools.cache
+def sections() -> dict[str, Any]:
+    """Returns DeepSpeed's pydantic models by the path of their section (private modules of DeepSpeed 0.19.8)."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.inference.config import WeightQuantConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+        "comet": CometConfig,
+        "hybrid_engine": HybridEngineConfig,
+        "compile": CompileConfig,
+        "weight_quantization": WeightQuantConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }
+
+
+def _fields(model: Section) -> Schema:
+    tree: Schema = {}
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        below = _fields(inner) if inner is not None else ANY if _is_mapping(field.annotation) else None
+        tree |= dict.fromkeys([name, *([field.alias] if field.alias else [])], below)
+    return tree
+
+
+def _model_in(annotation: Any) -> Any:
+    """Returns the pydantic model in a field's type, such as ``Optional[X]``; None if there is none."""
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        return annotation
+    return next((found for inner in typing.get_args(annotation) if (found := _model_in(inner)) is not None), None)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    types = [annotation, *typing.get_args(annotation)]
+    return any((typing.get_origin(each) or each) is dict for each in types)
+
+
+def check_keys(config: Mapping[str, Any], source: str) -> None:
+    """Checks that DeepSpeed knows every key of a configuration, and warns of those that it ignores.
+
+    A key that is close to a known one, or that is known in another section, is an error: it was meant to do something.
+
+    Args:
+        config: DeepSpeed configuration.
+        source: Name of the configuration in messages: its file.
+
+    Raises:
+        DloError: For the first unknown key that DeepSpeed refuses or that has a near known one, which it names.
+    """
+    tree = known_keys()
+    for path, known in _unknown(config, tree, ()):
+        *parents, key = path
+        # A comment, such as `_comment`, is not the misspelt name of another key.
+        close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_MISSPELT)
+        ignored = path[0] not in sections()  # DeepSpeed's pydantic models refuse unknown keys.
+        hint = (did_you_mean(key, known) if close or not ignored else "") or _elsewhere(key, tree, parents)
+        if not parents and not hint:
+            hint = _suggest_section(key, config[key], tree)
+        if parents == ["optimizer"] and key in _ARGUMENTS:
+            hint = f"; it belongs at 'optimizer.params.{key}'"
+        listed = "" if hint else f"; known there: {', '.join(sorted(known))}"
+        if not hint and ignored:
+            rank_zero_warn(f"{source}: unknown key '{'.'.join(path)}' does nothing: DeepSpeed ignores it; remove it")
+            continue
+        raise DloError(f"{source}: unknown key '{'.'.join(path)}'{hint}{listed}")
+
+
+def _unknown(
+    config: Mapping[str, Any], tree: Schema, parents: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    for key, value in config.items():
+        path = (*parents, str(key))
+        if str(key) not in tree:
+            yield path, list(tree)
+        elif tree[key] and isinstance(value, Mapping):
+            yield from _unknown(value, tree[key], path)
+
+
+def _elsewhere(key: str, tree: Schema, parents: list[str]) -> str:
+    """Returns the end of a message: the section in which a key that is unknown here is known."""
+    places = [path for path in _paths(tree) if path.split(".")[-1] == key and path != ".".join([*parents, key])]
+    return f"; it belongs at '{places[0]}'" if places else ""
+
+
+def _suggest_section(key: str, value: Any, tree: Schema) -> str:
+    """Returns the end of a message: the known path that a key at the top level abbreviates, or the section it means.
+
+    `zero` and `zero_stage` abbreviate; a section with a similar name is meant if it has some of the value's keys.
+    """
+    words = key.lower().split("_")
+    paths = {} if isinstance(value, str | list) else {path: re.split("[._]", path) for path in _paths(tree)}
+    meant = [path for path, split in paths.items() if split[0] == words[0] and {*words} <= {*split}]
+    if not meant and isinstance(value, Mapping):
+        inner = {*value} - {"enabled"}
+        alike = [name for name, below in tree.items() if below and inner & {*below}]
+        meant = [name for name in alike if name.split("_")[0] == words[0]] or [nearest(key, alike) or ""]
+    return f"; did you mean '{min(meant, key=len)}'?" if any(meant) else ""
+
+
+def _paths(tree: Schema, parents: str = "") -> Iterator[str]:
+    for key, below in tree.items():
+        yield f"{parents}{key}"
+        if below:
+            yield from _paths(below, f"{parents}{key}.")
+
+
+def check_removed(config: Mapping[str, Any], source: str) -> None:
+    """Checks that a configuration has no key that DeepSpeed has removed.
+
+    Raises:
+        DloError: For the first one, with its replacement.
+    """
+    absent = object()
+    for section, keys in removed_keys().items():
+        for key in keys:
+            path = f"{section}.{key}" if section else key
+            if get(config, path, absent) is not absent:
+                raise DloError(f"{source}: DeepSpeed has removed '{path}'; {_INSTEAD.get(key, 'leave it out')}")
+    optimizer = config.get("optimizer")
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(name, str) and name.lower() in _ONE_BIT:
+        raise DloError(
+            f"{source}: DeepSpeed has removed the optimizer {name}; use your task's Adam (or Lamb) with the callback"
+            " GradientCompression, which compresses under any data-parallel strategy"
+        )
+
+
+def check_whole(config: Mapping[str, Any], source: str) -> None:
+    """Checks the values and the combinations of sections, as DeepSpeed's own configuration class does.
+
+    Builds DeepSpeed 0.19.8's ``DeepSpeedConfig``, which checks in its constructor. ``"auto"`` means a default there.
+
+    Args:
+        config: DeepSpeed configuration. Its batch sizes are left out, because they are checked where the ranks are
+            known, and so is ``aio``, which DeepSpeed checks against this machine, not the run's.
+        source: Name of the configuration in messages.
+
+    Raises:
+        DloError: For the first invalid value, with its key and the rule, in DeepSpeed's words.
+    """
+    from pydantic import ValidationError
+
+    for path, below in known_keys().items():
+        value = config.get(path)
+        if below is not None and value is not None and not isinstance(value, Mapping) and value is not False:
+            example = f'"{path}": {{"{next(iter(below), "key")}": ...}}'
+            raise DloError(f"{source}: {path} must be a section, such as {example}, got {value!r}")
+    module = import_config_module()
+    left_out = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "aio")
+    content = {key: value for key, value in drop_auto(config).items() if key not in left_out}
+    try:
+        module.DeepSpeedConfig({**content, "train_micro_batch_size_per_gpu": 1})
+    except ValidationError as error:
+        first = error.errors()[0]
+        # The model of the monitors has one section each in its fields.
+        section = [path for path, model in sections().items() if model.__name__ == error.title]
+        path = ".".join([*section, *(str(key) for key in first["loc"])])
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        message = re.sub(r", (\w+) or \1$", r" or \1", message)  # DeepSpeed lists stage 3 twice.
+        given = f", got {first['input']!r}" if first["loc"] else ""
+        raise DloError(f"{source}: {path}: {message}{given}") from error
+    except (AssertionError, TypeError, ValueError, module.DeepSpeedConfigError) as error:
+        raise DloError(f"{source}: DeepSpeed refuses the config: {error}") from error

@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dlo_framework.errors import DloError, did_you_mean, nearest, unknown_hint
 from dlo_framework.optimizers import PerParameterOptimizer, trust_ratio
-from dlo_plugins.deepspeed.json_file import get, get_source, get_stage
-from dlo_plugins.deepspeed.schema import import_config_module
+from dlo_plugins.deepspeed.json_file import get, get_source, get_stage, import_config_module
 
 #: Defaults of DeepSpeed's own optimizers, where the replacing class has others.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -37,18 +37,17 @@ from dlo_framework.strategy_contract import plain_name
 from dlo_framework.task import Task
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.deepspeed import environment
-from dlo_plugins.deepspeed.config import merge_options
+from dlo_plugins.deepspeed.config import check_available, check_device, merge_options, warn_unused_checkpointing
 from dlo_plugins.deepspeed.deepspeed_engine import (
     DeepSpeedEngine,
+    EnginePrecision,
     ForwardInAutocast,
     FrozenDeepSpeed,
     frozen_config,
 )
-from dlo_plugins.deepspeed.engine_precision import EnginePrecision
 from dlo_plugins.deepspeed.json_file import DeepSpeedJson, get, get_source
-from dlo_plugins.deepspeed.machine_requirements import check_available, check_device, warn_unused_checkpointing
 from dlo_plugins.deepspeed.optimizer_and_schedule import build_scheduler, compute_lengths, make_optimizer_args
-from dlo_plugins.deepspeed.partitioned_params import explain_step, full_shape, local_partition, refuse_empty, segments
+from dlo_plugins.deepspeed.partitions import explain_step, full_shape, local_partition, refuse_empty, segments
 from dlo_plugins.deepspeed.trainer_settings import SECTIONS, fill_from_trainer, get_open_settings, read_settings
 from dlo_plugins.sharding.optimizer_probe import requires_closure
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps

@@ -1,28 +1,237 @@
-"""Master weights that DeepSpeed's optimizer steps on this rank: flat partitions in single precision.
+"""DeepSpeed's partitions: their layout, stage 3's partitioned parameters, and the master weights that it steps.
 
-DeepSpeed does not keep the parameters' names, so :mod:`dlo_plugins.deepspeed.deepspeed_layout` finds them. The classes
-read private attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``, ``DeepSpeedZeroOptimizer_Stage3`` and
-``FP16_UnfusedOptimizer`` (0.15 to 0.19). A layout that does not match raises an error, and never gives a wrong
-checkpoint.
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models. Rajbhandari, Rasley, Ruwase & He, 2020,
+arXiv 1910.02054; in the layout of DeepSpeed (0.15 to 0.19).
+
+- Stages 1 and 2: the parameters of an optimizer's group are concatenated in a flat buffer, perhaps in another order
+  (``round_robin_gradients``) or with gaps (``parameter_alignment``). Its length is rounded up to an even number of
+  elements for each rank, and each rank holds one of as many equal segments.
+- Stage 3: every parameter is split by itself into as many equal segments as there are ranks, the last ones padded. A
+  rank's segments of the parameters of a sub-group are concatenated, padding included.
+
+A partitioned parameter (DeepSpeed 0.15 to 0.19) has an empty tensor, ``ds_tensor`` with this rank's segment and its
+padding, and ``ds_shape`` and ``ds_numel`` of the full tensor.
+
+DeepSpeed does not keep the parameters' names, so the layouts find them. The classes of master weights read private
+attributes of DeepSpeed's ``DeepSpeedZeroOptimizer``, ``DeepSpeedZeroOptimizer_Stage3`` and ``FP16_UnfusedOptimizer``
+(0.15 to 0.19). A layout that does not match raises an error, and never gives a wrong checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dlo_framework.distributed.failure import is_lost_connection
 from dlo_framework.errors import DloError
 from dlo_framework.shards import FlatShard
-from dlo_plugins.deepspeed.deepspeed_layout import Stage3Layout, Stage12Layout
-from dlo_plugins.deepspeed.partitioned_params import full_shape
-from dlo_plugins.sharding.flat_slices import FlatSlice
+from dlo_framework.strategy_contract import plain_name
+from dlo_plugins.sharding.flat_slices import FlatSlice, find_flat_slices
+from dlo_plugins.sharding.user_code import OutsideUse, calling_module
+
+# --- layout -----------------------------------------------------------------------------------------------
+
+#: Segments of stages 1 and 2 begin at a multiple of this number of elements: NCCL's 4 bytes in half precision.
+ALIGNMENT = 2
+
+
+@dataclass(frozen=True)
+class Stage12Layout:
+    """Layout of a group's parameters in the flat buffer of stages 1 and 2.
+
+    Attributes:
+        numels: Number of elements of each parameter, in the buffer's order.
+        ranks: Number of segments of the buffer, one for each rank.
+        aligned: Number of elements to whose multiples parameters are aligned (``parameter_alignment``); 1 leaves no
+            gaps.
+    """
+
+    numels: tuple[int, ...]
+    ranks: int
+    aligned: int = 1
+
+    @property
+    def starts(self) -> list[int]:
+        """The offset of each parameter in the buffer, in elements."""
+        found, at = [], 0
+        for numel in self.numels:
+            found.append(at)
+            at += numel
+            at += -at % self.aligned
+        return found
+
+    @property
+    def segment(self) -> int:
+        """The number of elements of a rank's segment, padding included."""
+        held = self.starts[-1] + self.numels[-1] if self.numels else 0
+        unit = ALIGNMENT * self.ranks
+        return math.ceil(held / unit) * unit // self.ranks
+
+    def slices(self, rank: int) -> list[FlatSlice]:
+        """Returns the slices of the parameters in a rank's segment, in the order of the buffer."""
+        places = ((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=True))
+        return find_flat_slices(places, rank * self.segment, (rank + 1) * self.segment)
+
+
+@dataclass(frozen=True)
+class Stage3Layout:
+    """Layout of a sub-group's parameters in stage 3.
+
+    Attributes:
+        numels: Number of elements of each parameter, in order.
+        ranks: Number of segments of each parameter, one for each rank.
+    """
+
+    numels: tuple[int, ...]
+    ranks: int
+
+    @property
+    def segments(self) -> list[int]:
+        """The number of elements of each parameter's segment, padding included."""
+        return [math.ceil(numel / self.ranks) for numel in self.numels]
+
+    def slices(self, rank: int) -> list[FlatSlice]:
+        """Returns the slices of the parameters on a rank, in the order of its flat partition, without the padding."""
+        found, at = [], 0
+        for number, (numel, segment) in enumerate(zip(self.numels, self.segments, strict=True)):
+            first, last = min(rank * segment, numel), min((rank + 1) * segment, numel)
+            if first < last:
+                found.append(FlatSlice(number, first, last - first, at))
+            at += segment
+        return found
+
+
+# --- partitioned parameters -------------------------------------------------------------------------------
+
+#: Packages that use partitioned parameters as DeepSpeed wants it.
+_LIBRARIES = ("deepspeed.", "dlo_framework.", "dlo_plugins.", "lightning.")
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Returns whether stage 3 has partitioned a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> torch.Size:
+    """Returns the full shape of a parameter, partitioned or not."""
+    return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
+
+
+def local_partition(parameter: Any) -> Tensor:
+    """Returns the local tensor of a parameter: this rank's segment with padding if it is partitioned."""
+    return parameter.ds_tensor if is_partitioned(parameter) else parameter
+
+
+def segment(parameter: Any) -> FlatShard:
+    """Returns this rank's segment of a partitioned parameter, without padding; it shares DeepSpeed's memory."""
+    pieces = Stage3Layout((parameter.ds_numel,), dist.get_world_size()).slices(dist.get_rank())
+    kept = parameter.ds_tensor.data
+    if not pieces:
+        return FlatShard(kept[:0], full_shape(parameter), 0)
+    return FlatShard(kept[: pieces[0].length], full_shape(parameter), pieces[0].start)
+
+
+def segments(module: nn.Module) -> dict[str, FlatShard]:
+    """Returns this rank's segments of all partitioned parameters by name; empty below stage 3."""
+    return {plain_name(name): segment(p) for name, p in module.named_parameters() if is_partitioned(p)}
+
+
+def partition_params(module: nn.Module, config: dict[str, Any]) -> None:
+    """Partitions a module's parameters one by one: the device never holds more than one full tensor.
+
+    By default DeepSpeed moves the whole module to the device first.
+
+    Args:
+        module: Module whose parameters become those of the first rank.
+        config: Complete DeepSpeed configuration.
+    """
+    import deepspeed
+
+    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+
+
+@torch.no_grad()
+def gather_params(module: nn.Module, attributes: Mapping[int, dict[str, Any]]) -> None:
+    """Gathers partitioned parameters one by one, on the CPU; called on all ranks.
+
+    DeepSpeed (0.15 to 0.19) has no inverse of ``zero.Init``: this function removes what it has set on parameters and
+    modules.
+
+    Args:
+        module: Module whose hooks have been removed.
+        attributes: Attributes of each parameter before it was partitioned, by id.
+    """
+    for parameter in module.parameters():
+        gathered: Any = parameter
+        gathered.all_gather([parameter])
+        parameter.data = parameter.data.to("cpu", copy=True)
+        vars(parameter).clear()
+        vars(parameter).update(attributes[id(parameter)])
+    for child in module.modules():
+        if "_original_parameters" in vars(child):
+            child._parameters = vars(child).pop("_original_parameters")
+
+
+@contextlib.contextmanager
+def refuse_empty(module: nn.Module, where: str, *, allows_data: bool = False) -> Iterator[None]:
+    """Refuses uses of partitioned parameters inside the block, which DeepSpeed gathers for their own modules alone.
+
+    Args:
+        module: Module with the parameters.
+        where: Name of the code in the block, for the message.
+        allows_data: Whether the ``data`` of gathered parameters may be read, and so be written unseen.
+
+    Raises:
+        DloError: The user's code uses a parameter that is not gathered, or the ``data`` of one.
+    """
+    known: dict[int, tuple[str, Any]] = {id(p): (plain_name(name), p) for name, p in module.named_parameters()}
+
+    def on_use(parameter: int, by_data: bool) -> None:
+        name, tensor = known[parameter]
+        is_gathered = not is_partitioned(tensor) or tensor.ds_status.name == "AVAILABLE"
+        if not (is_gathered and (allows_data or not by_data)) and not calling_module().startswith(_LIBRARIES):
+            raise DloError(
+                "weights under DeepSpeed's stage 3 must be used in their own module's forward, got a use of"
+                f" {name}{'.data' * by_data} in {where}; use strategy zero3, which gathers them there, or a lower stage"
+            )
+
+    with OutsideUse(set(known), on_use):
+        yield
+
+
+@contextlib.contextmanager
+def explain_step() -> Iterator[None]:
+    """Explains an error of a step that DeepSpeed or a backward raises, as where weights are used after their release.
+
+    Raises:
+        DloError: Such an error was raised.
+    """
+    try:
+        yield
+    except (DloError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        raiser = next((name for name in frames if not name.startswith(("torch.", "dlo_plugins."))), "")
+        if is_lost_connection(error) or not (raiser.startswith("deepspeed.") or frames[0] == "torch.autograd.graph"):
+            raise
+        raise DloError(
+            "a step under DeepSpeed's stage 3 must use weights in their own module's forward, and take one backward of"
+            f" it, got {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}; use strategy zero3, or"
+            " ddp where the error may be the model's own"
+        ) from error
+
+
+# --- master weights ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
