@@ -105,11 +105,3 @@ def test_what_makes_no_sense_is_refused(tmp_path, monkeypatch, capsys):
         assert main(["lr-find", "--config", "small.yaml", *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-
-
-def test_its_help_is_one_screen(capsys):
-    assert main(["lr-find", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "usage: dlo lr-find --config FILE" in out
-    assert len(out.splitlines()) < 30
-    assert max(map(len, out.splitlines())) <= 120

@@ -78,7 +78,3 @@ def test_the_scripts_are_right(dlo, script):
     name = re.search(r"--config (\S+)", text)
     assert name is not None
     dlo("configs", name.group(1))
-
-
-def test_there_are_scripts_for_pictures_texts_and_sweeps():
-    assert [path.stem for path in SCRIPTS] == ["imagenet", "llm", "sweep"]

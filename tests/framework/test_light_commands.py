@@ -72,7 +72,7 @@ def test_a_reader_that_leaves_cuts_a_training_short_and_a_list_not(monkeypatch: 
     assert main(["fit", "--config", "quickstart"]) == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
 def test_the_help_of_a_run_is_one_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--config", "quickstart", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()

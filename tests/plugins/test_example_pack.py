@@ -2,24 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-LOAD = """
-import json, sys
 from dlo_framework.registry import Registry
-
-registry = Registry()
-before = "dlo_example_pack" in sys.modules
-allowed_before = "dlo_example_pack.weight_norm" in registry.allowed_import_paths()
-found = registry.find_named(["WeightNormLogger"])
-cls = registry.load(found[0].name, found[0].kind)
-registry.allow_class_path("dlo_example_pack.weight_norm.WeightNormLogger")
-print(json.dumps([before, allowed_before, f"{cls.__module__}.{cls.__name__}", cls().every_n_steps]))
-"""
 
 
 @pytest.fixture
@@ -42,10 +31,14 @@ def test_show_has_its_parameters(listed, example_pack: Path) -> None:
     assert shown["defined_in"].startswith(str(example_pack))
 
 
-def test_it_is_imported_and_allowed_once_named(example_pack: Path) -> None:
-    expected = [False, False, "dlo_example_pack.weight_norm.WeightNormLogger", 50]
-    environment = {**os.environ, "PYTHONPATH": str(example_pack)}
-    words = [sys.executable, "-c", LOAD]
-    done = subprocess.run(words, env=environment, cwd=example_pack, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == expected
+def test_it_is_imported_and_allowed_once_named(example_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(example_pack)
+    registry, module = Registry(), "dlo_example_pack.weight_norm"
+    assert "dlo_example_pack" not in sys.modules
+    assert module not in registry.allowed_import_paths()
+    (found,) = registry.find_named(["WeightNormLogger"])
+    cls: Any = registry.load(found.name, found.kind)
+    registry.allow_class_path(f"{module}.WeightNormLogger")
+    assert (cls.__module__, cls().every_n_steps) == (module, 50)
+    for name in [name for name in sys.modules if name.startswith("dlo_example_pack")]:
+        del sys.modules[name]
