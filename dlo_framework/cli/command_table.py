@@ -159,15 +159,16 @@ def format_run_help(command: str) -> str:
         command: `fit`, `validate`, `test` or `predict`.
     """
     registry = Registry()
-    first = {kind: _names(registry, kind)[0] for kind in ("task", "data")}
+    names = {kind: [plugin.name for plugin in registry.plugins(kind)] for kind in ("task", "data")}
+    strategies = [name for plugin in registry.plugins("strategy") for name in plugin.short_names]
     rows = [
         ("--config FILE", "config: a path, or a name that `dlo configs` lists; of several, later ones override"),
         ("--ckpt_path WHICH", CKPT_PATH[command]),
-        ("--model NAME", f"task, or path of a LightningModule of --plugins: {', '.join(_names(registry, 'task'))}"),
-        ("--model.KEY VALUE", f"its option; `dlo plugins show {first['task']}` lists them"),
-        ("--data NAME", f"data, or path of a LightningDataModule of --plugins: {', '.join(_names(registry, 'data'))}"),
-        ("--data.KEY VALUE", f"its option; `dlo plugins show {first['data']}` lists them"),
-        ("--trainer.strategy NAME", f"auto, ddp, {', '.join(_short_strategies(registry))}"),
+        ("--model NAME", f"task, or path of a LightningModule of --plugins: {', '.join(names['task'])}"),
+        ("--model.KEY VALUE", f"its option; `dlo plugins show {names['task'][0]}` lists them"),
+        ("--data NAME", f"data, or path of a LightningDataModule of --plugins: {', '.join(names['data'])}"),
+        ("--data.KEY VALUE", f"its option; `dlo plugins show {names['data'][0]}` lists them"),
+        ("--trainer.strategy NAME", f"auto, ddp, {', '.join(strategies)}"),
         ("--trainer.callbacks+ NAME", "callback, added to the config's; `dlo plugins` lists them"),
         ("--trainer.callbacks.N.KEY", "option of the callback of class N, where the run has several"),
         ("--trainer.KEY VALUE", f"argument of Lightning's Trainer, such as {_TRAINER}"),
@@ -182,19 +183,7 @@ def format_run_help(command: str) -> str:
     summary = RUN_COMMANDS[command]
     lines = [f"usage: dlo {command} --config FILE [--KEY VALUE ...]", "", f"{summary[0].upper()}{summary[1:]}.", ""]
     for key, text in rows:
-        lines += _format_row(key, text)
+        wrapped = textwrap.wrap(text, _WIDTH - _KEY - 2, break_on_hyphens=False)
+        lines += [f"  {'' if number else key:<{_KEY - 1}} {line}" for number, line in enumerate(wrapped)]
     examples = [f"dlo {command} --config quickstart", f"dlo {command} --config my.yaml --ckpt_path last"]
     return "\n".join([*lines, "", "examples:", *(f"  {example}" for example in examples)])
-
-
-def _format_row(key: str, text: str) -> list[str]:
-    wrapped = textwrap.wrap(text, _WIDTH - _KEY - 2, break_on_hyphens=False)
-    return [f"  {key if not number else '':<{_KEY - 1}} {line}" for number, line in enumerate(wrapped)]
-
-
-def _names(registry: Registry, kind: str) -> list[str]:
-    return [plugin.name for plugin in registry.plugins(kind)]
-
-
-def _short_strategies(registry: Registry) -> list[str]:
-    return [name for plugin in registry.plugins("strategy") for name in plugin.short_names]

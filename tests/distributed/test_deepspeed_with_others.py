@@ -72,9 +72,10 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found | {f"trained {name}": value for name, value in content.get("current_model_state", {}).items()}
 
 
-def compare(tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_each_stage_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> None:
     (alone,) = run_distributed(scene, 1, tmp_path, [("ddp", which) for which in SCENES], backend=None)
-    jobs = [(name, which) for which in SCENES for name in names]
+    jobs = [(name, which) for which in SCENES for name in NAMES]
     found = run_distributed(scene, 2, tmp_path, jobs, backend=None, timeout=3000)[0]
     for (name, which), loss in found.items():
         assert loss == pytest.approx(alone["ddp", which], rel=1e-5), (name, which)
@@ -84,16 +85,6 @@ def compare(tmp_path: Path, names: tuple[str, ...]) -> None:
             torch.testing.assert_close(
                 held[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, at=(name, which, key): f"{at}: {text}"
             )
-
-
-@pytest.mark.slow
-def test_stage_3_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> None:
-    compare(tmp_path, ("deepspeed3_cut",))
-
-
-@pytest.mark.slow
-def test_each_stage_is(tmp_path: Path) -> None:
-    compare(tmp_path, NAMES)
 
 
 def _twice(rank: int, world_size: int, folder: Path, names: list[str]) -> dict[str, Any]:

@@ -23,18 +23,9 @@ def test_it_trains_under_pp_and_tp_as_one_process(example: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_on_each_axis_as_one_process(example: ModuleType) -> None:
-    example.test_one_axis()
-
-
-@pytest.mark.slow
-def test_it_trains_on_pairs_of_axes_as_one_process(example: ModuleType) -> None:
-    example.test_two_axes()
-
-
-@pytest.mark.slow
-def test_it_trains_on_all_axes_as_one_process(example: ModuleType) -> None:
-    example.test_four_axes()
+@pytest.mark.parametrize("name", ["test_one_axis", "test_two_axes", "test_four_axes"])
+def test_it_trains_on_axes_as_one_process(example: ModuleType, name: str) -> None:
+    getattr(example, name)()
 
 
 def test_a_plan_that_cuts_wrongly_is_found(example: ModuleType) -> None:

@@ -25,7 +25,6 @@ from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import memory_of
 from dlo_framework.placed_model import Context, PlacedModel, block_names
 from dlo_framework.strategy_contract import plain_name
-from dlo_plugins.deepspeed.environment import device_index
 from dlo_plugins.deepspeed.partitions import (
     MasterWeights,
     Stage0Weights,
@@ -92,7 +91,7 @@ class DeepSpeedEngine:
         level = logger.level
         logger.setLevel(logging.ERROR)  # It warns about optimizers that are not DeepSpeed's.
         self.deepspeed, *_ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=device_index(device)),
+            args=argparse.Namespace(device_rank=device.index or 0),
             config=config,
             model=module,
             model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],

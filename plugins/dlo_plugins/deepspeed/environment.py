@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -80,38 +79,20 @@ def join_process_group(backend: str, port: int, timeout: timedelta | None) -> No
         port: Port of the rendezvous.
         timeout: Time limit of its collectives; None keeps torch's.
     """
-    import deepspeed
-
-    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
-    disable_shared_memory_op()
-    _forget_old_groups()
-    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, distributed_port=port, verbose=False, **given)
-
-
-def disable_shared_memory_op() -> None:
-    """Keeps DeepSpeed from compiling an operator that training on a CPU does not use.
-
-    DeepSpeed (0.15 to 0.19) builds ``deepspeed_shm_comm``, an all-reduce for inference, when a CPU joins a process
-    group: a minute of silent compilation, and an endless wait if a killed build has left its lock. It has no option for
-    that; it looks in its table of operators that can be built.
-    """
     import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _forget_old_groups() -> None:
-    """Makes DeepSpeed look up its groups again after the process group it knew was destroyed.
-
-    DeepSpeed (0.15 to 0.19) keeps groups in module variables of ``deepspeed.utils.groups`` and never checks whether
-    they still exist.
-    """
     from deepspeed.utils import groups
 
+    deepspeed.utils.logging.logger.setLevel(logging.WARNING)
+    # DeepSpeed (0.15 to 0.19) builds `deepspeed_shm_comm`, an all-reduce for inference, when a CPU joins a process
+    # group: a minute of silent compilation, and an endless wait if a killed build has left its lock. It has no option
+    # for that; it looks in its table of operators that can be built.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It keeps groups in module variables and never checks whether they still exist.
     world = getattr(groups, "_WORLD_GROUP", None)
     if world is not None and world not in dist.distributed_c10d._world.pg_map:
         groups._WORLD_GROUP = None
+    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, distributed_port=port, verbose=False, **given)
 
 
 def limit_groups(engine: Any, limit: timedelta | None) -> None:
@@ -127,11 +108,6 @@ def limit_groups(engine: Any, limit: timedelta | None) -> None:
         group = getattr(engine, name, None)
         if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
             set_collective_timeout(limit, group)
-
-
-def device_index(device: torch.device) -> int:
-    """Returns DeepSpeed's index of a device: 0 for the CPU."""
-    return device.index if device.index is not None else 0
 
 
 class AnyDeviceDeepSpeed(DeepSpeedStrategy):

@@ -18,7 +18,7 @@ import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -255,12 +255,6 @@ _INSTEAD = {
 _MISSPELT = 0.8
 
 
-class Section(Protocol):
-    """Interface of DeepSpeed's pydantic models that this module needs."""
-
-    model_fields: dict[str, Any]
-
-
 class _Asked(dict[str, Any]):
     """Mapping that records the keys it is asked for."""
 
@@ -396,7 +390,7 @@ def sections() -> dict[str, Any]:
     }
 
 
-def _fields(model: Section) -> Schema:
+def _fields(model: Any) -> Schema:
     tree: Schema = {}
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)

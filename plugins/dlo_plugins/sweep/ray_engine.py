@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -65,10 +66,8 @@ def run_on_ray(folder: Path, settings: SweepSettings, options: argparse.Namespac
         if settings.pruner == "pbt":
             claims = {claim.number: claim for claim in iter(queue.claim, None)}
             results.claims |= claims
-            space = {
-                "number": tune.grid_search(sorted(claims)),
-                "values": tune.sample_from(_InitialValues({number: one.values for number, one in claims.items()})),
-            }
+            first = functools.partial(_initial_values, {number: one.values for number, one in claims.items()})
+            space = {"number": tune.grid_search(sorted(claims)), "values": tune.sample_from(first)}
             search, samples = None, 1
         else:
             space, search, samples = {}, make_searcher(results), left
@@ -93,14 +92,9 @@ def run_on_ray(folder: Path, settings: SweepSettings, options: argparse.Namespac
     return 1 if results.failed and not results.completed else 0
 
 
-class _InitialValues:
-    """Function of Tune's that returns a member's first values, by its number."""
-
-    def __init__(self, values: dict[int, dict[str, Any]]) -> None:
-        self._values = values
-
-    def __call__(self, spec: Any) -> dict[str, Any]:
-        return self._values[spec["config"]["number"] if isinstance(spec, dict) else spec.config.number]
+def _initial_values(values: dict[int, dict[str, Any]], spec: Any) -> dict[str, Any]:
+    """Returns a member's first values, by its number in Tune's config."""
+    return values[spec["config"]["number"] if isinstance(spec, dict) else spec.config.number]
 
 
 def name_trial(trial: Any) -> str:
