@@ -5,7 +5,6 @@ Only ratios between the times of blocks matter to a schedule. Their rates are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,30 +90,22 @@ def model_run(run: Any, rows: int | None) -> list[MeasuredRank]:
         )
     if rows is None:
         rows = max(1, int(getattr(data, "batch_size", ranks)) // ranks)
-    return model_ranks(task, strategy, spec, repeat_rows(example, rows))
+    batch, pipelining = repeat_rows(example, rows), fix_split(task, strategy, spec, None)
+    first = {spec.coordinates(rank).pp: rank for rank in reversed(range(spec.world_size))}
+    return [_model_rank(task, strategy, pipelining, spec, first[place], batch) for place in range(spec.pp)]
 
 
-def model_ranks(task: Task, strategy: Any, spec: MeshSpec, batch: Any) -> list[MeasuredRank]:
-    """Returns the chains of one rank of each place in the pipeline; bytes are exact, and times are modelled.
+def _model_rank(task: Task, strategy: Any, pipelining: Any, spec: MeshSpec, rank: int, batch: Any) -> MeasuredRank:
+    """Returns the chains of one rank; bytes are exact, and times are modelled.
 
     Args:
         task: Task with its model on the meta device; it is not changed.
         strategy: MeshStrategy with its appliers, schedule and precision.
+        pipelining: Split of the model into stages.
         spec: Mesh, without -1.
+        rank: Rank.
         batch: Batch of one data-parallel rank, of which only shapes are used.
-
-    Raises:
-        DloError: The step of the model cannot run on fake tensors.
     """
-    pipelining = fix_split(task, strategy, spec, None)
-    found = []
-    for place in range(spec.pp):
-        rank = next(n for n in range(spec.world_size) if spec.coordinates(n).pp == place)
-        found.append(_model_rank(task, strategy, pipelining, spec, rank, batch))
-    return found
-
-
-def _model_rank(task: Task, strategy: Any, pipelining: Any, spec: MeshSpec, rank: int, batch: Any) -> MeasuredRank:
     failure: Exception | None = None
     for own_loss in (True, False):  # A loss that reads values cannot run; then another one of the outputs does.
         try:
@@ -132,13 +123,17 @@ def _model_rank(task: Task, strategy: Any, pipelining: Any, spec: MeshSpec, rank
 
 
 def _survey(view: RankView, task: Task) -> tuple[MeasuredChain, ...]:
-    costs = OperatorCosts()
+    costs, log = OperatorCosts(), AllocationLog()
+    own = [(task.parallel_plan().block_names(view.model), True)]
+    if view.pipelined is not None:
+        stages = view.pipelined.pipeline.stages
+        numbers = view.pipelined.pipeline.own_stages
+        own = [(stages.blocks_of(stage), stage + 1 == stages.count) for stage in numbers]
     surveys = []
-    for names, is_last in _own_blocks(view, task):
+    for names, is_last in own:
         blocks = [view.model.get_submodule(name) for name in names]
         parameters = lambda: list(view.task.parameters())
         surveys.append(BlockSurvey(blocks, names, is_last, parameters, clock=lambda: costs.seconds))
-    log = AllocationLog()
     for survey in surveys:
         survey.begin_bytes(log)
     with log:
@@ -150,11 +145,3 @@ def _survey(view: RankView, task: Task) -> tuple[MeasuredChain, ...]:
     with costs:
         view.step()
     return tuple(MeasuredChain(survey.chain(), survey.stem) for survey in surveys)
-
-
-def _own_blocks(view: RankView, task: Task) -> list[tuple[list[str], bool]]:
-    if view.pipelined is None:
-        return [(task.parallel_plan().block_names(view.model), True)]
-    stages = view.pipelined.pipeline.stages
-    own: Sequence[int] = view.pipelined.pipeline.own_stages
-    return [(stages.blocks_of(stage), stage + 1 == stages.count) for stage in own]

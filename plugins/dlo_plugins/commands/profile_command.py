@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--lengths", help="lengths of sequences in the table of memory, such as 512,1024")
     parser.add_argument("--graph", action="store_true", help="draw the graph of the model's modules (torchview)")
     options, found = parser.parse_with_run(argv)
-    steps = _steps(options)
+    check_number("profile: --active", options.active, "at least 1", "set 3")
+    least = options.active + 4  # Two of the run's first steps, one to warm up, one that is searched for waits.
+    check_number("profile: --steps", options.steps, f"at least {least} to record {options.active}", f"set {least}")
     batches, lengths = (_numbers(name, getattr(options, name)) for name in ("batches", "lengths"))
     if options.graph:
         from dlo_plugins.profiling.model_graph import check_torchview
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
     def build() -> None:
         from dlo_plugins.commands.short_run import profile
 
-        folder.append(profile(found, steps, options.active, options.machine))
+        folder.append(profile(found, options.steps, options.active, options.machine))
 
     code = train(found, build)
     if code == 0 and folder and runs.is_first_process():
@@ -81,18 +83,6 @@ def _describe_model(
                 write_memory_table(table, folder / "profile")
         if options.graph:
             print(f"\ngraph of the model: {draw_model(run.model, run.datamodule, folder / 'profile')}", flush=True)
-
-
-def _steps(options: argparse.Namespace) -> int:
-    """Returns the number of steps.
-
-    Raises:
-        DloError: There are too few for the recorded ones.
-    """
-    check_number("profile: --active", options.active, "at least 1", "set 3")
-    least = options.active + 4  # Two of the run's first steps, one to warm up, one that is searched for waits.
-    check_number("profile: --steps", options.steps, f"at least {least} to record {options.active}", f"set {least}")
-    return int(options.steps)
 
 
 def _numbers(name: str, text: str | None) -> list[int] | None:

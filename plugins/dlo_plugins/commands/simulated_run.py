@@ -58,11 +58,6 @@ class SimulatedRun:
         if callable(check_model):
             check_model(self.datamodule)  # A task may read its number of classes from the data.
         self._callbacks = cli.callbacks()
-        self.trainer = self._make_trainer(cli, ranks, infers_ranks)
-        parts = self.trainer, self.model, self.datamodule
-        check_run(*parts, command=cli.command, ckpt_path=None, has_batch_size=False)
-
-    def _make_trainer(self, cli: DloCLI, ranks: int | None, infers_ranks: bool) -> CheckedTrainer:
         config = self.trainer_options
         if ranks is None and infers_ranks and config["devices"] in ("auto", -1, "-1"):
             ranks = _ranks_of_axes(config["strategy"])
@@ -73,7 +68,9 @@ class SimulatedRun:
         if config["precision"] in ("16-mixed", 16, "16"):  # Lightning takes fp16 on accelerators only.
             plugins = [*with_checkpoint_io(config["plugins"]), simulated_precision("16-mixed")]
             changes |= {"precision": None, "plugins": plugins}
-        return cli.make_trainer(CheckedTrainer, **changes)
+        self.trainer = cli.make_trainer(CheckedTrainer, **changes)
+        parts = self.trainer, self.model, self.datamodule
+        check_run(*parts, command=cli.command, ckpt_path=None, has_batch_size=False)
 
     def second_models(self) -> list[FrozenModel]:
         """Returns the second models of the config's task and callbacks, such as a teacher."""
