@@ -64,15 +64,10 @@ def fit(folder: Path, teacher: str, devices: int = 1, strategy: str = "auto", st
     return main(["fit", "--config", str(folder / "train.yaml")])
 
 
-def test_a_config_names_a_run_or_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert fit(tmp_path, OWN) == 0
-    assert "OUTPUTS [16, 10] torch.float32" in capfd.readouterr().out  # type: ignore[attr-defined]
-
-
-def test_the_summary_has_the_second_model_s_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_names_a_task_whose_memory_is_in_the_summary(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     assert fit(tmp_path, OWN, steps=2) == 0
+    assert "OUTPUTS [16, 10] torch.float32" in capfd.readouterr().out
     (path,) = tmp_path.rglob("summary.json")
     state = json.loads(path.read_text())["state_bytes"]
     # The same model without its optimizer.
@@ -96,18 +91,12 @@ def test_the_summary_has_the_second_model_s_memory(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_bad_input_is_one_line_before_processes_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: object,
-    teacher: str,
-    devices: int,
-    strategy: str,
-    message: str,
-) -> None:
+    tmp_path, monkeypatch, capfd, teacher, devices, strategy, message
+):
     monkeypatch.chdir(tmp_path)
     if "version" in teacher:
         runs.make_teacher("images", tmp_path / "teachers" / "version_0")
     assert fit(tmp_path, teacher, devices, strategy) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]  # type: ignore[attr-defined]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
     assert len(lines) == 1
     assert message in lines[0]

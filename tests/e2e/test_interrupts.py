@@ -53,7 +53,7 @@ def check(code: int, lines: list[str], where: str) -> None:
 
 
 def test_the_imports_of_a_command_end_in_one_line(tmp_path: Path) -> None:
-    for imports in (FIRST, 350, 900):  # The command's, NumPy's and torch's.
+    for imports in (FIRST, 900):  # The command's and torch's.
         code, lines = interrupted(tmp_path, imports=imports)
         check(code, lines, f"after {imports} imports")
         assert len(lines) == 1, lines
