@@ -51,7 +51,12 @@ def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """
     rest: dict[str, Any] = copy.deepcopy(dict(config))
     options: dict[str, Any] = {}
-    _take_switches(rest, options)
+    for name in ("comms_logger", "flops_profiler"):
+        if rest.get(name) in ({"enabled": True}, {"enabled": False}):
+            options[name] = rest.pop(name)["enabled"]
+    profiler = rest.get("flops_profiler", {})
+    if profiler.keys() == {"enabled", "profile_step"} and profiler["enabled"] is True:
+        options["flops_profiler"] = rest.pop("flops_profiler")["profile_step"]
     for name, path in OPTIONS.items():
         value = get(rest, path)
         if name in ("activation_checkpointing", "flops_profiler", "comms_logger"):
@@ -60,29 +65,13 @@ def to_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             continue
         options[name] = int(value) if isinstance(value, float) and value.is_integer() else value
         _drop(rest, path)
-    _take_nvme_path(rest, options)
-    return options, rest
-
-
-def _take_switches(rest: dict[str, Any], options: dict[str, Any]) -> None:
-    """Moves the sections that one option replaces from ``rest`` to ``options``."""
-    if rest.get("comms_logger") in ({"enabled": True}, {"enabled": False}):
-        options["comms_logger"] = rest.pop("comms_logger")["enabled"]
-    profiler = rest.get("flops_profiler")
-    if profiler in ({"enabled": True}, {"enabled": False}):
-        options["flops_profiler"] = rest.pop("flops_profiler")["enabled"]
-    elif isinstance(profiler, dict) and set(profiler) == {"enabled", "profile_step"} and profiler["enabled"] is True:
-        options["flops_profiler"] = rest.pop("flops_profiler")["profile_step"]
-
-
-def _take_nvme_path(rest: dict[str, Any], options: dict[str, Any]) -> None:
-    """Moves the common folder of all NVMe offloads from ``rest`` to ``options``."""
     on_nvme = [f"{section}.nvme_path" for name, section in OFFLOADED.items() if options.get(name) == "nvme"]
     folders = {get(rest, path) for path in on_nvme}
     if len(folders) == 1 and None not in folders:
         options["nvme_path"] = folders.pop()
         for path in on_nvme:
             _drop(rest, path)
+    return options, rest
 
 
 def _drop(config: dict[str, Any], path: str) -> None:
@@ -229,7 +218,7 @@ def task_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the nearest `init_args` of CausalLM or ImageClassifier, and notes on how they differ.
 
     Args:
-        config: Configuration that ``resolve`` returned.
+        config: Configuration that ``merge_options`` returned.
     """
     options, notes = _optimizer(config)
     schedule, more = _schedule(config, options.get("lr"))
