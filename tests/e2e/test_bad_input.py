@@ -19,16 +19,10 @@ from dlo_framework import runs
 from dlo_framework.cli.config_scan import read_config
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
+from support.digits_config import digits_config
 
-CONFIG = """
-trainer: {max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2}
-data: {class_path: DigitsData, init_args: {image_size: 16}}
-"""
+SIZES = "patch_size: 4, embed_dim: 48, depth: 2, num_heads: 2"
+CONFIG = digits_config("max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1", SIZES)
 
 
 @pytest.fixture

@@ -10,16 +10,10 @@ import pytest
 
 from dlo_framework import runs
 from dlo_framework.cli.main import main
+from support.digits_config import digits_config
 
-CONFIG = """
-trainer: {max_epochs: 2, accelerator: cpu, limit_val_batches: 1, limit_train_batches: 3, accumulate_grad_batches: 2}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}
-data: {class_path: DigitsData, init_args: {image_size: 16}}
-"""
+TRAINER = "max_epochs: 2, accelerator: cpu, limit_val_batches: 1, limit_train_batches: 3"
+CONFIG = digits_config(f"{TRAINER}, accumulate_grad_batches: 2")
 
 
 @pytest.fixture

@@ -13,16 +13,10 @@ from dlo_framework import runs
 from dlo_framework.cli.main import main
 from dlo_framework.errors import DloError
 from dlo_tasks.llm.records import read_records
+from support.digits_config import digits_config
 
 DATA = "data: {class_path: DigitsData, init_args: {image_size: 16}}\n"
-CONFIG = f"""
-trainer: {{max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1}}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {{patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}}
-{DATA}"""
+CONFIG = digits_config("max_epochs: 1, accelerator: cpu, limit_train_batches: 2, limit_val_batches: 1")
 GPT2 = "{model_type: gpt2, n_embd: 8, n_layer: 1, n_head: 2, n_positions: 64, vocab_size: 300}"
 LANGUAGE = f"model: {{class_path: CausalLM, init_args: {{config: {GPT2}}}}}\n"
 

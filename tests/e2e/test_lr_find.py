@@ -7,17 +7,14 @@ import pytest
 import yaml
 
 from dlo_framework.cli.main import main
+from support.digits_config import WIDE, digits_config
 
-CONFIG = """
-trainer: {max_epochs: 2, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2}
-data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
-    schedule: constant
-"""
+CONFIG = digits_config(
+    "max_epochs: 2, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2",
+    WIDE,
+    "image_size: 16, batch_size: 32",
+    "schedule: constant",
+)
 RANKS = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 FINDER = ["--trainer.callbacks", "[{class_path: LRFinder, init_args: {num_steps: 40, min_lr: 1.0e-5}}]"]
 

@@ -6,18 +6,11 @@ import json
 import pytest
 
 from dlo_framework.cli.main import main
+from support.digits_config import WIDE, digits_config
 from support.texts import lines, sentences
 
-CONFIG = """
-trainer: {max_epochs: 1, accelerator: cpu, devices: 1, log_every_n_steps: 5}
-data: {class_path: DigitsData, init_args: {image_size: 16, batch_size: 32}}
-model:
-  class_path: ImageClassifier
-  init_args:
-    model: vit_tiny_patch16_224
-    model_args: {patch_size: 8, embed_dim: 48, depth: 2, num_heads: 2}
-    schedule: constant
-"""
+TRAINER = "max_epochs: 1, accelerator: cpu, devices: 1, log_every_n_steps: 5"
+CONFIG = digits_config(TRAINER, WIDE, "image_size: 16, batch_size: 32", "schedule: constant")
 OWN = """
 from lightning.pytorch import Callback
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -82,16 +83,14 @@ def check_devices() -> Iterator[Finding]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(
-        "cpu", "ok", f"{cores} cores for this process, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'unset')}"
-    )
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    yield Finding("cpu", "ok", f"{cores} cores for this process, OMP_NUM_THREADS {threads}")
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         driver = shutil.which("nvidia-smi") or shutil.which("rocm-smi")
         if driver and not built:
-            yield Finding(
-                "gpu", "fails", "there is a driver, but torch is built for the CPU; install a build for your GPU"
-            )
+            fix = "there is a driver, but torch is built for the CPU; install a build for your GPU"
+            yield Finding("gpu", "fails", fix)
         else:
             yield Finding("gpu", "note", f"none ({f'torch is built for {built}, ' if built else ''}runs use the CPU)")
         return
@@ -112,19 +111,9 @@ def _check_links() -> Iterator[Finding]:
         return
     done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU") and "\t" in line]
-    kinds = sorted(
-        {
-            cell
-            for row in rows
-            for cell in row[1:]
-            if cell.startswith("NV") or cell in ("PIX", "PXB", "PHB", "NODE", "SYS")
-        }
-    )
-    slow = "SYS" in kinds
-    text = ", ".join(kinds) or "unknown"
-    yield Finding(
-        "links", "note" if slow else "ok", f"{text}{' (some GPUs reach each other through the CPUs)' if slow else ''}"
-    )
+    kinds = sorted({cell for row in rows for cell in row[1:] if re.fullmatch("NV.*|PIX|PXB|PHB|NODE|SYS", cell)})
+    slow = " (some GPUs reach each other through the CPUs)" if "SYS" in kinds else ""
+    yield Finding("links", "note" if slow else "ok", f"{', '.join(kinds) or 'unknown'}{slow}")
 
 
 def check_storage(folder: Path) -> Iterator[Finding]:
@@ -187,12 +176,8 @@ def check_packages(registry: Registry) -> Iterator[Finding]:
         registry: Registry of the plug-ins.
     """
     for extra, missing in missing_extras().items():
-        if missing:
-            yield Finding(
-                f"extra {extra}", "note", f"without {', '.join(missing)}; pip install 'dlo_framework[{extra}]'"
-            )
-        else:
-            yield Finding(f"extra {extra}", "ok", "complete")
+        fix = f"without {', '.join(missing)}; pip install 'dlo_framework[{extra}]'"
+        yield Finding(f"extra {extra}", "note" if missing else "ok", fix if missing else "complete")
     conflicts = dict.fromkeys(text for plugin in registry.plugins() if (text := registry.conflict(plugin)))
     for problem in (*conflicts, *registry.problems):
         yield Finding("plug-ins", "fails", problem)
@@ -245,12 +230,9 @@ def check_ranks_meet(ranks: int) -> Finding:
     except Exception as error:  # Any failure of a rank is the finding.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         return Finding(name, "fails", f"cannot reduce over {backend}: {reason}")
-    moved = 2 * (ranks - 1) / ranks * 4 * _ELEMENTS
-    return Finding(
-        name,
-        "ok",
-        f"all_reduce of {format_bytes(4 * _ELEMENTS)} over {backend}: {format_bytes(moved / seconds)}/s a rank",
-    )
+    size = 4 * _ELEMENTS
+    rate = format_bytes(2 * (ranks - 1) / ranks * size / seconds)
+    return Finding(name, "ok", f"all_reduce of {format_bytes(size)} over {backend}: {rate}/s a rank")
 
 
 def measure_all_reduce(rank: int, world_size: int, on_gpus: bool) -> float:
