@@ -382,7 +382,7 @@ def test_a_number_from_several_gradients_is_refused_where_ranks_have_others() ->
     for use in JOINT:
         before = [gradient.clone() for gradient in _gradients(model)]
         with (
-            pytest.raises(DloError, match=r"does not support pp=2: .* \(test_gradient_guards.py:\d+\); clip by"),
+            pytest.raises(DloError, match=r"does not support pp=2: .* \(test_gradients.py:\d+\); clip by"),
             JointGradients("pp=2"),
         ):
             use(model)
