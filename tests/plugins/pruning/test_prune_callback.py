@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dlo_framework.distributed.strategy import _refuse_pruning, use_canonical_checkpoints
+from dlo_framework.distributed.strategy import use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
 from dlo_framework.errors import DloError
 from dlo_plugins.callbacks.prune import (
@@ -402,7 +402,8 @@ def test_lightnings_fsdp_is_refused():
 
 
 def test_lightnings_pruning_is_pointed_to_it():
-    callbacks = [ModelPruning("l1_unstructured", amount=0.5)]
-    run: Any = SimpleNamespace(callbacks=callbacks, strategy=ZeroStrategy(3))
+    strategy = ZeroStrategy(3)
+    strategy._lightning_module = Net()
+    run: Any = SimpleNamespace(callbacks=[ModelPruning("l1_unstructured", amount=0.5)], loggers=[])
     with pytest.raises(DloError, match="got ModelPruning; use dlo's own pruning callback \\(dlo plugins\\), or ddp"):
-        _refuse_pruning(run)
+        strategy._check_callbacks(run)
