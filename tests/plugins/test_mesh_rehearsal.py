@@ -22,7 +22,7 @@ from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.testing.training import leave_group
 from dlo_plugins.appliers.fully_shard import FullyShard
 from dlo_plugins.callbacks.one_cycle import OneCycle
-from dlo_plugins.mesh import mesh_rehearsal
+from dlo_plugins.mesh import mesh_simulation
 from dlo_plugins.mesh.pipelined_task import forward_costs
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.tensor.tp_plan import Coverage, measure_coverage
@@ -171,14 +171,14 @@ def test_a_model_in_memory_is_not_copied_by_its_check(monkeypatch) -> None:
 
 def test_identical_blocks_are_rehearsed_once_and_a_pipelines_middle_stages_too(monkeypatch) -> None:
     blocks, ranks = [], []
-    simulated = mesh_rehearsal.simulated_rank
+    simulated = mesh_simulation.simulated_rank
 
     def noted(task: Any, strategy: Any, pipelining: Any, spec: Any, rank: int, *args: Any, **options: Any) -> Any:
         blocks.append(len(task.model.blocks))
         ranks.append(rank)
         return simulated(task, strategy, pipelining, spec, rank, *args, **options)
 
-    monkeypatch.setattr(mesh_rehearsal, "simulated_rank", noted)
+    monkeypatch.setattr(mesh_simulation, "simulated_rank", noted)
 
     class Deep(Words):
         blocks = 32

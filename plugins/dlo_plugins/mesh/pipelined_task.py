@@ -31,7 +31,7 @@ from dlo_framework.mesh import MeshSpec
 from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_plugins.pipeline.exchange import batch_signatures
-from dlo_plugins.pipeline.model_stages import PartCosts, Split, balance_stages, check_pipeline, flop_costs
+from dlo_plugins.pipeline.model_stages import PartCosts, Split, balance_stages, flop_costs, make_stages
 from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
@@ -101,9 +101,8 @@ class PipelineOptions:
         check_outside(task)
         batch, parts = getattr(datamodule, "batch_size", None), self.count_micro_batches(spec.pp)
         # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
-        check_pipeline(
-            *(task.model, plan, spec.pp, self.schedule, parts, self.stages_per_rank, self.split or "balanced")
-        )
+        where = make_schedule(self.schedule, spec.pp, parts, self.stages_per_rank).placement
+        make_stages(task.model, plan, where.stages, self.split or "balanced")
         if isinstance(batch, int) and batch // spec.data_size < parts:
             raise DloError(
                 f"batch_size must give each of {spec.data_size} pipelines at least {parts} samples, one per"

@@ -73,10 +73,7 @@ class Link:
 
     def wait(self, work: dist.Work | HostReceive) -> None:
         """Waits until a send or receive is complete; on an accelerator, the current stream waits."""
-        if self._limit is None:
-            work.wait()
-        else:
-            work.wait(self._limit)
+        work.wait() if self._limit is None else work.wait(self._limit)
 
     def send_object(self, value: Any) -> list[tuple[dist.Work, Tensor]]:
         """Starts to send an object that can be pickled."""
@@ -523,28 +520,21 @@ class TiedGroup:
     """Parameter that several ranks hold.
 
     Attributes:
-        names: Names of the parameter in the model.
+        name: First name of the parameter in the model.
         ranks: Ranks of the pipeline that hold it, in ascending order.
     """
 
-    names: tuple[str, ...]
+    name: str
     ranks: tuple[int, ...]
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Returns the pairs of ranks that exchange gradients: the first rank and each of the others."""
-        return [(self.ranks[0], other) for other in self.ranks[1:]]
 
 
 def find_tied_groups(model: nn.Module, stages: Stages, placement: Placement) -> list[TiedGroup]:
     """Returns the parameters that stages of several ranks use."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     found = []
-    for group in names.values():
-        ranks = sorted({placement.rank_of(stage) for stage in stages.stages_of(group[0])})
+    for name, _ in model.named_parameters():
+        ranks = sorted({placement.rank_of(stage) for stage in stages.stages_of(name)})
         if len(ranks) > 1:
-            found.append(TiedGroup(tuple(group), tuple(ranks)))
+            found.append(TiedGroup(name, tuple(ranks)))
     return found
 
 
@@ -565,7 +555,7 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Sums the parameters' `.grad` over all uses; call it once a step, when gradients are complete."""
         for tied in self._held:
-            parameter = self._model.get_parameter(tied.names[0])
+            parameter = self._model.get_parameter(tied.name)
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
@@ -581,8 +571,8 @@ class TiedWeights:
                 it have a gradient, or none of them.
         """
         for tied in self._held:
-            if tied.names[0] in gradients:
-                self._sum(tied, gradients[tied.names[0]])
+            if tied.name in gradients:
+                self._sum(tied, gradients[tied.name])
 
     def named_on_any_rank(self, names: Collection[str]) -> set[str]:
         """Returns the tied weights of this rank that at least one rank names; all ranks of the pipeline call it.
@@ -592,34 +582,27 @@ class TiedWeights:
         """
         if not self._groups:
             return set()
-        named = [tied.names[0] in names for tied in self._groups]
+        named = [tied.name in names for tied in self._groups]
         flags = torch.tensor(named, dtype=torch.uint8, device=self._transport.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._transport.group)
-        found = {tied.names[0] for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
-        return found & {tied.names[0] for tied in self._held}
+        found = {tied.name for tied, flag in zip(self._groups, flags.tolist(), strict=True) if flag}
+        return found & {tied.name for tied in self._held}
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Returns the ranks of the pipeline that hold a tied weight, by its first name; none for another parameter."""
-        return next((tied.ranks for tied in self._groups if tied.names[0] == name), ())
+        return next((tied.ranks for tied in self._groups if tied.name == name), ())
 
     def _sum(self, tied: TiedGroup, tensor: Tensor) -> None:
-        gradient = local_tensor(
-            tensor
-        )  # FSDP2's shards of a tied weight have the same bounds on all ranks that hold it.
-        first = tied.ranks[0]
+        gradient = local_tensor(tensor)  # FSDP2's shards of a tied weight have the same bounds on all its ranks.
+        first, *others = tied.ranks
         if self._transport.rank == first:
-            for other in tied.ranks[1:]:
+            for other in others:
                 gradient += self._receive(other, torch.empty_like(gradient))
+            for other in others:
+                self._send(other, gradient)
         else:
             self._send(first, gradient)
-        self._from_first(tied, gradient)
-
-    def _from_first(self, tied: TiedGroup, tensor: Tensor) -> None:
-        if self._transport.rank == tied.ranks[0]:
-            for other in tied.ranks[1:]:
-                self._send(other, tensor)
-        else:
-            tensor.copy_(self._receive(tied.ranks[0], torch.empty_like(tensor)))
+            gradient.copy_(self._receive(first, torch.empty_like(gradient)))
 
     def _send(self, peer: int, tensor: Tensor) -> None:
         link = self._transport.link(peer, incoming=False)

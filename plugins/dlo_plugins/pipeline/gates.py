@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -192,15 +192,9 @@ class TensorShape:
         return Placeholder(full, source, check)
 
 
-@dataclass
-class StageShapes:
-    """Shapes that the modules of earlier stages return, for micro-batches of one shape.
-
-    Attributes:
-        returned: Output of each call in one forward, by module, with a :class:`TensorShape` for each tensor.
-    """
-
-    returned: dict[str, list[Any]] = field(default_factory=dict)
+#: Outputs of the modules of earlier stages in one forward, for micro-batches of one shape: of each call, by module,
+#: with a :class:`TensorShape` for each tensor.
+StageShapes = dict[str, list[Any]]
 
 
 class _Identity(torch.autograd.Function):
@@ -257,7 +251,7 @@ class StageForward:
         self._builds_graph = torch.is_grad_enabled()
         self.entered = -1  # Number of the block that was called last.
         #: Shapes that the modules of this stage and of earlier ones return; complete if `record` is set.
-        self.known = StageShapes({name: list(calls) for name, calls in shapes.returned.items()})
+        self.known = {name: list(calls) for name, calls in shapes.items()}
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Returns the hidden state for the next stage; in the last stage, the output of `forward`.
@@ -319,7 +313,7 @@ class StageForward:
 
     def _placeholder(self, name: str, module: nn.Module) -> nn.Module:
         is_block = name in self.stages.blocks
-        calls = iter(self.shapes.returned.get(name, ()))
+        calls = iter(self.shapes.get(name, ()))
 
         def placeholder(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -348,10 +342,7 @@ class StageForward:
     def _recorded(self, name: str, module: nn.Module) -> nn.Module:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._stream(name):
-                returned = module(*args, **kwargs)
-            if self.record and not self.has_ended:
-                self._record_shape(name, returned)
-            return returned
+                return self._record_shape(name, module(*args, **kwargs))
 
         return _Gate(module, recorded)
 
@@ -369,15 +360,13 @@ class StageForward:
             if not self.has_ended:  # A recomputation in backward calls it again.
                 self._enter(name)
             if is_first:
-                args, kwargs = _with_hidden(args, kwargs, self._hidden(name))
+                hidden = self._hidden(name)
+                args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): hidden})
                 self.check.is_received = True
             if self.check.is_received:
                 self.check.check_values((args, kwargs), f"'{name}' with an argument")
             with self._stream(name), self._leaves_nothing(name, module):
-                returned = module(*args, **kwargs)
-            if self.record and not self.has_ended:
-                self._record_shape(name, returned)
-            return returned
+                return self._record_shape(name, module(*args, **kwargs))
 
         return _Gate(module, block)
 
@@ -470,9 +459,12 @@ class StageForward:
         self.entered = number
         self.check.place = f"after '{name}'"
 
-    def _record_shape(self, name: str, returned: Any) -> None:
-        shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))
-        self.known.returned.setdefault(name, []).append(shape)
+    def _record_shape(self, name: str, returned: Any) -> Any:
+        """Returns what a module has returned, whose shapes it records if they are wanted."""
+        if self.record and not self.has_ended:
+            shape = _mapped(returned, Tensor, lambda tensor: TensorShape(tuple(tensor.shape), tensor.dtype))
+            self.known.setdefault(name, []).append(shape)
+        return returned
 
 
 class _Gate(nn.Module):
@@ -503,13 +495,6 @@ class _Gate(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a block's arguments with the hidden state as the first of them."""
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): hidden}
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

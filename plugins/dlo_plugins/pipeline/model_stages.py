@@ -18,7 +18,6 @@ from dlo_framework.costs import OperatorCounter
 from dlo_framework.errors import DloError
 from dlo_framework.fake_kernels import fake_places, fake_tensors, tensor_places, tensors_replaced
 from dlo_framework.plan import ParallelPlan
-from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
 
 
 class Stages:
@@ -211,13 +210,10 @@ def _called_modules(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
-    """Whether a pattern names this very module."""
-    return any(ParallelPlan(stem=(pattern,)).owners(name) and _depth(pattern, name) for pattern in patterns)
-
-
-def _depth(pattern: str, name: str) -> bool:
+    """Returns whether a pattern names this very module, and not one around it."""
     parent = name.rpartition(".")[0]
-    return not parent or not ParallelPlan(stem=(pattern,)).owners(parent)
+    plans = [ParallelPlan(stem=(pattern,)) for pattern in patterns]
+    return any(plan.owners(name) and not (parent and plan.owners(parent)) for plan in plans)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -318,9 +314,7 @@ def flop_costs(model: nn.Module, plan: ParallelPlan, run: Callable[[], Any]) -> 
 Split = Sequence[int] | Literal["balanced"]
 
 
-def make_stages(
-    model: nn.Module, plan: ParallelPlan, stages: int, split: Split = "balanced", costs: PartCosts | None = None
-) -> Stages:
+def make_stages(model: nn.Module, plan: ParallelPlan, stages: int, split: Split = "balanced") -> Stages:
     """Returns a model's stages, without cutting it.
 
     Args:
@@ -328,7 +322,6 @@ def make_stages(
         plan: Plan of the model; its names are relative to the model.
         stages: Number of stages.
         split: Number of blocks of each stage, or `balanced` by cost.
-        costs: Costs that the balanced split uses; by default the numbers of parameters.
 
     Raises:
         DloError: If the split does not fit the model.
@@ -339,7 +332,7 @@ def make_stages(
                 f"split must be 'balanced' or a list with the number of blocks of each stage, got '{split}'; set"
                 " split: balanced"
             )
-        known = costs or parameter_costs(model, plan)
+        known = parameter_costs(model, plan)
         return Stages(model, plan, balance_stages(known.blocks, stages, known.stem, known.head))
     if len(split) != stages:
         even = balance_stages([1.0] * len(plan.block_names(model, repeated=True)), stages)
@@ -348,46 +341,6 @@ def make_stages(
             f" {list(split)}; set {even}, or balanced"
         )
     return Stages(model, plan, split)
-
-
-def check_pipeline(
-    model: nn.Module,
-    plan: ParallelPlan,
-    ranks: int,
-    schedule: str,
-    micro_batches: int,
-    stages_per_rank: int | None = None,
-    split: Split = "balanced",
-) -> Stages:
-    """Checks that a model can be cut for a number of ranks, and that the schedule can run the micro-batches.
-
-    Args:
-        model: Model, on any device; the meta device will do.
-        plan: Plan of the model; its names are relative to the model.
-        ranks: Number of ranks in the pipeline.
-        schedule: Name of the schedule.
-        micro_batches: Number of micro-batches in a step.
-        stages_per_rank: Number of stages that each rank holds, where the schedule leaves it open.
-        split: Number of blocks of each stage, or `balanced`.
-
-    Returns:
-        The stages of the model.
-
-    Raises:
-        DloError: If the model, the ranks and the schedule do not fit together; the message computes what does.
-    """
-    where = make_placement(schedule, ranks, stages_per_rank)
-    make_schedule(schedule, ranks, micro_batches, stages_per_rank)
-    blocks = len(plan.block_names(model, repeated=True))
-    if where.stages > blocks:
-        per_rank = where.stages_per_rank
-        most = blocks // per_rank
-        fix = f"set pp={most} or less" if most else "choose 1F1B, which has one stage a rank"
-        raise DloError(
-            f"each pipeline stage must have at least one block, got {blocks} blocks for {ranks} ranks with {per_rank}"
-            f" stage{'s' * (per_rank > 1)} each ({where.stages} stages); {fix}"
-        )
-    return make_stages(model, plan, where.stages, split)
 
 
 def balance_stages(costs: Sequence[float], stages: int, stem: float = 0.0, head: float = 0.0) -> list[int]:

@@ -27,8 +27,7 @@ from dlo_plugins.pipeline.actions import Action, ActionKind
 from dlo_plugins.pipeline.autocast import no_autocast, uncached
 from dlo_plugins.pipeline.exchange import Exchange, TiedWeights, Transport, batch_signatures, find_tied_groups
 from dlo_plugins.pipeline.gates import Placeholder, SkipCheck, StageForward, StageShapes
-from dlo_plugins.pipeline.model_stages import PartCosts, Split, release_other_stages
-from dlo_plugins.pipeline.model_stages import make_stages as make_stages
+from dlo_plugins.pipeline.model_stages import Split, make_stages, release_other_stages
 from dlo_plugins.pipeline.pipeline_schedules import (
     Schedule,
     flushes,
@@ -134,7 +133,6 @@ class Pipeline:
         schedule: Name of the schedule; one of :data:`~dlo_plugins.pipeline.pipeline_schedules.SCHEDULES`.
         stages_per_rank: Number of stages that each rank holds, for schedules that leave it open; 2 by default there.
         split: Number of blocks of each stage, or `balanced` by cost.
-        costs: Costs that the balanced split uses; by default the numbers of parameters.
         device: Device on which this rank computes.
 
     Attributes:
@@ -168,7 +166,6 @@ class Pipeline:
         schedule: str = "1F1B",
         stages_per_rank: int | None = None,
         split: Split = "balanced",
-        costs: PartCosts | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.model, self.group, self.device = model, group, torch.device(device)
@@ -181,13 +178,14 @@ class Pipeline:
         self._loss: tuple[Tensor, dist.Work | None] | None = None  # of the step before, where gradients are delayed
         self.rank = dist.get_rank(group)
         self.placement = make_placement(schedule, dist.get_world_size(group), stages_per_rank)
-        self.stages = make_stages(model, plan, self.placement.stages, split, costs)
+        self.stages = make_stages(model, plan, self.placement.stages, split)
         self.own_stages = self.placement.stages_of(self.rank)
         tied = find_tied_groups(model, self.stages, self.placement)
+        pairs = [(shared.ranks[0], other) for shared in tied for other in shared.ranks[1:]]
         self._shared_buffers = self.stages.shared_buffers(model)
         self.ownership = release_other_stages(model, self.stages, self.own_stages)
         self._transport = Transport(group, self.device)
-        self._transport.connect([*self.placement.neighbours(), *(pair for shared in tied for pair in shared.pairs())])
+        self._transport.connect([*self.placement.neighbours(), *pairs])
         self.tied = TiedWeights(model, tied, self._transport)
         self._weight_gradients: WeightGradients | None = None
         self._absent: list[TensorPlace] | None = None
@@ -266,7 +264,11 @@ class Pipeline:
             self._recorder.begin(self.group)
         with self._shared_buffers_kept():
             self._run(step, own)
-        total = self._delay(step, ends_window) if self.delays else self._broadcast_total(step.total)
+        if self.delays:
+            total = self._delay(step, ends_window)
+        else:
+            total, sent = self._start_broadcast(step.total)
+            sent.wait()
         if sum_tied and self.has_gradients:
             self.tied.sum_gradients()
         return total
@@ -411,7 +413,7 @@ class Pipeline:
         last = min(max(self.own_stages), self.stages.count - 2)
         known = batch_signatures(micro_batches, self.model, self.device)
         for key, micro_batch in dict(zip(known, micro_batches, strict=True)).items():
-            hidden, shapes = None, StageShapes()
+            hidden, shapes = None, {}
             for stage in range(last + 1):
                 passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True)
                 result = passage.run(partial(forward, micro_batch))
@@ -529,7 +531,7 @@ class Pipeline:
         key = step.signatures[number]
         if stage > 0 and (stage, key) not in self._shapes:
             self._shapes[stage, key] = step.exchange.get_shapes(stage, key)
-        shapes = self._shapes[stage, key] if stage else StageShapes()
+        shapes = self._shapes[stage, key] if stage else {}
         last = stage + 1 == self.stages.count
         record = not last and (stage + 1, key) not in self._shapes
         seed = self._seed(step, number)
@@ -577,7 +579,8 @@ class Pipeline:
         _, stage, number = action
         assert self._weight_gradients is not None
         with self._timed(action), no_autocast(self.device.type):
-            self._weight_gradients.run(step.deferred.pop((stage, number)))
+            for compute in step.deferred.pop((stage, number)):
+                compute()
             if self.weight_gradients_ready is not None:
                 self.weight_gradients_ready()
 
@@ -674,11 +677,6 @@ class Pipeline:
             for stage in self.own_stages:
                 for name in self.stages.blocks_of(stage):
                     self._weight_gradients.install(self.model.get_submodule(name))
-
-    def _broadcast_total(self, total: Tensor | float) -> Tensor:
-        value, work = self._start_broadcast(total)
-        work.wait()
-        return value
 
     def _start_broadcast(self, total: Tensor | float) -> tuple[Tensor, dist.Work]:
         # Other ranks receive the value. Zeros are made on the device; a Python number would be copied there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,19 +52,6 @@ class StageCosts:
             case ActionKind.INPUT:
                 return self.input[stage]
         return self.weight[stage]
-
-
-class ActionCosts(Protocol):
-    """Protocol of the costs that :func:`simulate` takes."""
-
-    @property
-    def transfer(self) -> float:
-        """Time to send a hidden state or its gradient to another rank."""
-        ...
-
-    def cost_of(self, action: Action) -> float:
-        """Returns an action's cost."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ def dependencies(action: Action, stages: int) -> list[tuple[bool, int]]:
     return [(True, action.stage)]
 
 
-def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
+def simulate(schedule: Schedule, costs: StageCosts | MeasuredCosts) -> Timeline:
     """Returns the timeline of a schedule in which each rank runs each action of its order as early as possible.
 
     What a schedule without flushes has left to this step from the one before is ready when the step begins.
@@ -261,11 +248,8 @@ class Recorder:
 def gather_timeline(own: list[TimedAction], group: dist.ProcessGroup) -> Timeline:
     """Returns the timeline of all ranks, on all ranks."""
     rows: list[Any] = [None] * dist.get_world_size(group)
-    mine = [(str(t.action.kind), t.action.stage, t.action.micro_batch, t.start, t.end) for t in own]
-    dist.all_gather_object(rows, mine, group)
-    return Timeline(
-        [[TimedAction(Action(ActionKind(k), s, n), start, end) for k, s, n, start, end in row] for row in rows]
-    )
+    dist.all_gather_object(rows, own, group)
+    return Timeline(rows)
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,6 @@ class WeightGradients:
             found += 1
         return found
 
-    def run(self, deferred: deque[Callable[[], None]]) -> None:
-        """Computes deferred weight gradients, and adds them to the weights' `.grad`."""
-        while deferred:
-            deferred.popleft()()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self
 
@@ -70,7 +65,7 @@ class _Forward:
 
     __name__ = "forward"  # A bound method is pickled by its name.
 
-    def __init__(self, store: WeightGradients, operation: _Operation) -> None:
+    def __init__(self, store: WeightGradients, operation: _Dense) -> None:
         self.store, self.operation = store, operation
 
     def __call__(self, layer: Any, input: Tensor) -> Tensor:
@@ -87,23 +82,8 @@ class _Forward:
         return result
 
 
-class _Operation:
-    """Kind of layer: its forward and the two parts of its backward, as pure functions."""
-
-    def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def input_gradient(self, layer: Any, gradient: Tensor, shape: torch.Size, weight: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def weight_gradients(
-        self, layer: Any, gradient: Tensor, input: Tensor, weight: Tensor, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
-
-
-class _Dense(_Operation):
-    """`nn.Linear`: weight `[out, in]`."""
+class _Dense:
+    """Forward of `nn.Linear`, with weight `[out, in]`, and the two parts of its backward, as pure functions."""
 
     def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -136,7 +116,7 @@ class _Transposed(_Dense):
         return input.reshape(-1, input.shape[-1]).t() @ rows, rows.sum(0)
 
 
-class _Convolution(_Operation):
+class _Convolution(_Dense):
     """`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`."""
 
     def forward(self, layer: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -213,7 +193,7 @@ def _as_parameters(
     return of_weight.to(weight.dtype), None if of_bias is None or bias is None else of_bias.to(bias.dtype)
 
 
-def _operation(layer: nn.Module) -> _Operation | None:
+def _operation(layer: nn.Module) -> _Dense | None:
     # A class that is combined with another may declare by `computes_as` the class whose computation it has.
     if getattr(type(layer), "computes_as", type(layer)) is nn.Linear:
         return _Dense()

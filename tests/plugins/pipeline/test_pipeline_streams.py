@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlo_plugins.pipeline import transport
+from dlo_plugins.pipeline import exchange
 from dlo_plugins.pipeline.actions import ActionKind
 from dlo_plugins.pipeline.exchange import Exchange, TensorLayout
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_schedule
@@ -22,7 +22,7 @@ from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES, Schedule, make_sc
 _LAYOUT = TensorLayout.from_tensor(torch.zeros(2, requires_grad=True))
 
 
-class NotingLink(transport.Link):
+class NotingLink(exchange.Link):
     """Notes what a rank asks for: ``(what, group, peer, number)``."""
 
     least_ahead = 0
@@ -54,17 +54,17 @@ class NotingLink(transport.Link):
         return _LAYOUT, ()
 
 
-def transport_of(rank: int, ranks: int, noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> transport.Transport:
+def transport_of(rank: int, ranks: int, noted: list[Any], monkeypatch: pytest.MonkeyPatch) -> exchange.Transport:
     """Returns a rank's transport over NCCL, whose groups are numbers."""
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=None))
     group: Any = SimpleNamespace(_get_backend=lambda _: backend)
     made = iter(range(100))
-    monkeypatch.setattr(transport, "backend_of", lambda *_: "nccl")
+    monkeypatch.setattr(exchange, "backend_of", lambda *_: "nccl")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: list(range(ranks)))
     monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: next(made))
-    monkeypatch.setattr(transport, "Link", lambda group, peer, *rest: NotingLink(noted, group, peer, rest[-1]))
-    return transport.Transport(group, torch.device("cpu"))
+    monkeypatch.setattr(exchange, "Link", lambda group, peer, *rest: NotingLink(noted, group, peer, rest[-1]))
+    return exchange.Transport(group, torch.device("cpu"))
 
 
 def asked(schedule: Schedule, rank: int, monkeypatch: pytest.MonkeyPatch, *, known: bool) -> list[Any]:
