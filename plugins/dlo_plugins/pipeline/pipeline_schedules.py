@@ -25,7 +25,7 @@ in an installed package with an entry point in the group ``dlo_framework.pipelin
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -166,9 +166,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
         rule.check(ranks, micro_batches)
     orders = tuple(_order(known, rule, where, rank, micro_batches) for rank in range(ranks))
     for rank, order in enumerate(orders):
-        _check_complete(known, order, {(stage, n) for stage in where.stages_of(rank) for n in range(micro_batches)})
-        _check_recomputed(known, order, where.stages - 1)
-        _check_carried(known, rule, order, micro_batches)
+        _check_order(known, rule.flushes, order, where.stages_of(rank), micro_batches, where.stages - 1)
         if not rule.splits_backward and any(action.kind in (I, W) for action in order):
             raise DloError(
                 f"schedule {known} must be registered with splits_backward=True to run input and weight gradients"
@@ -199,58 +197,47 @@ def _order(name: str, rule: ScheduleRule, where: Placement, rank: int, micro_bat
     return found
 
 
-def _check_complete(name: str, order: Sequence[Action], wanted: set[tuple[int, int]]) -> None:
-    """Checks that a rank's order computes each of its stages for each micro-batch once, forward and backward."""
-    number = len({n for _, n in wanted})
-    # A backward of the step before stands for the same one of this step, which the next step runs.
-    done = [a if a.kind is F else a._replace(micro_batch=a.micro_batch % number) for a in order]
-    of_kind = {kind: Counter((a.stage, a.micro_batch) for a in done if a.kind is kind) for kind in ActionKind}
-    for computed, counts in (("forward", of_kind[F]), ("backward", of_kind[B] + of_kind[I])):
-        wrong = next((item for item in {*wanted, *counts} if counts[item] != (item in wanted)), None)
-        if wrong is not None:
+#: Kinds of actions that a stage runs for a micro-batch, in this order.
+_COMPLETE = ("FB", "FIW", "FRB", "FRIW")
+
+
+def _check_order(
+    name: str, flushes: bool, order: Sequence[Action], stages: Sequence[int], micro_batches: int, last: int
+) -> None:
+    """Checks that a rank's order computes each of its stages for each micro-batch once, in the order of dependencies.
+
+    A backward of the step before stands for the same one of this step, which the next step runs. A stage before the
+    last one recomputes all of its micro-batches or none.
+    """
+    own: dict[tuple[int, int], str] = {(stage, n): "" for stage in stages for n in range(micro_batches)}
+    wanted, carried = len(own), defaultdict[tuple[int, int], str](str)
+    for action in order:
+        least = 0 if flushes or action.kind is not B else -micro_batches
+        if action.micro_batch < least or (not flushes and action.kind not in (F, B)):
             raise DloError(
-                f"schedule {name} must run each micro-batch of a rank's stages {computed} once, got {counts[wrong]}"
-                f" times for stage {wrong[0]} and micro-batch {wrong[1]}; correct the rank's order"
+                f"schedule {name} must run {'micro-batches of its own step' if flushes else 'full backwards (B)'},"
+                f" got {action}; " + ("register it with flushes=False" if flushes else "correct the rank's order")
             )
-    if of_kind[I] != of_kind[W]:
+        if action.micro_batch < 0:
+            carried[action.stage, action.micro_batch + micro_batches] += action.kind
+        else:
+            own[action.stage, action.micro_batch] = own.get(action[1:], "") + action.kind
+    runs = {at: own.get(at, "") + carried[at] for at in (*own, *list(carried))}
+    wrong = next((at for at, kinds in runs.items() if kinds not in _COMPLETE), None)
+    if wrong is not None or len(runs) > wanted:
+        stage, number = wrong or list(runs)[-1]
         raise DloError(
-            f"schedule {name} must run a weight gradient (W) for each input gradient (I), got"
-            f" {of_kind[W].total()} for {of_kind[I].total()}; add them, or use full backwards (B)"
+            f"schedule {name} must run a forward (F), a recomputation (R) or none, and a backward (B, or I and W) once"
+            f" for each micro-batch of a rank's stages, got {' '.join(runs[stage, number]) or 'nothing'} for stage"
+            f" {stage} and micro-batch {number}; correct the rank's order"
         )
-
-
-def _check_recomputed(name: str, order: Sequence[Action], last: int) -> None:
-    """Checks that a stage before the last one recomputes all of its micro-batches or none, before each backward."""
-    counts = Counter(action for action in order if action.kind is R)
-    if not counts:
-        return
-    places = {(B if a.is_backward else a.kind, *a[1:]): at for at, a in enumerate(order)}
-    for action, count in counts.items():
-        before, at, after = (places[kind, *action[1:]] for kind in (F, R, B))
-        if count > 1 or not before < at < after:
-            raise DloError(
-                f"schedule {name} must run a recomputation (R) once, between the forward and the backward, got {action}"
-                f" {'twice' if count > 1 else 'elsewhere'}; correct the rank's order"
-            )
-    for stage in {action.stage for action in counts}:
-        forwards = sum(action.kind is F and action.stage == stage for action in order)
-        recomputed = sum(action.stage == stage for action in counts)
-        if recomputed != forwards or stage == last:
+    for stage in stages:
+        recomputed = sum("R" in runs[stage, n] for n in range(micro_batches))
+        if recomputed and (recomputed < micro_batches or stage == last):
             raise DloError(
                 f"schedule {name} must recompute all micro-batches of a stage or none, and none of the last stage, got"
-                f" {recomputed} of {forwards} for stage {stage}{' (the last)' if stage == last else ''}; correct the"
-                " rank's order"
-            )
-
-
-def _check_carried(name: str, rule: ScheduleRule, order: Sequence[Action], micro_batches: int) -> None:
-    """Checks that only a schedule without flushes has actions of the step before, and those for full backwards."""
-    for action in order:
-        least = 0 if rule.flushes or action.kind is not B else -micro_batches
-        if action.micro_batch < least or (not rule.flushes and action.kind not in (F, B)):
-            raise DloError(
-                f"schedule {name} must run {'micro-batches of its own step' if rule.flushes else 'full backwards (B)'},"
-                f" got {action}; " + ("register it with flushes=False" if rule.flushes else "correct the rank's order")
+                f" {recomputed} of {micro_batches} for stage {stage}{' (the last)' if stage == last else ''}; correct"
+                " the rank's order"
             )
 
 

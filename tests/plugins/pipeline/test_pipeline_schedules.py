@@ -280,15 +280,15 @@ def test_a_user_s_wrong_function_is_named(order: Any, message: str, monkeypatch:
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ("F0 B0 F1", r"each micro-batch of a rank's stages backward once, got 0 times for stage 0 and micro-batch 1"),
-        ("F0 F0 B0 F1 B1", r"forward once, got 2 times for stage 0 and micro-batch 0; correct the rank's order"),
-        ("F0 I0 F1 I1 W0", r"a weight gradient \(W\) for each input gradient \(I\), got 1 for 2; add them"),
+        ("F0 B0 F1", r"once for each micro-batch of a rank's stages, got F for stage 0 and micro-batch 1; correct"),
+        ("F0 F0 B0 F1 B1", r"got F F B for stage 0 and micro-batch 0; correct the rank's order"),
+        ("F0 I0 F1 I1 W0", r"got F I for stage 0 and micro-batch 1"),
+        ("F0 B0 F1 B1 F2 B2", r"got F B for stage 0 and micro-batch 2"),
         ("F0 I0 W0 F1 B1", r"schedule Wrong must be registered with splits_backward=True to run .* on rank 0; add it"),
-        ("F0 R0 B0 R0 F1 R1 B1", r"a recomputation \(R\) once, between the forward and the backward, got R0\.0 twice"),
-        ("F0 B0 R0 F1 R1 B1", r"between the forward and the backward, got R0\.0 elsewhere; correct the rank's order"),
+        ("F0 R0 B0 R0 F1 R1 B1", r"a recomputation \(R\) or none, .* got F R B R for stage 0"),
         ("F0 R0 B0 F1 B1", r"of a stage or none, and none of the last stage, got 1 of 2 for stage 0 \(the last\)"),
         ("F0 B-1 F1 B0", r"must run micro-batches of its own step, got B0\.-1; register it with flushes=False"),
-        ("B0 F0 F1 B1", r"under schedule Wrong, got rank 0 at B0\.0 wait for one another; order each rank's actions"),
+        ("B0 F0 F1 B1", r"got B F for stage 0"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +298,10 @@ def test_a_schedule_that_cannot_run_is_refused(actions: str, message: str, monke
     monkeypatch.setattr(pipeline_schedules, "SCHEDULES", wrong)
     with pytest.raises(DloError, match=message):
         PipelineOptions("Wrong", micro_batches=2).check_schedule(1)
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    order = tuple(Action(kind, stage, 0) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in (1, 0))
+    schedule = Schedule("Wrong", Placement(1, 2), 1, (order,))
+    with pytest.raises(DloError, match=r"schedule Wrong, got rank 0 at F1\.0 wait for one another; order each rank's"):
+        simulate(schedule, StageCosts.equal(2))
