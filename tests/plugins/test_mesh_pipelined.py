@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,13 +85,12 @@ def test_the_losss_factor_is_in_single_precision_whatever_the_default_dtype(defa
 
 
 def test_the_steps_loss_is_made_on_the_device_where_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "broadcast", lambda value, **_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(dist, "broadcast", lambda value, **_: SimpleNamespace())
     placement = SimpleNamespace(stages=2, rank_of=lambda stage: stage)
     pipeline: Any = SimpleNamespace(placement=placement, device=torch.device("cpu"), group=None)
-    pipeline._start_broadcast = partial(Pipeline._start_broadcast, pipeline)
     total = nn.Parameter(torch.tensor(3.5, dtype=torch.float64))
     with Waits() as waits:
-        found = [Pipeline._broadcast_total(pipeline, given) for given in (0.0, total)]
+        found = [Pipeline._start_broadcast(pipeline, given)[0] for given in (0.0, total)]
     assert waits.calls == []
     assert [value.tolist() for value in found] == [0.0, 3.5]
     assert all(value.dtype == torch.float64 and not value.requires_grad for value in found)

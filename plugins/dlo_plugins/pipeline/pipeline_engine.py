@@ -579,8 +579,9 @@ class Pipeline:
         _, stage, number = action
         assert self._weight_gradients is not None
         with self._timed(action), no_autocast(self.device.type):
-            for compute in step.deferred.pop((stage, number)):
-                compute()
+            deferred = step.deferred.pop((stage, number))
+            while deferred:  # Each frees what it keeps.
+                deferred.popleft()()
             if self.weight_gradients_ready is not None:
                 self.weight_gradients_ready()
 
