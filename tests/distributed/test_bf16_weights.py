@@ -257,7 +257,7 @@ def test_axes_of_the_mesh_learn_as_with_master_weights_and_copies_stay_equal() -
 @pytest.mark.parametrize(
     ("make", "precision", "message"),
     [
-        (lambda: ZeroStrategy(2, bf16_weights="master"), "bf16-mixed", "got 'master'; did you mean 'masters'"),  # type: ignore[arg-type]
+        (lambda: ZeroStrategy(2, bf16_weights="master"), "bf16-mixed", "got master; did you mean 'masters'"),  # type: ignore[arg-type]
         (lambda: FSDPStrategy(bf16_weights="masters"), "32-true", "precision must be bf16-mixed with bf16_weights"),
         (lambda: ZeroStrategy(3, bf16_weights="masters"), "bf16-true", "rounds the weights before masters are made"),
         (lambda: MeshStrategy(bf16_weights="stochastic"), "32-true", "must be bf16-mixed or bf16-true"),

@@ -121,7 +121,7 @@ class Trial(Callback):
         trainer.strategy.refresh()
         snapshot.restore()
         self.back = all(torch.equal(g.shard, old) for g, old in zip(engine.groups, before, strict=True))
-        self.apart = any(group.steps_copy for group in engine.groups)
+        self.apart = any(group.step_device != group.shard_device for group in engine.groups)
 
 
 def _tried(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:

@@ -73,7 +73,7 @@ def test_a_config_and_the_command_line_take_the_plugin_for_the_name(fit, tmp_pat
     ):
         code, text = fit(*words, "--trainer.devices", "2")
         assert code == 2
-        assert "replicate must divide the world size 2, got 3; use replicate=2 or run 3 processes" in text
+        assert "world size must be divisible by replicate 3, got 2" in text
     assert not list(tmp_path.glob("runs/*/version_*"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,53 +24,15 @@ from dlo_framework.recompute import recompute
 from dlo_framework.registry import Registry
 from dlo_framework.shards import Layout
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.data_mesh import check_reshard, mesh_sizes
 from dlo_plugins.fsdp.precision_policy import mixed_precision
 from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.fsdp.sharded_optimizers import UsedParams
-from dlo_plugins.fsdp.sharding import match_units, separable_units
+from dlo_plugins.fsdp.sharding import check_reshard, match_units, separable_units
 from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 
 # --- the mesh -------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_either_axis_is_filled_in(replicate: int, shard: int) -> None:
-    world = replicate * shard
-    for given_sizes in ((replicate, shard), (-1, shard), (replicate, -1)):
-        assert mesh_sizes(*given_sizes, world) == (replicate, shard)
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "world", "message"),
-    [
-        (3, -1, 8, "replicate must divide the world size 8, got 3; use replicate=2 or run 6 or 9 processes"),
-        (-1, 5, 4, "shard must divide the world size 4, got 5; use shard=4 or run 5 processes"),
-        (
-            2,
-            2,
-            8,
-            "replicate x shard must be the world size 8, got 2 x 2 = 4; set shard=4 or replicate=4",
-        ),
-        (3, 2, 4, "replicate x shard must be the world size 4, got 3 x 2 = 6; set replicate=2 or run 6 processes"),
-        (
-            3,
-            5,
-            4,
-            "replicate x shard must be the world size 4, got 3 x 5 = 15; set one of them to -1, or run 15",
-        ),
-        (-1, -1, 4, "only one of replicate and shard may be -1"),
-        (0, -1, 4, "replicate must be at least 1"),
-        (1, -2, 4, "shard must be at least 1"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_with_those_that_do(
-    replicate: int, shard: int, world: int, message: str
-) -> None:
-    with pytest.raises(DloError, match=re.escape(message)):
-        mesh_sizes(replicate, shard, world)
 
 
 def test_resharding_to_a_number_wants_a_divisor() -> None:
@@ -88,7 +49,9 @@ def test_resharding_to_a_number_wants_a_divisor() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicate": 3}, "must divide the world size 4, got 3"),
+        ({"replicate": 3}, "world size must be divisible by replicate 3, got 4; use replicate="),
+        ({"replicate": 2, "shard": 3}, "world size must be replicate 2 x shard 3 = 6, got 4"),
+        ({"replicate": -1, "shard": -1}, "at most one axis must be -1, got replicate and shard; set replicate to 1"),
         ({"reshard_after_forward": 3}, "divisor of the 4 ranks"),
         ({"param_dtype": "float16"}, "must come with a loss scale"),
         ({"param_dtype": "bfloat61"}, "did you mean 'bfloat16'"),
@@ -116,7 +79,7 @@ def test_the_short_names_mean_this_strategy(alias: str, sizes: tuple[int, int], 
     nodes = 2 if alias == "hsdp" else 1
     trainer = Trainer(accelerator="cpu", devices=4 // nodes, num_nodes=nodes, strategy=alias, logger=False)
     assert type(trainer.strategy) is FSDPStrategy  # Lightning's own is called fsdp too, and refuses a CPU
-    assert trainer.strategy._mesh_sizes() == sizes
+    assert tuple(trainer.strategy.mesh_spec().sizes.values())[1:3] == sizes
     assert trainer.strategy.appliers.shard.offload is offload
     assert StrategyRegistry[alias]["strategy"] is FSDPStrategy
 

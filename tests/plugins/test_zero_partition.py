@@ -1,5 +1,6 @@
 """The arithmetic of who owns what, and who may read it."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +47,9 @@ def test_parameters_and_segments_begin_at_multiples_and_the_rest_is_gaps(
 ) -> None:
     partition = FlatPartition(tuple(numels), ranks, align)
     assert all(start % align == 0 for start in (*partition.starts, partition.segment))
-    held = [element for start, end in (*partition.places, *partition.gaps) for element in range(start, end)]
-    assert sorted(held) == list(range(partition.padded))
+    ends = [0, *itertools.accumulate(partition.lengths)]
+    assert (ends[:-1:2], ends[-1]) == ([*partition.starts[:-1]], partition.padded)
+    assert partition.lengths[::2] == numels
     assert partition.padded - sum(numels) < align * (len(numels) + ranks)
 
 

@@ -26,7 +26,6 @@ from dlo_framework.recompute import recompute
 from dlo_framework.shards import Layout, attach_slice, held_boxes, slice_view
 from dlo_framework.shards import full_box as whole_box
 from dlo_framework.strategy_contract import plain_name
-from dlo_plugins.fsdp.data_mesh import REPLICATE, SHARD
 from dlo_plugins.fsdp.gathered_copies import (
     GatheredCopies,
     ShardUse,
@@ -153,9 +152,10 @@ class ShardedModule:
         self.sharers, self.copy = Communicator(groups.shard_group), groups.replica_group
         self._data, self.tensor_parallel = Communicator(groups.data_group), Communicator(groups.group("tp"))
         self._averaging = Communicator(groups.averaging_group)
+        axes = ("dp_replicate", "dp_shard")
         wanted = (groups.has_data_parallelism and not options.full_parameters) or options.needs_fsdp
-        self._mesh = groups.data_mesh(REPLICATE, SHARD) if wanted else None
-        self._expert_mesh = groups.expert_mesh(REPLICATE, SHARD) if wanted and self.layout.experts else None
+        self._mesh = groups.data_mesh(*axes) if wanted else None
+        self._expert_mesh = groups.expert_mesh(*axes) if wanted and self.layout.experts else None
         if self.layout.experts:
             self._expert_data = Communicator(groups.expert_data_group)
             self._expert_averaging = Communicator(groups.expert_averaging_group)
@@ -575,6 +575,20 @@ def _shards_integers(mesh: DeviceMesh) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def check_reshard(reshard_after_forward: bool | int | None, shard: int) -> None:
+    """Checks the number of ranks over which parameters are resharded after forward.
+
+    Raises:
+        DloError: The number is not a divisor of ``shard`` between 1 and ``shard``.
+    """
+    possible = [size for size in range(2, shard) if shard % size == 0]
+    if reshard_after_forward not in (None, *possible) and not isinstance(reshard_after_forward, bool):
+        raise DloError(
+            f"reshard_after_forward must be a bool or a divisor of the {shard} ranks that share a copy, other than 1"
+            f" and {shard}, got {reshard_after_forward}; use {''.join(f'{size}, ' for size in possible)}true or false"
+        )
 
 
 def local_shard(whole: Tensor, parameter: Tensor) -> Tensor:

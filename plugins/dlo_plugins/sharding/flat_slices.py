@@ -62,51 +62,26 @@ class FlatPartition:
         return (0, *itertools.accumulate(self._aligned(numel) for numel in self.numels))
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """Start and end of each parameter in the buffer."""
-        return tuple((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=False))
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Start and end of each run of padding in the buffer."""
-        ends = (end for _, end in self.places)
-        between = zip(ends, self.starts[1:], strict=True)
-        return tuple((low, high) for low, high in (*between, (self.starts[-1], self.padded)) if low < high)
-
-    @cached_property
-    def _runs(self) -> list[tuple[int, int, bool]]:
-        """Start and end of each run of the buffer, and whether it is a gap, in order."""
-        runs = [(*place, False) for place in self.places] + [(*gap, True) for gap in self.gaps]
-        return sorted(runs, key=lambda run: (run[0], run[1]))
-
-    @cached_property
     def lengths(self) -> list[int]:
-        """Lengths of the buffer's runs, parameters and gaps, in order."""
-        return [end - start for start, end, _ in self._runs]
-
-    @cached_property
-    def filled(self) -> list[int]:
-        """Index of each parameter's run."""
-        return [number for number, (*_, gap) in enumerate(self._runs) if not gap]
-
-    @cached_property
-    def padding(self) -> list[int]:
-        """Indices of the runs that are gaps."""
-        return [number for number, (*_, gap) in enumerate(self._runs) if gap]
+        """Lengths of the buffer's runs: each parameter and the padding after it, which may have none, in turn."""
+        ends = (*self.starts[1:-1], self.padded)
+        runs = zip(self.numels, self.starts, ends, strict=False)
+        return [length for numel, start, end in runs for length in (numel, end - start - numel)]
 
     @cached_property
     def segment(self) -> int:
         """Number of elements of a segment, padding included."""
         return self._aligned(-(-self.starts[-1] // self.ranks))
 
-    @cached_property
+    @property
     def padded(self) -> int:
         """Number of elements of the buffer, padding included."""
         return self.segment * self.ranks
 
     def pieces(self, rank: int) -> list[FlatSlice]:
         """Returns the pieces of parameters that a rank owns, in the order of the buffer."""
-        return find_flat_slices(self.places, rank * self.segment, (rank + 1) * self.segment)
+        places = ((start, start + numel) for start, numel in zip(self.starts, self.numels, strict=False))
+        return find_flat_slices(places, rank * self.segment, (rank + 1) * self.segment)
 
     def _aligned(self, count: int) -> int:
         return -(-count // self.align) * self.align

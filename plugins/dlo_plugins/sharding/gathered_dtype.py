@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlo_framework.errors import DloError, check_choice, did_you_mean
+from dlo_framework.errors import DloError, check_choice
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,17 +72,6 @@ def check_sent_dtype(given: str | None, dtype: torch.dtype) -> None:
 Bf16Weights = Literal["masters", "stochastic"]
 #: Precisions of the Trainer by value of the option.
 _PRECISIONS = {"masters": ("bf16-mixed",), "stochastic": ("bf16-mixed", "bf16-true")}
-
-
-def check_value(value: Any) -> None:
-    """Checks the option's value.
-
-    Raises:
-        DloError: It is unknown.
-    """
-    known = get_args(Bf16Weights)
-    if value is not None and value not in known:
-        raise DloError(f"bf16_weights must be {' or '.join(known)}, got '{value}'{did_you_mean(str(value), known)}")
 
 
 def check_precision(value: Bf16Weights | None, precision: str, param_dtype: str | None) -> None:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 
+from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.data_mesh import mesh_sizes
 from dlo_plugins.sharding.gathered_dtype import Bf16Weights
 from dlo_plugins.strategies.mesh import MeshStrategy
 
@@ -71,15 +71,14 @@ class FSDPStrategy(MeshStrategy):
         ):
             strategy_registry.register(name, cls, description=f"FSDP2: {arguments}", override=True, **arguments)
 
-    def _mesh_sizes(self) -> tuple[int, int]:
-        replicate, shard = self.axes
-        ranks = self.num_processes if shard == "node" else shard
-        return mesh_sizes(replicate, ranks, self.num_nodes * self.num_processes)
-
     def mesh_spec(self) -> MeshSpec:
         """Returns the mesh of this run, of copies and shards."""
-        replicate, shard = self._mesh_sizes()
-        return MeshSpec(dp_replicate=replicate, dp_shard=shard)
+        replicate, shard = self.axes
+        ranks = self.num_processes if shard == "node" else shard
+        try:
+            return MeshSpec(dp_replicate=replicate, dp_shard=ranks).resolve(self.num_nodes * self.num_processes)
+        except DloError as error:  # The options have the axes' names without their prefix.
+            raise DloError(str(error).replace("dp_", "")) from None
 
 
 def _take_name(name: str) -> None:

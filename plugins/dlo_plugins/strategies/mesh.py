@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,14 @@ from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_grad
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.precision import keep_dtypes, wide_dtype
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.errors import DloError
+from dlo_framework.errors import DloError, check_choice
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.mesh import MeshSpec
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.runs import is_first_process
 from dlo_framework.shards import Shard
 from dlo_plugins.appliers.applier_order import MeshAppliers
-from dlo_plugins.fsdp.data_mesh import check_reshard
+from dlo_plugins.fsdp.sharding import check_reshard
 from dlo_plugins.mesh.mesh_description import MeshDescription, describe_mesh, prepare_model
 from dlo_plugins.mesh.mesh_engine import MeshEngine
 from dlo_plugins.mesh.mesh_simulation import rehearse_step
@@ -47,7 +47,6 @@ from dlo_plugins.sharding.gathered_dtype import (
     Bf16Weights,
     check_precision,
     check_sent_dtype,
-    check_value,
     prepare_weights,
 )
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
@@ -123,7 +122,7 @@ class MeshStrategy(ShardedStrategy):
         timeout_minutes: float = 10.0,
         ep: int = 1,
     ) -> None:
-        check_value(bf16_weights)
+        check_choice("bf16_weights", bf16_weights, get_args(Bf16Weights))
         super().__init__(timeout_minutes=timeout_minutes)
         self.bf16_weights = bf16_weights
         self._rounding: StochasticSteps | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -25,7 +25,7 @@ from dlo_framework.distributed.gradient_check import USED_AT_THE_END, check_grad
 from dlo_framework.distributed.meta_init import Initialiser, check_initialisable, on_meta
 from dlo_framework.distributed.model_units import find_units
 from dlo_framework.distributed.strategy import ShardedStrategy
-from dlo_framework.errors import DloError, check_number
+from dlo_framework.errors import DloError, check_choice, check_number
 from dlo_framework.local_memory import optimizer_bytes
 from dlo_framework.placed_model import PlacedModel
 from dlo_framework.shards import Shard
@@ -34,7 +34,6 @@ from dlo_plugins.sharding.gathered_dtype import (
     Bf16Weights,
     check_precision,
     check_sent_dtype,
-    check_value,
     default_param_dtype,
     parse_dtype,
     prepare_weights,
@@ -97,11 +96,10 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         bf16_weights: Bf16Weights | None = None,
         timeout_minutes: float = 10.0,
     ) -> None:
-        check_value(bf16_weights)
+        check_choice("bf16_weights", bf16_weights, get_args(Bf16Weights))
         if stage not in (1, 2, 3):
             raise DloError(f"stage must be 1, 2 or 3, got {stage}; use 2 to shard optimizer state and gradients")
-        if offload not in (None, "optimizer", "parameters", "both"):
-            raise DloError(f"offload must be optimizer, parameters or both, got {offload}; use one, or leave it out")
+        check_choice("offload", offload, ("optimizer", "parameters", "both"))
         if offload in ("parameters", "both") and stage < 3:
             raise DloError(
                 f"offload: {offload} must come with stage 3, got stage {stage}, where every rank has full parameters;"
@@ -109,13 +107,8 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
             )
         check_number("bucket_mb", bucket_mb, "above 0", "use 25")
         super().__init__(timeout_minutes=timeout_minutes)
-        self.stage, self.offload, self.bucket_mb, self.find_unused, self.units = (
-            stage,
-            offload,
-            bucket_mb,
-            find_unused,
-            units,
-        )
+        self.stage, self.offload, self.bucket_mb = stage, offload, bucket_mb
+        self.find_unused, self.units = find_unused, units
         self.dtypes, self.meta_init, self.bf16_weights = (param_dtype, reduce_dtype), meta_init, bf16_weights
         self._rounding: StochasticSteps | None = None
         self._sent_dtype: torch.dtype | None = None

@@ -20,6 +20,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.copy_streams import CopyHandle, copy_streams, empty_host_tensor
 from dlo_framework.distributed.collectives import Communicator, Pending
@@ -53,6 +54,12 @@ class FlatGroup:
         pieces: Views of the shard, one for each parameter of which this rank owns elements.
         gradient: Segment of this rank of the mean gradients, on ``step_device``; None before the first reduction.
         partition: Partition of the buffer over the ranks.
+        hooks: Handles of the hooks that a reducer has on parameters, by the parameter's index.
+        reduction: Flat gradients of this rank that are being reduced, and the collective; None while there is none.
+        is_complete: Whether all gradients of this backward are computed.
+        is_launched: Whether their reduction has been started in this backward.
+        earlier: Gradients that earlier micro-batches have left on the parameters, and their version counters, which
+            rise when this backward adds to a gradient. None where there are none.
         mirrored: Version of the shard whose values the full buffer has, except for what the user's code has written
             since; -1 for none.
     """
@@ -85,6 +92,10 @@ class FlatGroup:
         self._shapes = [parameter.shape for parameter in self.parameters]
         self.trains = self.parameters[0].requires_grad
         self.gradient: Tensor | None = None
+        self.hooks: dict[int, RemovableHandle] = {}
+        self.reduction: tuple[Tensor, Pending] | None = None
+        self.is_complete = self.is_launched = False
+        self.earlier: list[tuple[Tensor | None, int]] | None = None
         self._arriving: list[tuple[Tensor, CopyHandle]] = []
         self._gathering: Pending | None = None
         self._hidden = False  # whether the parameters read as NaN until a gather has ended
@@ -168,8 +179,8 @@ class FlatGroup:
     def cut(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns views of a buffer of the full length in the parameters' shapes, and the gaps between them."""
         chunks = buffer.split_with_sizes(self.partition.lengths)
-        places = [chunks[n].view(shape) for n, shape in zip(self.partition.filled, self._shapes, strict=True)]
-        return places, [chunks[n] for n in self.partition.padding]
+        places = [chunk.view(shape) for chunk, shape in zip(chunks[::2], self._shapes, strict=True)]
+        return places, [gap for gap in chunks[1::2] if gap.numel()]
 
     # --- parameters ----------------------------------------------------------------------------------------
 
@@ -358,11 +369,6 @@ class FlatGroup:
 
     # --- the step ------------------------------------------------------------------------------------------
 
-    @property
-    def steps_copy(self) -> bool:
-        """Whether the optimizer steps a copy of the shard."""
-        return self.step_device != self.shard_device
-
     def _cut(self, segment: Tensor) -> list[FlatShard]:
         """Returns views of this rank's segment, one for each parameter of which it owns elements."""
         return [
@@ -376,7 +382,7 @@ class FlatGroup:
 
     def stepped_pieces(self) -> list[FlatShard]:
         """Returns the pieces that optimizers step, on ``step_device``: those of the shard, or of a copy of it."""
-        if not self.steps_copy:
+        if self.step_device == self.shard_device:
             return self.pieces
         self._stepped = _copy_to(self.shard, self.step_device)
         found = self._cut(self._stepped)
@@ -445,6 +451,27 @@ class FlatGroup:
         return 0 if self._stepped is None else self._stepped.untyped_storage().nbytes()
 
     # --- gradients -----------------------------------------------------------------------------------------
+
+    def missing_gradients(self) -> list[int]:
+        """Returns the indices of the parameters whose gradient this backward has not computed yet."""
+        if self.earlier is None:
+            return [number for number, p in enumerate(self.parameters) if p.grad is None]
+        return [
+            number
+            for number, (p, (gradient, version)) in enumerate(zip(self.parameters, self.earlier, strict=True))
+            if p.grad is None or (p.grad is gradient and p.grad._version == version)
+        ]
+
+    def drop_parameter_grads(self) -> None:
+        """Drops the gradients that backward has left on the parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def end_reduction(self) -> tuple[Tensor, Tensor]:
+        """Waits for the reduction; returns its buffer, and this rank's segment of the result."""
+        assert self.reduction is not None
+        (buffer, pending), self.reduction = self.reduction, None
+        return buffer, pending.wait()
 
     def add_gradient(self, segment: Tensor) -> CopyHandle | None:
         """Adds a reduced segment to the gradient shard; :meth:`finish_gradient` completes it.

@@ -8,54 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from dlo_framework.copy_streams import CopyHandle
-from dlo_framework.distributed.collectives import Communicator, Pending
+from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.gradient_check import check_backward_seen, unused_message
 from dlo_framework.errors import DloError
 from dlo_plugins.zero.flat_group import FlatGroup
 
 #: Maximum number of concurrent reductions; each holds a buffer of a bucket's size.
 IN_FLIGHT = 2
-
-
-@dataclass
-class Reduction:
-    """Reduction of a flat group's gradients in one backward.
-
-    Attributes:
-        group: Flat group.
-        buffer: Flat gradients of this rank; None until all are computed.
-        pending: Collective, once it has started.
-        complete: Whether all gradients of this backward are computed.
-        launched: Whether the collective has been started in this backward.
-        hooks: Handles of the hooks on parameters, by the parameter's index.
-        earlier: Gradients that earlier micro-batches have left on the parameters, and their version counters, which
-            rise when this backward adds to a gradient. None where there are none.
-    """
-
-    group: FlatGroup
-    buffer: Tensor | None = None
-    pending: Pending | None = None
-    complete: bool = False
-    launched: bool = False
-    hooks: dict[int, RemovableHandle] = field(default_factory=dict)
-    earlier: list[tuple[Tensor | None, int]] | None = None
-
-    def missing(self) -> list[int]:
-        """Returns the indices of the parameters whose gradient this backward has not computed yet."""
-        if self.earlier is None:
-            return [number for number, p in enumerate(self.group.parameters) if p.grad is None]
-        return [
-            number
-            for number, (p, (gradient, version)) in enumerate(zip(self.group.parameters, self.earlier, strict=True))
-            if p.grad is None or (p.grad is gradient and p.grad._version == version)
-        ]
 
 
 class GradientReducer:
@@ -78,25 +42,25 @@ class GradientReducer:
         on_reduced: Callable[[FlatGroup], None] | None = None,
         at_end: bool = False,
     ) -> None:
-        self.reductions = [Reduction(group) for group in groups]
+        self.groups = groups
         self.communicator, self.find_unused, self.on_reduced = communicator, find_unused, on_reduced
         self._at_end = at_end
         self.used: set[str] = set()  # in this accumulation window, on any rank
         self.skipped: set[int] = set()  # ids of groups whose gradients are not wanted in this backward
         self._next = 0
-        self._running: deque[Reduction] = deque()
+        self._running: deque[FlatGroup] = deque()
         self._free: list[tuple[Tensor, CopyHandle | None]] = []
         self.enabled = True
         self.announced = False  # whether this backward was started through the strategy
         self.on_gradient: Callable[[FlatGroup], None] | None = None  # gets each group whose gradient shard is complete
-        for reduction in self.reductions:
+        for group in groups:
             # Backward computes a group's gradients from its last parameter or from its first: watch both ends.
-            self._watch(reduction, {0, len(reduction.group.parameters) - 1})
+            self._watch(group, {0, len(group.parameters) - 1})
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""
-        for reduction in self.reductions:
-            self._watch(reduction, ())
+        for group in self.groups:
+            self._watch(group, ())
 
     def begin(self, *, accumulated: bool) -> None:
         """Begins a backward that reduces; drops the reductions of a backward that raised.
@@ -104,61 +68,59 @@ class GradientReducer:
         Args:
             accumulated: Whether gradients on the parameters are those of earlier micro-batches.
         """
-        if self._running:
-            self._drop_running()
-        for reduction in self.reductions:
-            parameters, hooks = reduction.group.parameters, reduction.hooks
+        for group in self._running:  # Waits for the collectives, and discards their results.
+            group.end_reduction()
+        self._running.clear()
+        for group in self.groups:
+            parameters, hooks = group.parameters, group.hooks
             if [n for n in hooks if next(reversed(parameters[n]._post_accumulate_grad_hooks)) != hooks[n].id]:
-                self._watch(reduction, list(hooks))  # After hooks that the user's code has added since.
-            left = [p.grad for p in reduction.group.parameters]
-            reduction.earlier, reduction.complete, reduction.launched = None, False, False
+                self._watch(group, list(hooks))  # After hooks that the user's code has added since.
+            left = [p.grad for p in parameters]
+            group.earlier, group.is_complete, group.is_launched = None, False, False
             if left.count(None) == len(left):
                 continue
             if accumulated:
-                reduction.earlier = [(g, -1 if g is None else g._version) for g in left]
+                group.earlier = [(g, -1 if g is None else g._version) for g in left]
             else:
-                for parameter in reduction.group.parameters:
-                    parameter.grad = None
+                group.drop_parameter_grads()
         self._next = 0
 
-    def _watch(self, reduction: Reduction, numbers: Iterable[int]) -> None:
+    def _watch(self, group: FlatGroup, numbers: Iterable[int]) -> None:
         """Moves the hooks of a group to the parameters with these indices."""
-        for handle in reduction.hooks.values():
+        for handle in group.hooks.values():
             handle.remove()
 
         def arrived(_: Tensor) -> None:
             check_backward_seen(self.announced)
             if self.enabled:
-                self._arrived(reduction)
+                self._arrived(group)
 
-        parameters = reduction.group.parameters
-        reduction.hooks = {n: parameters[n].register_post_accumulate_grad_hook(arrived) for n in numbers}
+        parameters = group.parameters
+        group.hooks = {n: parameters[n].register_post_accumulate_grad_hook(arrived) for n in numbers}
 
-    def _arrived(self, reduction: Reduction) -> None:
+    def _arrived(self, group: FlatGroup) -> None:
         """Reduces a group if its gradients are complete; otherwise moves the hooks to the missing ones."""
-        if id(reduction.group) in self.skipped:
-            for parameter in reduction.group.parameters:
-                parameter.grad = None
+        if id(group) in self.skipped:
+            group.drop_parameter_grads()
             return
         if self._at_end:
             return
-        if reduction.launched:
-            raise DloError(_second_gradient(reduction.group))
-        missing = reduction.missing()
+        if group.is_launched:
+            raise DloError(_second_gradient(group.names[0]))
+        missing = group.missing_gradients()
         if missing:
-            self._watch(reduction, missing)
+            self._watch(group, missing)
             return
-        reduction.complete = True
-        while self._next < len(self.reductions) and self.reductions[self._next].complete:
-            self._launch(self.reductions[self._next])
+        group.is_complete = True
+        while self._next < len(self.groups) and self.groups[self._next].is_complete:
+            self._launch(self.groups[self._next])
             self._next += 1
 
-    def _launch(self, reduction: Reduction) -> None:
+    def _launch(self, group: FlatGroup) -> None:
         """Moves a group's gradients into a buffer, with zeros for missing ones, and starts the reduction."""
-        group = reduction.group
         if len(self._running) >= IN_FLIGHT:
             self._finish_oldest()
-        reduction.buffer = buffer = self._get_buffer(group)
+        buffer = self._get_buffer(group)
         places, gaps = group.cut(buffer)
         written, gradients = [], []
         for parameter, place in zip(group.parameters, places, strict=True):
@@ -174,9 +136,9 @@ class GradientReducer:
             torch._foreach_zero_(gaps)
         if written:
             torch._foreach_copy_(written, gradients)
-        reduction.launched = True
-        reduction.pending = self.communicator.reduce_scatter(buffer, average=True)
-        self._running.append(reduction)
+        group.is_launched = True
+        group.reduction = buffer, self.communicator.reduce_scatter(buffer, average=True)
+        self._running.append(group)
         if self.on_reduced is not None:
             self.on_reduced(group)
 
@@ -192,18 +154,16 @@ class GradientReducer:
         return torch.empty(length, dtype=group.reduced_dtype, device=group.device)
 
     def _finish_oldest(self) -> None:
-        reduction = self._running.popleft()
-        assert reduction.pending is not None
-        assert reduction.buffer is not None
-        copied = reduction.group.add_gradient(reduction.pending.wait())
+        group = self._running.popleft()
+        buffer, segment = group.end_reduction()
+        copied = group.add_gradient(segment)
         if len(self._free) < IN_FLIGHT:
-            self._free.append((reduction.buffer, copied))
+            self._free.append((buffer, copied))
         if self.on_gradient is not None:
-            self.on_gradient(reduction.group)
-        reduction.pending = reduction.buffer = None
+            self.on_gradient(group)
 
-    def finish(self, *, partial: bool) -> set[str]:
-        """Ends a backward: reduces the remaining groups, and returns the parameters that any rank used in it.
+    def finish(self, *, partial: bool) -> None:
+        """Ends a backward: reduces the remaining groups, and adds the parameters that any rank used to :attr:`used`.
 
         Gradients of earlier micro-batches on parameters that this one did not use are reduced too.
 
@@ -214,70 +174,50 @@ class GradientReducer:
         Raises:
             DloError: Parameters have no gradient, and ``find_unused`` is off.
         """
-        wanted = []
-        for reduction in self.reductions:
-            if id(reduction.group) in self.skipped:
-                for parameter in reduction.group.parameters:
-                    parameter.grad = None
+        wanted: list[tuple[FlatGroup, list[str]]] = []
+        for group in self.groups:
+            if id(group) in self.skipped:
+                group.drop_parameter_grads()
                 continue
-            names, parameters = reduction.group.names, reduction.group.parameters
-            came = [name for name, p in zip(names, parameters, strict=True) if p.grad is not None]
-            if reduction.launched and came:
-                raise DloError(_second_gradient(reduction.group, came[0]))
-            wanted.append((reduction, names if reduction.launched else came))
+            came = [name for name, p in zip(group.names, group.parameters, strict=True) if p.grad is not None]
+            if group.is_launched and came:
+                raise DloError(_second_gradient(came[0]))
+            wanted.append((group, group.names if group.is_launched else came))
         if not self.find_unused:
             absent = [
                 name
-                for reduction, came in wanted
-                if len(came) < len(reduction.group.names) and (came or not partial)
-                for name in set(reduction.group.names).difference(came)
+                for group, came in wanted
+                if len(came) < len(group.names) and (came or not partial)
+                for name in set(group.names).difference(came)
             ]
             if absent:
                 raise DloError(unused_message(sorted(absent)))
-            wanted = [(reduction, came) for reduction, came in wanted if came]
-        idle = [r.group for r, came in wanted if not came and r.group.gradient is None]
-        for reduction, _ in wanted:
-            if not reduction.launched:
-                self._launch(reduction)
+            wanted = [(group, came) for group, came in wanted if came]
+        idle = [group for group, came in wanted if not came and group.gradient is None]
+        for group, _ in wanted:
+            if not group.is_launched:
+                self._launch(group)
         while self._running:
             self._finish_oldest()
         self._free.clear()
         self.communicator.release()
         used = {name for _, came in wanted for name in came}
-        if self.find_unused:
-            used = self._agree_on_used([name for reduction, _ in wanted for name in reduction.group.names], used)
+        names = [name for group, _ in wanted for name in group.names]
+        if self.find_unused and names:
+            # After all reductions, in which every rank takes part whether it used the group or not. So all ranks call
+            # the same collectives in the same order, also where a group completes during backward on one rank alone.
+            flags = torch.tensor([name in used for name in names], dtype=torch.uint8, device=self.groups[0].device)
+            agreed = self.communicator.maximum(flags).tolist()
+            used = {name for name, flag in zip(names, agreed, strict=True) if flag}
         for group in idle:
             if not used.intersection(group.names):
                 group.drop_gradient()
         self.used |= used
-        return used
-
-    def _agree_on_used(self, names: list[str], mine: set[str]) -> set[str]:
-        """Returns the parameters that any rank used.
-
-        Call it after all reductions, in which every rank takes part whether it used the group or not. So all ranks call
-        the same collectives in the same order, also where a group completes during backward on one rank and at its end
-        on another.
-        """
-        if not names:
-            return set()
-        flags = [name in mine for name in names]
-        bits = torch.tensor(flags, dtype=torch.uint8, device=self.reductions[0].group.device)
-        agreed = self.communicator.maximum(bits).tolist()
-        return {name for name, bit in zip(names, agreed, strict=True) if bit}
-
-    def _drop_running(self) -> None:
-        """Waits for the collectives of a backward that raised, and discards their results."""
-        for reduction in self._running:
-            assert reduction.pending is not None
-            reduction.pending.wait()
-            reduction.pending = reduction.buffer = None
-        self._running.clear()
 
 
-def _second_gradient(group: FlatGroup, name: str | None = None) -> str:
+def _second_gradient(name: str) -> str:
     """Returns the error message for a parameter that gets another gradient after its reduction."""
     return (
-        f"parameters under ZeRO must get one gradient in a backward, got a second one of {name or group.names[0]} after"
-        " the first was reduced, as reentrant recomputation causes; use torch.utils.checkpoint with use_reentrant=False"
+        f"parameters under ZeRO must get one gradient in a backward, got a second one of {name} after the first was"
+        " reduced, as reentrant recomputation causes; use torch.utils.checkpoint with use_reentrant=False"
     )
