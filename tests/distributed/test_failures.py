@@ -447,7 +447,10 @@ def test_a_model_that_one_rank_calls_by_itself_is_found_in_seconds(dlo, strategy
 def test_a_weight_that_one_rank_reads_by_itself_is_found_in_seconds(dlo):
     end = fails(dlo, config(dlo.folder, "zero3", fault="{what: read, at: epoch, rank: 0, after: 8}"), 40)
     assert end.code == 2
-    assert "must be used on all ranks alike, got a use on rank 0 in on_train_epoch_end of Fault, while" in end.last
+    assert (
+        "must be used and written on all ranks alike, got a use in on_train_epoch_end of Fault on rank 0, while"
+        in end.last
+    )
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------

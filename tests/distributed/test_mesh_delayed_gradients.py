@@ -465,4 +465,4 @@ def test_a_loss_scale_is_refused() -> None:
     with pytest.raises(
         DloError, match=r"precision must be without a loss scale for PipeDream2BW, .* got 16-mixed; set"
     ):
-        options.check_delay("16-mixed")
+        options.check_schedule(2, "16-mixed")

@@ -39,6 +39,7 @@ from dlo_plugins.fsdp.sharding import local_shard
 from dlo_plugins.mesh.parallelize import ParallelState
 from dlo_plugins.pipeline.pipeline_engine import DelayedStep
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
+from dlo_plugins.sharding.user_code import meet_all
 from dlo_plugins.tensor.full_values import FullValues
 
 #: Prefix of the model's parameters in the task's names; the pipeline uses names without it.
@@ -74,12 +75,13 @@ class MeshEngine:
     Attributes:
         sharded: Sharding of the module.
         pipelined: Task with the pipeline's stages; None without a pipeline.
+        ends_window: Whether an optimizer step follows the running backward.
     """
 
     def __init__(self, module: LightningModule, state: ParallelState, shard: FullyShard, allow_unused: str) -> None:
         self.module, self.sharded, self.pipelined = module, state.sharded, state.pipelined
         self._shard, self._allow_unused = shard, allow_unused
-        self._ends_window = True  # Whether the running backward is the last of its accumulation.
+        self.ends_window = True
         self._state: _Fit | None = None
         self._gradient_hooks: list[RemovableHandle] = []
         self._reduced: set[str] | None = None  # Parameters with complete gradients.
@@ -107,13 +109,9 @@ class MeshEngine:
         """
 
         def meet() -> None:
-            strategy: Any = self.module.trainer.strategy
-            missing = strategy.meet(f"{hook}, which uses weights")
-            if missing:
-                raise DloError(
-                    f"weights under tp must be used on all ranks alike, got a use on rank {strategy.global_rank} in"
-                    f" {hook}, while {missing}; take it out of a condition on the rank"
-                )
+            meet_all(
+                self.module.trainer.strategy, f"{hook}, which uses weights", "weights under tp", f"a use in {hook}"
+            )
 
         if hook.startswith(("on_validation_e", "on_test_e", "on_predict_e")):  # Steps leave the root gathered.
             self.sharded.reshard()
@@ -183,7 +181,7 @@ class MeshEngine:
         self.sharded.set_keep_gathered(True)
         # Bound, because a gathering in half precision casts the arguments of the call.
         train = functools.partial(
-            self.pipelined.train, seed=loss_scale(), accumulates=accumulates, ends_window=self._ends_window
+            self.pipelined.train, seed=loss_scale(), accumulates=accumulates, ends_window=self.ends_window
         )
         with self.full_values("training step"):
             found = self.sharded.call_with_backwards(train, batch)
@@ -235,13 +233,9 @@ class MeshEngine:
         """Checks that ranks have written the same to parameters: in a watched step, and when they write to others."""
         names = self.sharded.written.names
         if names and not self.sharded.compares_all:
-            strategy: Any = self.module.trainer.strategy
-            missing = strategy.meet(f"a step that writes to {shown_names(names)}")
-            if missing:
-                raise DloError(
-                    f"parameters under {type(strategy).__name__} must be written on all ranks alike, got a write to"
-                    f" {shown_names(names)} on rank {strategy.global_rank}, while {missing}; take it out of a condition"
-                )
+            strategy, shown = self.module.trainer.strategy, shown_names(names)
+            what = f"parameters under {type(strategy).__name__}"
+            meet_all(strategy, f"a step that writes to {shown}", what, f"a write to {shown}")
         if names or self.sharded.compares_all:
             self.sharded.check_writes()
 
@@ -275,15 +269,6 @@ class MeshEngine:
                 ) from error
             raise
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Marks micro-batches of an accumulation that no step follows."""
-        self._ends_window = False
-        try:
-            yield
-        finally:
-            self._ends_window = True
-
     def _drop_delayed(self) -> None:
         """Drops what the next step would apply of an earlier one."""
         if self.pipelined is not None:
@@ -303,7 +288,7 @@ class MeshEngine:
         """Opens an accumulation window, and sets whether this backward reduces gradients."""
         self._open_window()
         self.sharded.set_keep_gathered(False)
-        self.sharded.set_sync(self._ends_window or self._shard.sync_every_micro_batch)
+        self.sharded.set_sync(self.ends_window or self._shard.sync_every_micro_batch)
 
     def _open_window(self) -> None:
         """Drops the gradients of the last step, to which FSDP would add; none of a window that is open."""
@@ -314,19 +299,12 @@ class MeshEngine:
         fit.usage.used -= fit.shares.drop_gradients(
             lambda share: not is_open or (not automatic and OptimizerShards.grads_dropped(share))
         )
-        if fit.is_summed:
-            self._keep_one_sum()
-        fit.is_open, fit.is_summed = True, False
-
-    @torch.no_grad()
-    def _keep_one_sum(self) -> None:
-        """Keeps summed gradients on one rank and zeroes the others' copies, since they will be summed again.
-
-        In manual optimization a backward may add to them before a step.
-        """
-        for name, parameter in self.sharded.parameters.items():
+        # In manual optimization a backward may add to summed gradients before a step, and they are summed again: one
+        # rank keeps the sum, the others zeros.
+        for name, parameter in self.sharded.parameters.items() if fit.is_summed else ():
             if parameter.grad is not None and not self._restores_sum(name):
-                parameter.grad.zero_()
+                parameter.grad.detach().zero_()
+        fit.is_open, fit.is_summed = True, False
 
     def _restores_sum(self, name: str) -> bool:
         """Returns whether this rank, of those that sum a gradient, restores the saved sum."""
@@ -346,16 +324,17 @@ class MeshEngine:
             self.sharded.compares_all = False
         fit, automatic = self._fit, self.module.automatic_optimization
         fit.usage.announced = False
-        if not (self._ends_window or (self._shard.sync_every_micro_batch and not self._delays)):
+        delays = self.pipelined is not None and self.pipelined.pipeline.delays
+        if not (self.ends_window or (self._shard.sync_every_micro_batch and not delays)):
             return
         if self.pipelined is not None and not self.pipelined.pipeline.has_gradients:
             fit.usage.used.clear()  # The first step of a run with delayed gradients applies none.
             fit.shares.set_grads(())
             return
         used = self._used(automatic)
-        if self._ends_window or not self.sharded.is_replicated:
+        if self.ends_window or not self.sharded.is_replicated:
             self.sharded.average_gradients()
-        if self._ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
+        if self.ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
             self.sharded.reduce_partial_gradients()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
@@ -363,7 +342,7 @@ class MeshEngine:
         for name, parameter in self.sharded.parameters.items():
             if name not in used:
                 parameter.grad = None
-        self._reduced = used if self._ends_window else None
+        self._reduced = used if self.ends_window else None
 
     def after_backward(self) -> None:
         """Sets the gradients of the tensors that the optimizers step, at the window's end."""
@@ -376,10 +355,6 @@ class MeshEngine:
                 fit.usage.used.clear()
         if not automatic:
             self._allow_inner_backwards()
-
-    @property
-    def _delays(self) -> bool:
-        return self.pipelined is not None and self.pipelined.pipeline.delays
 
     def _used(self, automatic: bool) -> set[str]:
         """Returns the parameters that any rank has used in this step.
@@ -395,7 +370,7 @@ class MeshEngine:
             used = {name for name, flag in zip(trained, flags, strict=True) if flag}
             used |= self._tied_on_any_rank(used)
             usage.used |= used
-        elif automatic and self._ends_window and (absent := usage.absent()):
+        elif automatic and self.ends_window and (absent := usage.absent()):
             raise DloError(unused_message(absent, self._allow_unused))
         return used
 

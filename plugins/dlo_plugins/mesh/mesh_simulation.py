@@ -31,24 +31,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dlo_framework import fake_kernels
 from dlo_framework.applier import Applier, Phase
 from dlo_framework.batches import batch_size, map_rows, tree_leaves, tree_map
 from dlo_framework.distributed.gradient_check import may_freeze, still_trained, trains_by_loss, unused_message
 from dlo_framework.distributed.groups import MeshGroups
 from dlo_framework.distributed.vocab_parallel import shard_of
 from dlo_framework.errors import DloError
-from dlo_framework.fake_kernels import (
-    UNSUPPORTED,
-    TensorPlace,
-    copy_modules,
-    fake_copy,
-    fake_like,
-    fake_places,
-    fake_tensors,
-    tensor_places,
-    tensors_replaced,
-    unset_fake_temporarily,
-)
 from dlo_framework.mesh import Coordinates, MeshSpec
 from dlo_framework.plan import ParallelPlan, Rule
 from dlo_framework.task import Task
@@ -115,11 +104,13 @@ def simulated_rank(
     with (
         isolate_rng(include_cuda=False),
         fake_world(rank, spec.world_size),
-        fake_tensors(),
+        fake_kernels.fake_tensors(),
     ):
-        own = fake_copy(task, _CONVERTED.get(precision))
+        own = fake_kernels.fake_copy(task, _CONVERTED.get(precision))
         appliers = copy.deepcopy(strategy.appliers)
-        view = RankView(MeshOptions(spec, appliers, pipelining, precision, _DEVICE), tree_map(fake_like, batch))
+        view = RankView(
+            MeshOptions(spec, appliers, pipelining, precision, _DEVICE), tree_map(fake_kernels.fake_like, batch)
+        )
         with _autocast(precision):
             view.cut_and_shard(own, own_loss)
             yield view
@@ -265,15 +256,15 @@ class _FakeGroups(MeshGroups):
     """Groups whose meshes have real tensors of ranks, since torch reads their values."""
 
     def device_mesh(self) -> DeviceMesh:
-        with unset_fake_temporarily():
+        with fake_kernels.unset_fake_temporarily():
             return super().device_mesh()
 
     def data_mesh(self, copies: str, shards: str) -> DeviceMesh:
-        with unset_fake_temporarily():
+        with fake_kernels.unset_fake_temporarily():
             return super().data_mesh(copies, shards)
 
     def expert_mesh(self, copies: str, shards: str) -> DeviceMesh:
-        with unset_fake_temporarily():
+        with fake_kernels.unset_fake_temporarily():
             return super().expert_mesh(copies, shards)
 
 
@@ -290,13 +281,15 @@ def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterato
         module: Model whose stages are not sharded yet.
         param_dtype: Dtype in which FSDP2 gathers parameters; None for their own.
     """
-    parameters, buffers = list[TensorPlace](), list[TensorPlace]()
-    for place in tensor_places(module):
+    parameters, buffers = list[fake_kernels.TensorPlace](), list[fake_kernels.TensorPlace]()
+    for place in fake_kernels.tensor_places(module):
         if isinstance(place[2], nn.Parameter):
             parameters.append(place)
         elif place[2].is_meta:
             buffers.append(place)
-    with tensors_replaced([*fake_places(parameters, param_dtype), *fake_places(buffers)]):
+    with fake_kernels.tensors_replaced(
+        [*fake_kernels.fake_places(parameters, param_dtype), *fake_kernels.fake_places(buffers)]
+    ):
         yield
 
 
@@ -458,7 +451,9 @@ def _is_unsupported(failure: Failure) -> bool:
     """Returns whether fake tensors lack an implementation, so that the failure is not the model's."""
     error: BaseException | None = failure.error
     while error is not None:
-        if isinstance(error, UNSUPPORTED) or (isinstance(error, NotImplementedError) and "aten" in str(error)):
+        if isinstance(error, fake_kernels.UNSUPPORTED) or (
+            isinstance(error, NotImplementedError) and "aten" in str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -503,7 +498,7 @@ def _shortened(task: Any, strategy: Any, spec: MeshSpec) -> Any:
     kept = max(kept, stages, 2)
     if kept >= len(blocks):
         return None
-    short: Any = copy_modules(task)
+    short: Any = fake_kernels.copy_modules(task)
     del short.model.get_submodule(next(iter(parents)))[kept:]
     return short
 

@@ -33,7 +33,7 @@ from dlo_framework.task import Task
 from dlo_plugins.pipeline.exchange import batch_signatures
 from dlo_plugins.pipeline.model_stages import PartCosts, Split, balance_stages, flop_costs, make_stages
 from dlo_plugins.pipeline.pipeline_engine import MicroBatchState, Pipeline
-from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement, make_schedule
+from dlo_plugins.pipeline.pipeline_schedules import make_placement, make_schedule
 from dlo_plugins.pipeline.simulation import StageCosts, simulate
 
 
@@ -57,29 +57,21 @@ class PipelineOptions:
         """Returns the number of micro-batches of a batch for a pipeline of this number of ranks."""
         return self.micro_batches or 4 * ranks
 
-    def check_schedule(self, ranks: int) -> None:
-        """Checks that the schedule can run on this number of ranks.
+    def check_schedule(self, ranks: int, precision: str = "32-true") -> None:
+        """Checks that the schedule can run on this number of ranks, with a precision.
 
         Args:
             ranks: Number of ranks of the pipeline.
+            precision: Precision of the Trainer.
 
         Raises:
-            DloError: The schedule cannot; the message computes the fix.
+            DloError: The schedule cannot; the message computes the fix. Or its gradients have a delay of one step, and
+                the loss has a scale, which may change between a gradient and its step.
         """
         schedule = make_schedule(self.schedule, ranks, self.count_micro_batches(ranks), self.stages_per_rank)
         # Raises where ranks wait for one another.
         simulate(schedule, StageCosts.equal(schedule.placement.stages))
-
-    def check_delay(self, precision: str) -> None:
-        """Checks that a schedule whose gradients have a delay of one step can run with a precision.
-
-        Args:
-            precision: Precision of the Trainer.
-
-        Raises:
-            DloError: The loss has a scale, which may change between a gradient and its step.
-        """
-        if precision == "16-mixed" and not flushes(self.schedule):
+        if precision == "16-mixed" and not schedule.flushes:
             raise DloError(
                 f"precision must be without a loss scale for {self.schedule}, whose gradients are applied one step"
                 " later, got 16-mixed; set bf16-mixed, or schedule to 1F1B"
@@ -97,8 +89,7 @@ class PipelineOptions:
         Raises:
             DloError: They do not fit; the message computes the fix.
         """
-        check_steps(task)
-        check_outside(task)
+        check_task(task)
         batch, parts = getattr(datamodule, "batch_size", None), self.count_micro_batches(spec.pp)
         # The number of blocks needed does not depend on their costs, which each rank counts when it cuts.
         where = make_schedule(self.schedule, spec.pp, parts, self.stages_per_rank).placement
@@ -227,8 +218,7 @@ class PipelinedTask:
         select: Callable[[int, int], None] | None = None,
         state: MicroBatchState | None = None,
     ) -> None:
-        check_steps(task)
-        check_outside(task)
+        check_task(task)
         self.task, self.pipeline, self.micro_batches = task, pipeline, micro_batches
         self._select = select
         #: Group of the data-parallel ranks with which this rank gathers parameters.
@@ -481,25 +471,17 @@ class PipelinedTask:
         return torch.tensor(message, dtype=wide_dtype(), device=self.pipeline.device)
 
 
-def check_steps(task: Task) -> None:
-    """Checks that a task trains by its inputs() and loss(), which a pipeline runs.
+def check_task(task: Task) -> None:
+    """Checks that a task trains by its inputs() and loss(), and only its model, of which a pipeline's stages consist.
 
     Raises:
-        DloError: The task has its own training step.
+        DloError: The task has its own training step, or trainable parameters outside of its model.
     """
     if type(task).training_step is not Task.training_step:
         raise DloError(
             f"a task under pp > 1 must train by inputs() and loss(), got a training_step of {type(task).__name__};"
             " move its code there, or use pp: 1"
         )
-
-
-def check_outside(task: Task) -> None:
-    """Checks that all trainable parameters are in the model, of which a pipeline's stages consist.
-
-    Raises:
-        DloError: The task has trainable parameters outside of its model.
-    """
     outside = [name for name, p in task.named_parameters() if p.requires_grad and not name.startswith("model.")]
     if outside:
         raise DloError(

@@ -146,6 +146,26 @@ def users_hooks(owners: Iterable[Any], names: Iterable[str] = HOOKS) -> Iterator
                 yield owner, name
 
 
+def meet_all(strategy: Any, place: str, what: str, got: str) -> None:
+    """Waits for all ranks in code of the user's that has them communicate.
+
+    Args:
+        strategy: Strategy of the run.
+        place: Name of the place in the code, the same on all ranks.
+        what: What the code uses or writes, for the message.
+        got: What this rank does, for the message.
+
+    Raises:
+        DloError: A rank does not come there.
+    """
+    missing = strategy.meet(place)
+    if missing:
+        raise DloError(
+            f"{what} must be used and written on all ranks alike, got {got} on rank {strategy.global_rank}, while"
+            f" {missing}; take it out of a condition on the rank"
+        )
+
+
 class HookContext:
     """Runs a hook of the user's inside a context.
 

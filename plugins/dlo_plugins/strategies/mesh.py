@@ -173,8 +173,7 @@ class MeshStrategy(ShardedStrategy):
         check_reshard(self.appliers.shard.reshard_after_forward, spec.dp_shard * spec.cp)
         options = self._mesh_options().shard_options(self.lightning_module)
         if spec.pp > 1:
-            self.pipelining.check_schedule(spec.pp)
-            self.pipelining.check_delay(str(self.precision_plugin.precision))
+            self.pipelining.check_schedule(spec.pp, str(self.precision_plugin.precision))
             if options.full_parameters:
                 self.zero_stage = 1
         if self.appliers.shard.offload and self.root_device.type == "cuda" and self._process_group_backend is None:
@@ -229,6 +228,10 @@ class MeshStrategy(ShardedStrategy):
         if plan is not None and model is not None and spec.tp > 1:
             plan = tensor.complete_plan(task, plan, spec.tp, datamodule)
         pipelined: Any = task if spec.pp > 1 and plan is not None else None
+        options, computed = self._mesh_options().shard_options(None), None
+        if options.has_masters and dtype is None:
+            param_dtype = options.policy.param_dtype
+            computed = size or 4 if param_dtype is None else param_dtype.itemsize
         return describe_mesh(
             *(task, plan, spec),
             sequence_parallel=self.appliers.tensor.sequence_parallel,
@@ -239,16 +242,10 @@ class MeshStrategy(ShardedStrategy):
             nodes=self.num_nodes,
             element_size=size,
             rounded=self.bf16_weights == "stochastic" and dtype is None,
-            computed=self._computed_size(size) if dtype is None else None,
+            computed=computed,
             inferred=() if model is None else tensor.describe_inferred(model),
             context="" if plan is None or model is None else self.appliers.context.describe(model, plan, spec.cp),
         )
-
-    def _computed_size(self, size: int | None) -> int | None:
-        """Returns the bytes of an element of full parameters with master weights; None without these."""
-        options = self._mesh_options().shard_options(None)
-        param_dtype = options.policy.param_dtype
-        return (size or 4 if param_dtype is None else param_dtype.itemsize) if options.has_masters else None
 
     # --- a second model ------------------------------------------------------------------------------------
 
@@ -449,8 +446,11 @@ class MeshStrategy(ShardedStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Marks the micro-batches of an accumulation that no step follows."""
-        with self._running.accumulate():
+        self._running.ends_window = False
+        try:
             yield
+        finally:
+            self._running.ends_window = True
 
     def on_validation_end(self) -> None:
         """Frees the parameters that the evaluation gathered, since the next may have other weights."""

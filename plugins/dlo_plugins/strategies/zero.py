@@ -40,7 +40,7 @@ from dlo_plugins.sharding.gathered_dtype import (
 )
 from dlo_plugins.sharding.stepped_gradients import WatchedSteps
 from dlo_plugins.sharding.stochastic_rounding import StochasticSteps
-from dlo_plugins.sharding.user_code import ASKING, users_hooks
+from dlo_plugins.sharding.user_code import ASKING, meet_all, users_hooks
 from dlo_plugins.zero.zero_engine import FrozenZero, ZeroEngine, ZeroOptions
 
 MIB = 2**20
@@ -191,7 +191,9 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
                 initialise(module, "")
             module.to(self.root_device)
         if fitting:
-            self._dissolve_engine()
+            if self.engine is not None:  # An earlier run has made a partition.
+                self.engine.dissolve()
+                self.engine = None
             self.has_stepped = False
             self.setup_optimizers(trainer)
         if fitting or (self.stage == 3 and self.engine is None):
@@ -283,12 +285,6 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Drops the engine, when another strategy takes the module over."""
         self.engine = None
 
-    def _dissolve_engine(self) -> None:
-        """Undoes an earlier run's partition, before this run makes its own."""
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.dissolve()
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Rebuilds the optimizers, because those of an earlier run hold freed shards."""
         self._reset_optimizers_and_schedulers()
@@ -358,13 +354,9 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Gathers the weights that a hook of the user's reads or writes, and stores what it has written."""
 
         def meet() -> None:
-            missing = "" if hook in self._met else self.meet(f"{hook}, which uses weights")
+            if hook not in self._met:
+                meet_all(self, f"{hook}, which uses weights", "weights under ZeRO stage 3", f"a use in {hook}")
             self._met.add(hook)
-            if missing:
-                raise DloError(
-                    f"weights under ZeRO stage 3 must be used on all ranks alike, got a use on rank {self.global_rank}"
-                    f" in {hook}, while {missing}; take it out of a condition on the rank"
-                )
 
         gathering, arrivals = self._running.gathering, self._running.arrivals
         with gathering.gather_used(meet) if gathering is not None else arrivals.watch_data():  # type: ignore[union-attr]
