@@ -281,15 +281,11 @@ def _materialised(module: nn.Module, param_dtype: torch.dtype | None) -> Iterato
         module: Model whose stages are not sharded yet.
         param_dtype: Dtype in which FSDP2 gathers parameters; None for their own.
     """
-    parameters, buffers = list[fake_kernels.TensorPlace](), list[fake_kernels.TensorPlace]()
-    for place in fake_kernels.tensor_places(module):
-        if isinstance(place[2], nn.Parameter):
-            parameters.append(place)
-        elif place[2].is_meta:
-            buffers.append(place)
-    with fake_kernels.tensors_replaced(
-        [*fake_kernels.fake_places(parameters, param_dtype), *fake_kernels.fake_places(buffers)]
-    ):
+    places = list(fake_kernels.tensor_places(module))
+    parameters = [place for place in places if isinstance(place[2], nn.Parameter)]
+    buffers = [place for place in places if place[2].is_meta and not isinstance(place[2], nn.Parameter)]
+    fake = [*fake_kernels.fake_places(parameters, param_dtype), *fake_kernels.fake_places(buffers)]
+    with fake_kernels.tensors_replaced(fake):
         yield
 
 
