@@ -6,11 +6,10 @@ Bytes follow from shapes alone, without a process group.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from dlo_framework.plan import ParallelPlan
 from dlo_framework.task import Task
 from dlo_framework.units import format_bytes
 from dlo_plugins.fsdp.row_shards import row_range, shard_dim
-from dlo_plugins.pipeline.actions import Placement
 from dlo_plugins.pipeline.model_stages import Split, Stages, make_stages
 from dlo_plugins.pipeline.pipeline_schedules import flushes, make_placement
 from dlo_plugins.sharding.gathered_dtype import find_exact_parameters
@@ -61,124 +59,64 @@ class _Kind(NamedTuple):
     state_size: int
     is_trained: bool
     stages: tuple[int, ...]
-    is_expert: bool = False
+    is_expert: bool
 
 
-class StateBytesPerRank:
-    """Bytes of a module's state on each rank of a mesh.
+def _count_bytes(counted: Iterable[tuple[_Kind, int]]) -> RankStateBytes:
+    """Returns the bytes of parameters, given the number of elements of each kind."""
+    parameters = gradients = optimizer = 0
+    for kind, elements in counted:
+        parameters += elements * kind.element_size
+        gradients += elements * kind.element_size * kind.is_trained
+        optimizer += elements * 2 * kind.state_size * kind.is_trained
+    return RankStateBytes(parameters, gradients, optimizer)
+
+
+def _rank_bytes(
+    kinds: Mapping[_Kind, int],
+    spec: MeshSpec,
+    place: Coordinates,
+    stages: set[int],
+    delayed_by: int | None,
+    computed: int | None,
+) -> RankStateBytes:
+    """Returns the bytes of state on a rank.
 
     Args:
-        module: Full module, on any device, also on the meta device.
+        kinds: Number of parameters of each kind.
         spec: Mesh, without -1.
-        divisions: Divisions of parameters over the axis `tp`, by name.
-        stages: Stages of the pipeline that need each parameter, by name; None without a pipeline.
-        placement: Placement of the stages on the ranks of `pp`.
-        element_size: Bytes of a floating-point element; None for each parameter's own.
-        delays: Whether gradients have a delay of one step: two versions of parameters and gradients, which `dp_shard`
-            does not shard.
-        experts: Names of the parameters that `ep` divides along their first dim.
-        computed: Bytes of a floating-point element of both versions of the parameters, where `delays`, beside master
-            weights that `dp_shard` shards; None without master weights.
-        rounded: Whether weights and gradients are bf16 and the optimizer's state is in single precision, as under
-            `bf16_weights: stochastic`.
+        place: Coordinates of the rank.
+        stages: Numbers of its stages.
+        delayed_by: Last stage of a pipeline whose gradients have a delay of one step, with two versions of parameters
+            and gradients, which `dp_shard` does not shard; None without a delay.
+        computed: Bytes of a floating-point element of both versions, beside master weights that `dp_shard` shards; None
+            without master weights.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: MeshSpec,
-        divisions: dict[str, Division] | None = None,
-        stages: dict[str, tuple[int, ...]] | None = None,
-        placement: Placement | None = None,
-        element_size: int | None = None,
-        delays: bool = False,
-        experts: Collection[str] = (),
-        rounded: bool = False,
-        computed: int | None = None,
-    ) -> None:
-        self.spec, self._placement, self._delays, self._computed = spec, placement, delays, computed
-        divisions, everywhere = divisions or {}, tuple(range(placement.stages)) if placement else (0,)
-        exact = find_exact_parameters(module) if rounded else set()
-        self._kinds: Counter[_Kind] = Counter()
-        for name, parameter in module.named_parameters():
-            size = element_size if element_size and parameter.is_floating_point() else parameter.element_size()
-            if rounded and parameter.dtype == torch.float32 and id(parameter) not in exact:
-                size = 2
-            state = max(size, 4) if rounded else size
-            held_by = everywhere if stages is None else stages.get(name, everywhere)
-            shape, trained = tuple(parameter.shape), parameter.requires_grad
-            kind = _Kind(shape, divisions.get(name), size, state, trained, held_by, name in experts and spec.ep > 1)
-            self._kinds[kind] += 1
-
-    @property
-    def unsharded(self) -> RankStateBytes:
-        """Bytes in a single process."""
-        counted = [(kind, count * math.prod(kind.shape)) for kind, count in self._kinds.items()]
-        parameters = sum(kind.element_size * elements for kind, elements in counted)
-        trained = [(kind, elements) for kind, elements in counted if kind.is_trained]
-        gradients = sum(kind.element_size * elements for kind, elements in trained)
-        return RankStateBytes(parameters, gradients, 2 * sum(kind.state_size * elements for kind, elements in trained))
-
-    def at(self, place: Coordinates) -> RankStateBytes:
-        """Returns the bytes on the rank at these coordinates."""
-        own = set(self._placement.stages_of(place.pp)) if self._placement else {0}
-        parameters = trained = state = full = full_trained = version = 0
-        for kind, count in self._kinds.items():
-            if own.isdisjoint(kind.stages):
-                continue
-            elements = count * self._local_elements(kind, place)
-            parameters += elements * kind.element_size
-            trained += elements * kind.element_size * kind.is_trained
-            state += elements * kind.state_size * kind.is_trained
-            size = count * kind.element_size * math.prod(self._cut_shape(kind, place))
-            full_trained += size * kind.is_trained
-            computed = self._computed or kind.element_size
-            full += size // kind.element_size * computed
-            version += size // kind.element_size * computed * kind.is_trained
-        if self._delays:
-            assert self._placement is not None
-            copies = version * (self._placement.stages - 1 not in own)  # It has no micro-batch in flight.
-            masters = parameters if self._computed else 0
-            return RankStateBytes(full + copies + masters, 2 * full_trained, 2 * state)
-        return RankStateBytes(parameters, trained, 2 * state)
-
-    def largest(self) -> tuple[Coordinates, RankStateBytes]:
-        """Returns the coordinates and bytes of the rank with the most, the first of several."""
-        found = {place: self.at(place) for place in self.places()}
-        place = max(found, key=lambda place: found[place].total)
-        return place, found[place]
-
-    def places(self) -> Iterator[Coordinates]:
-        """Yields the coordinates of the ranks of one copy of the model."""
-        sizes = self.spec.sizes | {"dp_replicate": 1}
-        for place in itertools.product(*(range(size) for size in sizes.values())):
-            yield Coordinates(*place)
-
-    def _cut_shape(self, kind: _Kind, place: Coordinates) -> list[int]:
-        """Returns the shape of the slice over `tp` and `ep` that a rank has, before it is sharded."""
+    shards, full = list[tuple[_Kind, int]](), list[tuple[_Kind, int]]()
+    for kind, count in kinds.items():
+        if stages.isdisjoint(kind.stages):
+            continue
         shape = list(kind.shape)
+        sharers, number = spec.dp_shard * spec.cp, place.dp_shard * spec.cp + place.cp
         if kind.is_expert:
-            shape[0] //= self.spec.ep
-        if kind.division is not None and self.spec.tp > 1:
-            shape[kind.division.dim] = kind.division.slice_for(self.spec.tp, place.tp).length
-        return shape
-
-    def _local_elements(self, kind: _Kind, place: Coordinates) -> int:
-        shape = self._cut_shape(kind, place)
-        if shape:
-            sharers, number = self.spec.dp_shard * self.spec.cp, place.dp_shard * self.spec.cp + place.cp
-            if kind.is_expert:
-                sharers, number = self.spec.expert_shards, number // self.spec.ep
-            dim = shard_dim(torch.Size(shape), sharers, kind.is_expert)
-            if dim:
-                return math.prod(shape) // sharers
-            return row_range(torch.Size(shape), sharers, number)[1]
-        return 1
-
-
-def stages_by_name(stages: Stages, model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the stages that need each parameter of a model, by name."""
-    return {name: stages.stages_of(name) for name, _ in model.named_parameters()}
+            shape[0] //= spec.ep
+            sharers, number = spec.expert_shards, number // spec.ep
+        if kind.division is not None and spec.tp > 1:
+            shape[kind.division.dim] = kind.division.slice_for(spec.tp, place.tp).length
+        elements = math.prod(shape)
+        full.append((kind, count * elements))
+        if shard_dim(torch.Size(shape), sharers, kind.is_expert):
+            elements //= sharers
+        elif shape:
+            elements = row_range(torch.Size(shape), sharers, number)[1]
+        shards.append((kind, count * elements))
+    held = _count_bytes(shards)
+    if delayed_by is None:
+        return held
+    version = _count_bytes([(kind._replace(element_size=computed or kind.element_size), n) for kind, n in full])
+    copies = version.gradients * (delayed_by not in stages)  # The last stage has no micro-batch in flight.
+    masters = held.parameters if computed else 0
+    return RankStateBytes(version.parameters + copies + masters, 2 * _count_bytes(full).gradients, held.optimizer)
 
 
 #: Maximum numbers of ranks, of groups of an axis and of ranks of a group that are shown in full.
@@ -414,31 +352,22 @@ class MeshDescription:
             if rank.rank != last + 1:
                 rows.append(["..."])
             last = rank.rank
-            rows.append(self._row(rank, axes))
+            spec, place, held = self.spec, rank.place, rank.state_bytes
+            tensors, shards = "whole", spec.dp_shard * spec.cp
+            if self.coverage is not None:
+                share = self.coverage.sharded_fraction
+                tensors = f"{place.tp + 1}/{spec.tp}" + (f" of {share:.0%}" if share < NEARLY_ALL else "")
+            counted = [held.parameters, held.gradients, held.optimizer, *([rank.second_bytes] if seconds else [])]
+            rows.append(
+                [
+                    *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
+                    *(",".join(map(str, rank.stages)), tensors),
+                    f"{place.dp_shard * spec.cp + place.cp + 1}/{shards}" if shards > 1 else "whole",
+                    *(format_bytes(size) for size in (*counted, rank.total)),
+                ]
+            )
         most = self.largest
         return [*_table(rows), f"the most: rank {most.rank}, {format_bytes(most.total)}"]
-
-    def _row(self, rank: RankDescription, axes: list[str]) -> list[str]:
-        spec, place, held = self.spec, rank.place, rank.state_bytes
-        shard = place.dp_shard * spec.cp + place.cp
-        sizes = [held.parameters, held.gradients, held.optimizer]
-        sizes += [rank.second_bytes] if self.seconds else []
-        return [
-            *(str(rank.rank), str(rank.node), *(str(getattr(place, axis)) for axis in axes)),
-            ",".join(map(str, rank.stages)),
-            self._tensors(place.tp),
-            f"{shard + 1}/{spec.dp_shard * spec.cp}" if spec.dp_shard * spec.cp > 1 else "whole",
-            *(format_bytes(size) for size in (*sizes, rank.total)),
-        ]
-
-    def _tensors(self, tp: int) -> str:
-        """Returns the fraction of its stages' tensors that a rank of the axis `tp` has, as text."""
-        if self.coverage is None:
-            return "whole"
-        part = f"{tp + 1}/{self.spec.tp}"
-        return (
-            part if self.coverage.sharded_fraction >= NEARLY_ALL else f"{part} of {self.coverage.sharded_fraction:.0%}"
-        )
 
     def _shown(self) -> list[RankDescription]:
         """Returns all ranks of a small world, or the first, the last, and the first of each stage of a large one."""
@@ -456,7 +385,6 @@ def describe_mesh(
     plan: ParallelPlan | None,
     spec: MeshSpec,
     *,
-    prefix: str = "model",
     sequence_parallel: bool = False,
     schedule: str = "1F1B",
     stages_per_rank: int | None = None,
@@ -472,10 +400,9 @@ def describe_mesh(
     """Returns a mesh's description.
 
     Args:
-        module: Full module that trains; it may be on the meta device, and is not changed.
+        module: Task that trains; it may be on the meta device, and is not changed. Without a plan, any module.
         plan: Plan of its model; None for a module without one, which only data parallelism divides.
         spec: Mesh, without -1.
-        prefix: Name of the model in the module.
         sequence_parallel: Option of MeshStrategy, as are the next four.
         schedule: Name of the pipeline's schedule.
         stages_per_rank: Number of stages of a rank, for schedules that leave it open.
@@ -483,7 +410,8 @@ def describe_mesh(
         micro_batches: Number of micro-batches of a step.
         nodes: Number of nodes.
         element_size: Bytes of a floating-point element; None for each parameter's own.
-        rounded: Whether weights and gradients are bf16 without master weights.
+        rounded: Whether weights and gradients are bf16 and the optimizer's state is in single precision, as under
+            `bf16_weights: stochastic`.
         computed: Bytes of a floating-point element of full parameters beside master weights; None without these.
         inferred: Lines about inferred tensor rules.
         context: Line about modules that get full sequences under context parallelism.
@@ -491,52 +419,63 @@ def describe_mesh(
     Raises:
         DloError: The mesh cannot cut the model.
     """
-    divisions, stages, by_name, where = {}, None, None, make_placement(schedule, spec.pp, stages_per_rank)
+    model = module if plan is None else module.get_submodule("model")
+    divisions: dict[str, Division] = {}
+    stages: Stages | None = None
     coverage: Coverage | None = None
-    model = module if plan is None else module.get_submodule(prefix)
-    if plan is not None and spec.tp > 1:
-        found = make_tp_plan(model, plan, spec.tp, sequence_parallel).divisions
-        divisions = {f"{prefix}.{name}": division for name, division in found.items()}
-        coverage = measure_coverage(model, found)
-    if plan is not None and spec.pp > 1:
-        stages = make_stages(model, plan, where.stages, split)
-        by_name = {f"{prefix}.{name}": of for name, of in stages_by_name(stages, model).items()}
-    placement, delays = (where, not flushes(schedule)) if spec.pp > 1 else (None, False)
-    found_mixtures = [] if plan is None else find_mixtures(model, plan)
-    experts = {f"{prefix}.{name}" for mixture in found_mixtures for name in mixture.stacked}
-    holdings = StateBytesPerRank(
-        module, spec, divisions, by_name, placement, element_size, delays, experts, rounded, computed
-    )
-    blocks = [] if plan is None else plan.block_names(model)
-    described = [StageDescription(0, 0, tuple(blocks), ("stem", "head"))]
-    if stages is not None:
-        described = [
-            StageDescription(
-                number, where.rank_of(number), tuple(stages.blocks_of(number)), _around(number, where.stages)
-            )
-            for number in range(where.stages)
-        ]
-    known: dict[Coordinates, RankStateBytes] = {place: holdings.at(place) for place in holdings.places()}
+    mixtures: list[Mixture] = []
+    described = [StageDescription(0, 0, (), ("stem", "head"))]
+    where = make_placement(schedule, spec.pp, stages_per_rank)
+    if plan is not None:
+        described = [replace(described[0], blocks=tuple(plan.block_names(model)))]
+        mixtures = find_mixtures(model, plan)
+        if spec.tp > 1:
+            divisions = make_tp_plan(model, plan, spec.tp, sequence_parallel).divisions
+            coverage = measure_coverage(model, divisions)
+        if spec.pp > 1:
+            stages = make_stages(model, plan, where.stages, split)
+            ends = {0: ("stem",), where.stages - 1: ("head",)}
+            described = [
+                StageDescription(number, where.rank_of(number), tuple(stages.blocks_of(number)), ends.get(number, ()))
+                for number in range(where.stages)
+            ]
+    experts = {name for mixture in mixtures for name in mixture.stacked} if spec.ep > 1 else set()
+    exact = find_exact_parameters(module) if rounded else set()
+    kinds: Counter[_Kind] = Counter()
+    for full_name, parameter in module.named_parameters():
+        name = full_name.removeprefix("model.") if full_name.startswith("model.") else ""
+        size = element_size if element_size and parameter.is_floating_point() else parameter.element_size()
+        if rounded and parameter.dtype == torch.float32 and id(parameter) not in exact:
+            size = 2
+        state = max(size, 4) if rounded else size
+        held_by = tuple(range(len(described))) if stages is None else stages.stages_of(name)
+        shape, trained = tuple(parameter.shape), parameter.requires_grad
+        kinds[_Kind(shape, divisions.get(name), size, state, trained, held_by, name in experts)] += 1
+    known: dict[Coordinates, RankStateBytes] = {}
+    delayed_by = where.stages - 1 if spec.pp > 1 and not flushes(schedule) else None
     ranks = []
     for rank in range(spec.world_size):
         place = spec.coordinates(rank)
-        held = known[place._replace(dp_replicate=0)]
         own = tuple(where.stages_of(place.pp)) if spec.pp > 1 else (0,)
-        ranks.append(RankDescription(rank, rank * nodes // spec.world_size, place, own, held))
+        alike = place._replace(dp_replicate=0)
+        if alike not in known:
+            known[alike] = _rank_bytes(kinds, spec, alike, set(own), delayed_by, computed)
+        ranks.append(RankDescription(rank, rank * nodes // spec.world_size, place, own, known[alike]))
+    axes = spec.sizes | {"ep": spec.ep}
     return MeshDescription(
         spec=spec,
         nodes=nodes,
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
-        unsharded=holdings.unsharded,
+        unsharded=_count_bytes((kind, count * math.prod(kind.shape)) for kind, count in kinds.items()),
         schedule=(schedule, micro_batches) if spec.pp > 1 else None,
         stages=tuple(described),
-        groups={axis: groups_along(spec, axis) for axis, size in spec.sizes.items() if size > 1} | _expert_groups(spec),
+        groups={axis: groups_along(spec, axis) for axis, size in axes.items() if size > 1},
         ranks=tuple(ranks),
         coverage=coverage,
         inferred=tuple(inferred),
         context=context,
-        mixtures=_describe_mixtures(model, found_mixtures, spec.ep),
+        mixtures=_describe_mixtures(model, mixtures, spec.ep),
     )
 
 
@@ -556,26 +495,17 @@ def prepare_model(module: Any) -> tuple[nn.Module, ParallelPlan | None]:
 
 
 def groups_along(spec: MeshSpec, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of ranks that differ along one axis only."""
-    others = [range(size) for name, size in spec.sizes.items() if name != axis]
-    names = [name for name in spec.sizes if name != axis]
-    found = []
-    for fixed in itertools.product(*others):
-        place = dict(zip(names, fixed, strict=True))
-        found.append(tuple(spec.rank(Coordinates(**place, **{axis: at})) for at in range(spec.sizes[axis])))
-    return tuple(sorted(found))
-
-
-def _expert_groups(spec: MeshSpec) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Returns the groups of ranks that differ in `ep` only."""
-    if spec.ep == 1:
-        return {}
-    found: dict[Any, list[int]] = {}
+    """Returns the groups of ranks that differ along one axis only, or in `ep`."""
+    found: dict[Coordinates, list[int]] = {}
     for rank in range(spec.world_size):
         place = spec.coordinates(rank)
-        shard = place.dp_shard * spec.cp + place.cp
-        found.setdefault((place.pp, place.dp_replicate, place.tp, shard // spec.ep), []).append(rank)
-    return {"ep": tuple(sorted(tuple(ranks) for ranks in found.values()))}
+        if axis == "ep":
+            number = (place.dp_shard * spec.cp + place.cp) // spec.ep
+            alike = place._replace(dp_shard=number, cp=0)
+        else:
+            alike = place._replace(**{axis: 0})
+        found.setdefault(alike, []).append(rank)
+    return tuple(sorted(tuple(ranks) for ranks in found.values()))
 
 
 def _describe_mixtures(model: nn.Module, found: Sequence[Mixture], ep: int) -> MixtureDescription | None:
@@ -610,10 +540,6 @@ def collapse_ranges(names: Sequence[str]) -> str:
             runs.append((stem, number, number))
     shown = [run if isinstance(run, str) else f"{run[0]}{run[1]}" + f"-{run[2]}" * (run[1] < run[2]) for run in runs]
     return ", ".join(shown)
-
-
-def _around(stage: int, stages: int) -> tuple[str, ...]:
-    return tuple(name for name, at in (("stem", 0), ("head", stages - 1)) if stage == at)
 
 
 def _shortened(items: Sequence[str], most: int) -> str:
