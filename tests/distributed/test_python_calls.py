@@ -20,7 +20,6 @@ from dlo_framework.distributed.model_units import find_units
 from dlo_framework.local_memory import local_tensor
 from dlo_framework.testing import run_distributed
 from dlo_plugins.zero.flat_group import FlatGroup
-from dlo_plugins.zero.gradient_reduction import Reduction
 from dlo_plugins.zero.zero_engine import ZeroEngine, ZeroOptions
 from support.python_calls import count_python_calls
 
@@ -73,7 +72,9 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int, int]]:
             step()
         with (
             mock.patch.object(FlatGroup, "cut", autospec=True, side_effect=FlatGroup.cut) as cut,
-            mock.patch.object(Reduction, "missing", autospec=True, side_effect=Reduction.missing) as look,
+            mock.patch.object(
+                FlatGroup, "missing_gradients", autospec=True, side_effect=FlatGroup.missing_gradients
+            ) as look,
         ):
             step()
         passes = cut.call_count + look.call_count
