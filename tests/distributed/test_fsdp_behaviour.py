@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dlo_plugins.strategies.fsdp import FSDPStrategy
 from support.fsdp_nets import (
     STEPS,
     WIDTH,
+    Block,
     Module,
     Net,
     alone,
@@ -108,6 +110,68 @@ class Adversaries(LightningModule):
         self.untoggle_optimizer(judge)
 
 
+class Held(Module):
+    """A module that trains towards what a list or a closure of its weights gives."""
+
+    def __init__(self, in_closure: bool) -> None:
+        super().__init__()
+        weights = list(self.net.parameters())
+        self.pairs = (lambda: weights) if in_closure else list(zip(weights, weights, strict=True))
+
+
+class WritingBlock(Block):
+    """Multiplies its weight by its input's mean in one of its forwards."""
+
+    at, count = 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == self.at:
+            with torch.no_grad():
+                self.one.weight.mul_(x.mean())
+        return super().forward(x)
+
+
+class Written(Module):
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList([WritingBlock() for _ in range(2)])
+        for block in self.net.blocks:
+            block.at = at
+
+
+class Late(Module):
+    """Changes gradients after their norm is known, in place where the optimizer needs full tensors."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if self.in_place:
+                parameter.grad.mul_(2)
+            else:
+                parameter.grad = parameter.grad * 2
+
+    def configure_optimizers(self) -> Any:
+        if self.in_place:
+            return torch.optim.Adafactor(self.net.parameters())
+        return super().configure_optimizers()
+
+
+BY_RANK = "must be the same on all ranks, got other values on each for net.blocks.0.one.weight"
+#: Modules that would train otherwise than in one process, and what refuses them.
+REFUSED: list[tuple[Callable[[], Module], str]] = [
+    (lambda: Held(False), "must not hold parameters .* got net.stem.weight in .*pairs; take them from"),
+    (lambda: Held(True), "must not hold parameters .* got net.stem.weight in closure.pairs; take"),
+    (lambda: Written(1), BY_RANK),
+    (lambda: Written(3), BY_RANK),
+    (lambda: Late(False), "got that of net.stem.weight replaced after it;"),
+    (lambda: Late(True), "got that of net.stem.weight written after it; change it in on_after_backward"),
+]
+
+
 def adversaries_alone() -> dict[str, Tensor]:
     module = Adversaries()
     maker, judge = module.configure_optimizers()
@@ -155,6 +219,12 @@ def _named(rank: int, world: int, folder: Path) -> Any:
     with pytest.raises(DloError) as error:
         trainer(world, FSDPStrategy()).fit(module, mine(rank, world))
     return str(error.value)
+
+
+def _refused(rank: int, world: int, folder: Path) -> Any:
+    for make, message in REFUSED:
+        with pytest.raises(DloError, match=message):
+            trainer(world, FSDPStrategy()).fit(make(), mine(rank, world))
 
 
 def _manual(rank: int, world: int, folder: Path) -> Any:
@@ -235,8 +305,8 @@ def _applied(rank: int, world: int, folder: Path) -> Any:
 
 
 CHECKS = (
-    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _manual, _evaluation, _other_options,
-    _clipped_by_value,
+    _applied, _large_norm, _tied, _unused, _unused_in_halves, _named, _refused, _manual, _evaluation,
+    _other_options, _clipped_by_value,
 )  # fmt: skip
 
 
@@ -325,6 +395,10 @@ def test_unused_parameters_are_named(ranks: list[dict[str, Any]]) -> None:
     for message in (first, second):
         assert "net.blocks.0.never.weight, net.blocks.0.never.bias" in message
         assert "find_unused: true" in message
+
+
+def test_what_would_train_otherwise_is_refused(ranks: list[dict[str, Any]]) -> None:
+    of(ranks, "_refused")
 
 
 def test_two_optimizers_by_hand(ranks: list[dict[str, Any]]) -> None:

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
-from torch import Tensor, nn
 
-from dlo_framework import ParallelPlan, Task
 from dlo_framework.testing import Case, assert_parity, compare_cases
 from dlo_plugins.appliers.activation_checkpoint import ActivationCheckpoint
 from dlo_plugins.appliers.compile_blocks import CompileBlocks
@@ -133,13 +130,6 @@ def test_optimizers_of_full_tensors_train_under_tp_as_in_one_process() -> None:
     found = cases(one, trainer={"gradient_clip_val": 0.5}, optimizer="lamb")
     found += cases(sequence, optimizer="adafactorbv", optimizer_args={})
     assert_parity(full_tensors, [*found, *cases(one, optimizer="adagrad")], steps=3)
-
-
-@pytest.mark.slow
-def test_each_optimizer_of_full_tensors_trains_with_and_without_sequence_parallelism() -> None:
-    axes = ({"tp": 2}, {"tp": 2, "sequence_parallel": True})
-    found = cases(*axes, trainer={"gradient_clip_val": 0.5}, optimizer="lamb")
-    assert_parity(full_tensors, found + cases(*axes, optimizer="adafactorbv", optimizer_args={}), steps=3)
 
 
 RECOMPUTED = {"appliers": [ActivationCheckpoint()]}
@@ -261,45 +251,3 @@ def test_threes_of_axes_on_eight_ranks() -> None:
     for build in (llm, vit):
         axes = [of for of in THREES if build is llm or "cp" not in of]
         assert_parity(build, cases(*axes, optimizer_args={"eps": 1e-3}), world_size=8, steps=50, timeout=6000)
-
-
-class Regression(Task):
-    """A model of the reader's own, with a plan in a line a layer."""
-
-    def configure_model(self) -> None:
-        if not self.has_model:
-            self.model = nn.Sequential(nn.Linear(6, 8), *(Layer() for _ in range(4)), nn.Linear(8, 1))
-
-    def parallel_plan(self) -> ParallelPlan:
-        return ParallelPlan(blocks=("[1-4]",), stem=("0",), head=("5",), tensor={"*.up": "column", "*.down": "row"})
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(outputs, batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Numbers(LightningDataModule):
-    def train_dataloader(self) -> Any:
-        draw = torch.Generator().manual_seed(1)
-        x = torch.randn(32, 6, generator=draw)
-        data = torch.utils.data.TensorDataset(x, x[:, :1] * 2 + 1)
-        return torch.utils.data.DataLoader(data, batch_size=8)
-
-
-def own() -> tuple[Any, Any]:
-    return Regression(), Numbers()
-
-
-def test_a_model_of_ones_own_trains_along_each_axis() -> None:
-    assert_parity(own, cases({"pp": 2}, {"tp": 2}, {"pp": 2, "schedule": "ZBV"}), steps=3)

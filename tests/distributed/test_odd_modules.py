@@ -111,15 +111,16 @@ def alone(rank: int, world: int, runs: set[tuple[str, Run]], folder: Path) -> di
     return found
 
 
-def together(rank: int, world: int, strategy: str, names: list[str], folder: Path) -> None:
-    """Trains modules on two ranks; each outcome goes to a file at once, since a module may end the process."""
+def together(rank: int, world: int, cells: list[tuple[str, str]], folder: Path) -> None:
+    """Trains modules by strategies on two ranks; an outcome goes to a file at once: a module may end the process."""
     silence_lightning()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    for name in names:
-        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
+    for name, strategy in cells:
+        cell = f"{strategy}-{name}"
+        dist.init_process_group("gloo", store=dist.PrefixStore(cell, store), rank=rank, world_size=world)
         losses: list[float] = []
         error = ""
-        with open(folder / f"{strategy}-{name}.{rank}", "w") as file:
+        with open(folder / f"{cell}.{rank}", "w") as file:
             try:
                 share = (rank, world) if strategy in DATA else (0, 1)
                 train(
@@ -127,7 +128,7 @@ def together(rank: int, world: int, strategy: str, names: list[str], folder: Pat
                     STRATEGIES[strategy](),
                     share,
                     (1, run_like(name, strategy)[1]),
-                    folder / f"{strategy}-{name}",
+                    folder / cell,
                     losses,
                 )
             except BaseException as raised:
@@ -137,8 +138,8 @@ def together(rank: int, world: int, strategy: str, names: list[str], folder: Pat
             file.write(repr((losses, error)))
         with contextlib.suppress(Exception):
             leave_group()
-        store.set(f"done/{name}/{rank}", "1")
-        store.wait([f"done/{name}/{other}" for other in range(world)])
+        store.set(f"done/{cell}/{rank}", "1")
+        store.wait([f"done/{cell}/{other}" for other in range(world)])
 
 
 def judge(name: str, strategy: str, folder: Path, expected: dict[tuple[str, Run], list[float]]) -> str:
@@ -199,7 +200,8 @@ SOME: dict[str, tuple[str, ...]] = {
     "zero3": ("average of weights", "callback that clamps weights", "clips by itself", "in optimizer_step"),
     "fsdp": (
         *("sharpness", "writes to its input", "state in the step", "assigned between steps"),
-        *("swapped for validation", "weights in a global"),
+        *("swapped for validation", "weights in a global", "momentum encoder", "prototypes of data", "largest norm"),
+        *("hook on weights", "forward without hooks"),
     ),
     "deepspeed2": ("assigned between steps", "assigned before the first step", "L2"),
     "deepspeed3": ("L2", "clamps weights", "average of weights"),
@@ -219,14 +221,13 @@ def test_each_odd_module_equals_one_process_or_is_refused(tmp_path: Path, chosen
     runs = {(name, run_like(name, one)) for name, one in cells}
     (expected,) = run_distributed(alone, 1, runs, tmp_path, timeout=3000, backend=None)
     found: dict[str, str] = {}
-    for strategy in strategies:
-        left = [name for name, one in cells if one == strategy]
-        while left:
-            with contextlib.suppress(RankFailed):  # The files tell.
-                run_distributed(together, 2, strategy, left, tmp_path, timeout=3000, backend=None)
-            last = max(n for n, name in enumerate(left) if (tmp_path / f"{strategy}-{name}.0").exists())
-            found |= {f"{name} | {strategy}": judge(name, strategy, tmp_path, expected) for name in left[: last + 1]}
-            left = left[last + 1 :]
+    left = cells
+    while left:
+        with contextlib.suppress(RankFailed):  # The files tell.
+            run_distributed(together, 2, left, tmp_path, timeout=3000, backend=None)
+        done = 1 + max(n for n, (name, one) in enumerate(left) if (tmp_path / f"{one}-{name}.0").exists())
+        found |= {f"{name} | {one}": judge(name, one, tmp_path, expected) for name, one in left[:done]}
+        left = left[done:]
     if out := os.environ.get("DLO_ODD_OUT"):
         Path(out).write_text("\n".join(f"{cell} | {outcome}" for cell, outcome in found.items()))
     counts = Counter(outcome.partition(":")[0] for outcome in found.values())

@@ -53,6 +53,7 @@ def test_resharding_to_a_number_wants_a_divisor() -> None:
         ({"replicate": 2, "shard": 3}, "world size must be replicate 2 x shard 3 = 6, got 4"),
         ({"replicate": -1, "shard": -1}, "at most one axis must be -1, got replicate and shard; set replicate to 1"),
         ({"reshard_after_forward": 3}, "divisor of the 4 ranks"),
+        ({"forward_prefetch": -1}, "forward_prefetch must be a number of units"),
         ({"param_dtype": "float16"}, "must come with a loss scale"),
         ({"param_dtype": "bfloat61"}, "did you mean 'bfloat16'"),
     ],
@@ -60,11 +61,6 @@ def test_resharding_to_a_number_wants_a_divisor() -> None:
 def test_the_trainer_refuses_before_any_process_starts(options: dict, message: str) -> None:
     with pytest.raises(DloError, match=message):
         Trainer(accelerator="cpu", devices=4, strategy=FSDPStrategy(**options), logger=False)
-
-
-def test_a_negative_prefetch_is_refused() -> None:
-    with pytest.raises(DloError, match="forward_prefetch must be a number of units"):
-        FSDPStrategy(forward_prefetch=-1)
 
 
 # --- names ----------------------------------------------------------------------------------------------------

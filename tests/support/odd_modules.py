@@ -656,6 +656,9 @@ MODULES: dict[str, type[Odd]] = {
     ),
     "called twice": odd(block=block(lambda s, x: Block.forward(s, 0.5 * Block.forward(s, x)))),
     "recurrent depth": odd(net=net(lambda s, x: s.head(0.5 * s.body(0.5 * s.body(s.stem(x)))))),
+    "forward without hooks": odd(
+        net=net(lambda s, x: s.head(s.body(s.stem(x), run=lambda one, x: one.forward(x)))), strategies=STEPS
+    ),
     "out of order": odd(net=net(lambda s, x: s.head(s.body(s.stem(x), (2, 0, 3, 1))))),
     "stem at the end": odd(net=net(lambda s, x: s.head(s.body(s.stem(x)) + s.stem(x)))),
     # Buffers.
@@ -930,6 +933,15 @@ MODULES: dict[str, type[Odd]] = {
     "decays before the step": odd(on_before_optimizer_step=decays),
     "momentum encoder": MomentumEncoder,
     "prototypes": odd(net=net(normalised)),
+    "prototypes of data": odd(
+        net=net(
+            lambda s, x: [
+                s.head.weight.data.div_(s.head.weight.data.norm(dim=1, keepdim=True)),
+                Net.forward(s, x),
+            ][1]
+        ),
+        strategies=("ddp", "fsdp"),
+    ),
     "largest norm": odd(
         net=net(
             lambda s, x: s.head(s.body(s.stem(x) + s.table(torch.arange(5)).mean(0))),
