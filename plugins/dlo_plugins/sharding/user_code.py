@@ -152,8 +152,8 @@ def meet_all(strategy: Any, place: str, what: str, got: str) -> None:
     Args:
         strategy: Strategy of the run.
         place: Name of the place in the code, the same on all ranks.
-        what: What the code uses or writes, for the message.
-        got: What this rank does, for the message.
+        what: Subject of the message, what the code uses or writes.
+        got: Use or write of this rank in the message.
 
     Raises:
         DloError: A rank does not come there.
