@@ -94,8 +94,8 @@ def unit_policy(policy: MixedPrecisionPolicy, trained: Mapping[str, Tensor], uni
     if len(dtypes) > 1:
         (one, name), (other, another), *_ = reversed(dtypes.items())
         odd = {n for n, parameter in trained.items() if parameter.dtype != one}
-        homes = dict.fromkeys(n.rpartition(".")[0] for n in odd)
-        apart = sorted(home for home in homes if home and not _holds(home, trained.keys() - odd))
+        homes = {n.rpartition(".")[0] for n in odd} - {""}
+        apart = sorted(home for home in homes if not any(n.startswith(f"{home}.") for n in trained.keys() - odd))
         named = f"units: [{', '.join([*units, *apart])}]" if apart else "units"
         raise DloError(
             "parameters of a unit must have one dtype under FSDP2, got"
@@ -116,7 +116,3 @@ def cast_tensors(part: nn.Module, policy: MixedPrecisionPolicy) -> None:
         part.register_forward_pre_hook(lambda _, *given: cast(given, inputs), with_kwargs=True)
     if outputs is not None:
         part.register_forward_hook(lambda *given: cast(given[-1], outputs))
-
-
-def _holds(module: str, names: set[str]) -> bool:
-    return any(name.startswith(f"{module}.") for name in names)

@@ -421,10 +421,8 @@ class JoinedTensorShard(FullTensorShard[RowGroup]):
         super().__init__(groups, communicator)
         # Names of the sliced tensors that all tp ranks with this part of the model own together, by dtype.
         self._sliced: dict[torch.dtype, list[str]] = defaultdict(list)
-        for group, number in self._places:
-            name = group.names[number]
-            if name in self.local_params and name in slices:
-                self._sliced[group.dtype].append(name)
+        for group in groups:
+            self._sliced[group.dtype] += [name for name in group.names if name in self.local_params and name in slices]
         names = [name for same in self._sliced.values() for name in same]
         owners = assign_balanced([self.full_shape(name).numel() for name in names], tensor_parallel.size)
         self._tp_owner = dict(zip(names, owners, strict=True))

@@ -58,7 +58,9 @@ class UsedParams:
         for copies in sharded.copies:
             copies.on_gather = lambda shard, copy: self._add(names[id(shard)], copy)
         claimed: set[int] = set()
-        for part in _innermost_first(sharded):
+        parts = [sharded.module.get_submodule(name) for name in sharded.units]
+        parts += [root for root in sharded.roots if not any(root is part for part in parts)]
+        for part in parts:  # From the inside out.
             places = []
             for submodule in part.modules():
                 if id(submodule) in claimed:
@@ -112,11 +114,6 @@ class UsedParams:
         return note
 
 
-def _innermost_first(sharded: ShardedModule) -> list[nn.Module]:
-    parts = [sharded.module.get_submodule(name) for name in sharded.units]
-    return [*parts, *(root for root in sharded.roots if not any(root is part for part in parts))]
-
-
 class OptimizerShards:
     """Optimizer shards of all optimizers, which replace the parameters in the optimizers' parameter groups.
 
@@ -167,7 +164,11 @@ class OptimizerShards:
         # In manual optimization a forward may have gathered parameters since the last backward.
         optimizer.register_step_pre_hook(lambda *_: self.sharded.reshard())
         kind = self._probe(optimizer)
-        self._check_experts(optimizer, kind)
+        if self.sharded.layout.experts and kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
+            raise DloError(
+                "an optimizer under ep must update each tensor without the others, got"
+                f" {type(optimizer).__name__}; use adamw, for example, or set ep to 1"
+            )
         if kind == "all" and not patch_global_norm(optimizer, lambda: self.gradient_norm(optimizer)):
             options = self.sharded.options
             if options.has_masters or (options.offload and self.sharded.device.type != "cpu"):
@@ -210,7 +211,7 @@ class OptimizerShards:
 
     def _groups(self, optimizer: Optimizer, selects: Callable[[str], bool], sharers: Communicator) -> list[RowGroup]:
         """Returns the groups of an optimizer's parameters that a function of the name selects."""
-        names = {key: name for key, name in self._local_names().items() if selects(name)}
+        names = {id(parameter): name for name, parameter in self.sharded.parameters.items() if selects(name)}
         masters = self.sharded.masters
         if masters is not None:
             given = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -244,21 +245,6 @@ class OptimizerShards:
                 found.append(JoinedTensorShard(of_these, self.sharded.expert_sharers, joined, own))
         return found
 
-    def _check_experts(self, optimizer: Optimizer, kind: Kind) -> None:
-        """Checks that an optimizer can step the experts that ranks divide.
-
-        Raises:
-            DloError: It needs all tensors.
-        """
-        if not self.sharded.layout.experts or kind == "elementwise":
-            return
-        name = type(optimizer).__name__
-        if kind == "all" and not hasattr(optimizer, "_get_clip_grad_norm"):
-            raise DloError(
-                f"an optimizer under ep must update each tensor without the others, got {name}; use adamw, for example,"
-                " or set ep to 1"
-            )
-
     def _probe(self, optimizer: Optimizer) -> Kind:
         """Returns what an update depends on; tp ranks, whose slices may differ in shape, agree."""
         kind, ranks = probe_optimizer(optimizer), self.sharded.tensor_parallel
@@ -266,9 +252,6 @@ class OptimizerShards:
             return kind
         combining = ranks.sum(torch.tensor(float(kind == "tensor"), device=self.sharded.device))
         return "tensor" if combining else "elementwise"
-
-    def _local_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.sharded.parameters.items()}
 
     # --- gradients -----------------------------------------------------------------------------------------
 

@@ -436,7 +436,8 @@ class _Rehearsal:
                     if needs_gradients:
                         absent += view.without_gradient
         except Exception as error:
-            return Failure(error, rank, _innermost(error, self.task.model, names), _raised_by_backward(error))
+            in_backward = any(f.f_code.co_name in ("backward", "_engine_run_backward") for f in _frames(error))
+            return Failure(error, rank, _innermost(error, self.task.model, names), in_backward)
         if absent := still_trained(self.task, absent):
             message = unused_message(absent, self.strategy.allow_unused, self.task)
             return Failure(DloError(message), rank, "", in_backward=True, is_certain=True)
@@ -528,10 +529,6 @@ def _innermost(error: BaseException, model: nn.Module, names: dict[int, str]) ->
     return found
 
 
-def _raised_by_backward(error: BaseException) -> bool:
-    return any(frame.f_code.co_name in ("backward", "_engine_run_backward") for frame in _frames(error))
-
-
 def _refusal(failure: Failure, rehearsal: _Rehearsal, spec: MeshSpec) -> DloError:
     """Returns the error for a user: the rule, the failure, and a mesh that works."""
     if isinstance(failure.error, DloError):
@@ -567,7 +564,8 @@ def _axes(spec: MeshSpec) -> str:
 def _fix(rehearsal: _Rehearsal, spec: MeshSpec) -> str:
     """Returns the fix: the largest size of one axis with which the step succeeds."""
     for axis in _CUTTING:
-        for smaller in _smaller(spec.axis_size(axis)):
+        size = spec.axis_size(axis)
+        for smaller in (number for number in range(size - 1, 0, -1) if size % number == 0):
             tried = replace(spec, **{axis: smaller})
             if tried.dp_shard * tried.cp % tried.ep == 0 and rehearsal.run(tried) is None:
                 advice = f"set {axis} to {smaller}"
@@ -575,7 +573,3 @@ def _fix(rehearsal: _Rehearsal, spec: MeshSpec) -> str:
                     advice += ", or change the plan's tensor rules for this module (Task.parallel_plan)"
                 return advice
     return "use dp_shard for these ranks"
-
-
-def _smaller(size: int) -> Sequence[int]:
-    return [number for number in range(size - 1, 0, -1) if size % number == 0]

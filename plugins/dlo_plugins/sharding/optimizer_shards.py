@@ -267,26 +267,20 @@ class FullTensorShard(OptimizerShard[Group]):
         super().__init__(groups, communicator)
         self._loaded = False  # whether the local parameters have values
         self._stepped_early = False  # whether groups have been stepped in backward
-        self._places = [(group, number) for group in groups for number in range(len(group.names))]
-        numels = [self.full_shape(group.names[number]).numel() for group, number in self._places]
-        self._owner = dict(zip(self._keys(), assign_balanced(numels, communicator.size), strict=True))
-        for group, number in self._places:
-            if self._owner[id(group), number] == communicator.rank:
-                # On the device of the step, to which torch moves the state of a checkpoint.
-                whole = torch.empty(0, dtype=group.dtype, device=group.step_device)
-                # Not a view of the parameter: its memory is allocated before a step and freed after it.
-                self.local_params[group.names[number]] = whole.requires_grad_()
-
-    def _keys(self) -> list[tuple[int, int]]:
-        return [(id(group), number) for group, number in self._places]
+        numels = [self.full_shape(name).numel() for name in self.shapes]
+        self._owner = dict(zip(self.shapes, assign_balanced(numels, communicator.size), strict=True))
+        for group in groups:
+            for name in group.names:
+                if self._owner[name] == communicator.rank:
+                    # On the device of the step, to which torch moves the state of a checkpoint.
+                    whole = torch.empty(0, dtype=group.dtype, device=group.step_device)
+                    # Not a view of the parameter: its memory is allocated before a step and freed after it.
+                    self.local_params[name] = whole.requires_grad_()
 
     def in_groups(self, groups: list[Group]) -> Self:
         """Returns this shard with its parameters in other groups; owners and local parameters stay."""
-        owner = {group.names[number]: self._owner[id(group), number] for group, number in self._places}
         found = copy.copy(self)
         found.groups, found._loaded, found._stepped_early = groups, False, False
-        found._places = [(group, number) for group in groups for number in range(len(group.names))]
-        found._owner = {(id(group), number): owner[group.names[number]] for group, number in found._places}
         return found
 
     def load_params(self) -> bool:
@@ -380,12 +374,15 @@ class FullTensorShard(OptimizerShard[Group]):
             sent: list[list[Tensor]] = [[] for _ in range(self.communicator.size)]
             for rank, name, start, length in self._owned_runs(groups):
                 sent[rank].append(stepped[name][start : start + length])
-            held = self._count_by_owner(groups)
+            held = [0] * self.communicator.size  # Elements of each rank's tensors in this rank's segments.
+            for group in groups:
+                for piece in group.partition.pieces(self.communicator.rank):
+                    held[self._owner[group.names[piece.parameter]]] += piece.length
             received = self.communicator.exchange([concat(parts, dtype, groups[0].device) for parts in sent], held)
             at = [0] * self.communicator.size
             for group in groups:
                 for piece in group.partition.pieces(self.communicator.rank):
-                    owner = self._owner[id(group), piece.parameter]
+                    owner = self._owner[group.names[piece.parameter]]
                     values = received[owner][at[owner] : at[owner] + piece.length]
                     group.shard[piece.offset : piece.offset + piece.length].copy_(values)
                     at[owner] += piece.length
@@ -405,16 +402,8 @@ class FullTensorShard(OptimizerShard[Group]):
         for rank in range(self.communicator.size):
             for group in groups:
                 for piece in group.partition.pieces(rank):
-                    if self._owner[id(group), piece.parameter] == self.communicator.rank:
+                    if self._owner[group.names[piece.parameter]] == self.communicator.rank:
                         yield rank, group.names[piece.parameter], piece.start, piece.length
-
-    def _count_by_owner(self, groups: list[Group]) -> list[int]:
-        """Returns the number of elements of each rank's tensors that are in this rank's segments."""
-        held = [0] * self.communicator.size
-        for group in groups:
-            for piece in group.partition.pieces(self.communicator.rank):
-                held[self._owner[id(group), piece.parameter]] += piece.length
-        return held
 
     def _gather_owned(self, shards: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the full tensors that this rank owns, assembled from all ranks' segments."""
@@ -428,7 +417,7 @@ class FullTensorShard(OptimizerShard[Group]):
             for group in groups:
                 for piece in group.partition.pieces(self.communicator.rank):
                     segment = shards[id(group)][piece.offset : piece.offset + piece.length]
-                    sent[self._owner[id(group), piece.parameter]].append(segment.detach().to(group.device))
+                    sent[self._owner[group.names[piece.parameter]]].append(segment.detach().to(group.device))
             lengths = [0] * self.communicator.size
             for rank, _, _, length in self._owned_runs(groups):
                 lengths[rank] += length
@@ -441,9 +430,10 @@ class FullTensorShard(OptimizerShard[Group]):
                 wholes[name][start : start + length] = received[rank][at[rank] : at[rank] + length]
                 at[rank] += length
         return {
-            group.names[number]: group.full_tensor(number, wholes[name]).to(self.groups[0].step_device)
-            for group, number in self._places
-            if (name := group.names[number]) in wholes
+            name: group.full_tensor(number, wholes[name]).to(self.groups[0].step_device)
+            for group in self.groups
+            for number, name in enumerate(group.names)
+            if name in wholes
         }
 
     def as_shard(self, name: str, value: Tensor) -> Shard:

@@ -185,7 +185,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Builds the optimizers, and moves the parameters into flat groups."""
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
         self._rounding = prepare_weights(self.bf16_weights, module)
-        communicator, initialise = Communicator(), self._initialiser(trainer)
+        communicator, initialise = Communicator(), self._initialiser(module, self.loads_checkpoint(trainer))
         if self.stage < 3:
             if initialise is not None:
                 initialise(module, "")
@@ -214,16 +214,15 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
         """Returns whether a forward of a submodule gathers weights, as in stage 3."""
         return self.stage == 3 and super()._needs_all_ranks(module)
 
-    def _initialiser(self, trainer: Trainer) -> Initialiser | None:
+    def _initialiser(self, module: nn.Module, loads_weights: bool) -> Initialiser | None:
         """Returns the initialiser of a module on the meta device; None for a module with values.
 
         Raises:
             DloError: A tensor would stay uninitialised.
         """
-        module = self._module()
         if not on_meta(module):
             return None
-        check_initialisable(module, loads_weights=self.loads_checkpoint(trainer))
+        check_initialisable(module, loads_weights=loads_weights)
         return Initialiser(self.root_device, self.broadcast(torch.initial_seed()))
 
     def _build(self, communicator: Communicator, initialise: Initialiser | None) -> ZeroEngine:
@@ -256,10 +255,7 @@ class ZeroStrategy(WatchedSteps, ShardedStrategy):
 
         Its shards are in CPU memory where those of the run's model are.
         """
-        initialise = None
-        if on_meta(task):
-            check_initialisable(task, loads_weights=loads_weights)
-            initialise = Initialiser(self.root_device, self.broadcast(torch.initial_seed()))
+        initialise = self._initialiser(task, loads_weights)
         if self.stage < 3:
             if initialise is not None:
                 initialise(task, "")

@@ -202,9 +202,8 @@ class UnitGatherer:
             if self.in_backward:
                 return
             self._seen.append(unit)
-            following = self._next_unit(len(self._seen))
-            if following is not None:
-                following.start()
+            if len(self._seen) < len(self._order):
+                self._order[len(self._seen)].start()
             if torch.is_grad_enabled():
                 inputs = list(_differentiable((args, kwargs)))
                 if inputs:
@@ -237,9 +236,6 @@ class UnitGatherer:
         unit.finish()
         if before is not None:
             before.start()
-
-    def _next_unit(self, position: int) -> Unit | None:
-        return self._order[position] if position < len(self._order) else None
 
     def release(self, group: FlatGroup) -> None:
         """Frees a group whose gradients are being reduced; those of the root and of kept units stay for the step."""

@@ -122,7 +122,8 @@ class ZeroEngine:
         if options.stage == 3:
             built = self._build_units(module, units, initialise)
             if initialise is not None:
-                _replace_meta_params(optimizers, initialise)
+                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                    group["params"] = [initialise.replacement_of(parameter) for parameter in group["params"]]
                 self._index_params(module, optimizers)
             for unit in built:
                 unit.kept |= options.find_unused  # Ranks may use different units: all take part at a step's ends.
@@ -291,7 +292,11 @@ class ZeroEngine:
         """
         thawed = sorted(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if thawed:
-            raise DloError(thawed_message(thawed))
+            raise DloError(
+                f"parameters under ZeRO must train from the start of the run, got {shown_names(thawed)} unfrozen"
+                " since; put it in a parameter group with lr 0 from the start, or start a second run from this one's"
+                " checkpoint"
+            )
         if not self._window_open:
             self.drop_gradients()
         elif not automatic:
@@ -336,7 +341,8 @@ class ZeroEngine:
 
     def _before_step(self, share: OptimizerShard[FlatGroup], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_groups(optimizer, self._names)
-        if (self._by_hand or not _has_closure(args, kwargs)) and not self._ready:
+        has_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))  # It loads them inside.
+        if (self._by_hand or not has_closure) and not self._ready:
             share.load_params()
 
     def _after_step(self, share: OptimizerShard[FlatGroup]) -> None:
@@ -546,28 +552,8 @@ class ZeroEngine:
         return {"parameters": parameters, "gradients": gradients, "masters": masters}
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an optimizer's step gets a closure; then the local parameters are loaded inside it."""
-    return any(callable(value) for value in (*args[1:], *kwargs.values()))
-
-
-def thawed_message(names: list[str]) -> str:
-    """Returns the error message for parameters that were unfrozen during a run."""
-    return (
-        f"parameters under ZeRO must train from the start of the run, got {shown_names(names)} unfrozen since;"
-        " put it in a parameter group with lr 0 from the start, or start a second run from this one's checkpoint"
-    )
-
-
 def _bytes(tensor: Tensor) -> int:
     return min(tensor.untyped_storage().nbytes(), tensor.nbytes)
-
-
-def _replace_meta_params(optimizers: list[Optimizer], initialise: Initialiser) -> None:
-    """Replaces the meta parameters of optimizers by the initialised ones."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [initialise.replacement_of(parameter) for parameter in group["params"]]
 
 
 class FrozenZero(PlacedModel):
