@@ -1,8 +1,11 @@
 """Losses and gradients of all schedules on 2 and 4 ranks against one process's."""
 
 import copy
+import itertools
 import random
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.pipeline.pipeline_engine import Pipeline
 from dlo_plugins.pipeline.pipeline_schedules import SCHEDULES
+from support.fsdp_nets import found_by, of
 from support.pipeline_nets import CASES, FLUSHING, Case, Noisy, language, plain, vit
 
 
@@ -40,7 +44,7 @@ def check_step(
         assert difference <= tight, f"{label}: {name}: {difference}"
 
 
-def _models(rank: int, world_size: int, names: list[str], schedules: list[str]) -> None:
+def _models(rank: int, world_size: int, names: Sequence[str], schedules: list[str]) -> None:
     number = 2 * world_size
     weights = [float(n + 1) / 10 for n in range(number)]
     for name in names:
@@ -52,15 +56,12 @@ def _models(rank: int, world_size: int, names: list[str], schedules: list[str]) 
             check_step(case, pipeline, alone, weights, f"{name}, {schedule}")
 
 
-#: Trained under every schedule; the others under one of each kind.
+#: Trained each time; the others are slow.
 THOROUGH = ("plain", "vit", "llama, tied")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in THOROUGH else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_each_model_trains_as_in_one_process(name: str) -> None:
-    run_distributed(_models, 2, [name], [*FLUSHING] if name in THOROUGH else ["1F1B", "ZBV"], timeout=120)
+def test_each_model_trains_as_in_one_process() -> None:
+    run_distributed(_models, 2, THOROUGH, [*FLUSHING], timeout=200)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_two_stages_a_rank_on_four_ranks() -> None:
     run_distributed(_deep, 4, timeout=120)
 
 
-def _options(rank: int, world_size: int) -> None:
+def _options(rank: int, world_size: int, folder: Path) -> None:
     for schedule in ("GPipe", "1F1B", "ZBH1", "ZBV", "Varuna"):
         torch.manual_seed(7)
         case = plain(5, depth=7)
@@ -111,11 +112,11 @@ def _options(rank: int, world_size: int) -> None:
             check_step(case, pipeline, alone, [1 / number] * number, f"{schedule}, {number}", seed=1024.0)
 
 
-def test_uneven_stages_weights_shapes_and_a_seed() -> None:
-    run_distributed(_options, 2, timeout=120)
+def test_uneven_stages_weights_shapes_and_a_seed(two: Any) -> None:
+    of(two, "_options")
 
 
-def _evaluate(rank: int, world_size: int) -> None:
+def _evaluate(rank: int, world_size: int, folder: Path) -> None:
     for schedule in ("1F1B", "Interleaved1F1B", "ZBV"):
         torch.manual_seed(8)
         case = vit(5, drop_rate=0.5)
@@ -136,8 +137,8 @@ def _evaluate(rank: int, world_size: int) -> None:
             check_step(case, pipeline, alone, [0.2] * 5, schedule)
 
 
-def test_evaluation_with_a_partial_last_batch() -> None:
-    run_distributed(_evaluate, 2, timeout=120)
+def test_evaluation_with_a_partial_last_batch(two: Any) -> None:
+    of(two, "_evaluate")
 
 
 class Recomputed(nn.Module):
@@ -184,7 +185,7 @@ def test_recomputation_and_autocast() -> None:
     run_distributed(_recomputed_and_autocast, 2, timeout=120)
 
 
-def _frozen(rank: int, world_size: int) -> None:
+def _frozen(rank: int, world_size: int, folder: Path) -> None:
     for schedule in ("1F1B", "ZBH1", "Varuna"):
         torch.manual_seed(10)
         case = plain(4)
@@ -205,11 +206,11 @@ def _frozen(rank: int, world_size: int) -> None:
                         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_frozen_parameters_and_thawing_them() -> None:
-    run_distributed(_frozen, 2, timeout=120)
+def test_frozen_parameters_and_thawing_them(two: Any) -> None:
+    of(two, "_frozen")
 
 
-def _shared_by_three(rank: int, world_size: int) -> None:
+def _shared_by_three(rank: int, world_size: int, folder: Path) -> None:
     torch.manual_seed(12)
     case = plain(3)
     layers: Any = case.model.layers
@@ -221,11 +222,11 @@ def _shared_by_three(rank: int, world_size: int) -> None:
     check_step(case, pipeline, alone, [0.2, 0.3, 0.5], "shared by three")
 
 
-def test_a_weight_that_three_ranks_share_gets_the_sum() -> None:
-    run_distributed(_shared_by_three, 3, timeout=120)
+def test_a_weight_that_three_ranks_share_gets_the_sum(three: Any) -> None:
+    of(three, "_shared_by_three")
 
 
-def _tied(rank: int, world_size: int) -> None:
+def _tied(rank: int, world_size: int, folder: Path) -> None:
     torch.manual_seed(11)
     case = language("llama", 4, tie_word_embeddings=True)
     batches = [case.micro_batches]
@@ -245,13 +246,13 @@ def _tied(rank: int, world_size: int) -> None:
     assert torch.equal(copies[0], copies[1])
 
 
-def test_copies_of_tied_weights_stay_equal() -> None:
-    run_distributed(_tied, 2, timeout=120)
+def test_copies_of_tied_weights_stay_equal(two: Any) -> None:
+    of(two, "_tied")
 
 
-def _noisy(rank: int, world_size: int, autocast: bool) -> None:
-    found = {}
-    for schedule in ("1F1B", "Varuna"):
+def _noisy(rank: int, world_size: int, folder: Path) -> None:
+    found: dict[str, Any] = {"1F1B": [], "Varuna": []}
+    for schedule, autocast in itertools.product(found, (False, True)):
         torch.manual_seed(13)
         case = plain(8)
         layers: Any = case.model.layers
@@ -264,19 +265,19 @@ def _noisy(rank: int, world_size: int, autocast: bool) -> None:
                 losses.append(case.step(pipeline))
         own = [(n, p) for n, p in case.model.named_parameters() if pipeline.ownership(n)]
         buffers = [b.clone() for b in case.model.buffers() if not b.is_meta]
-        found[schedule] = losses, [p.grad for _, p in own], buffers, torch.rand(4)
+        found[schedule] += [losses, [p.grad for _, p in own], buffers, torch.rand(4)]
     for one, other in zip(*found.values(), strict=True):
         assert all(map(torch.equal, one, other))
     assert any(float(buffer.max()) > 2 for buffer in found["Varuna"][2])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(autocast: bool) -> None:
-    run_distributed(_noisy, 3, autocast, timeout=120)
+def test_recomputation_draws_the_same_numbers_and_changes_buffers_once(three: Any) -> None:
+    of(three, "_noisy")
 
 
 # --- odd modules ---------------------------------------------------------------------------------------------------
 
+SOME = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna")
 ODD = ("checkpointed", "written input", "hooks")
 
 
@@ -324,10 +325,10 @@ def odd_case(kind: str, number: int) -> Case:
     return case
 
 
-def _odd(rank: int, world_size: int, schedules: list[str]) -> None:
+def _odd(rank: int, world_size: int, folder: Path) -> None:
     number = 2 * world_size
     for kind in ODD:
-        for schedule in schedules:
+        for schedule in SOME:
             case = odd_case(kind, number)
             alone = copy.deepcopy(case.model)
             pipeline = Pipeline(case.model, case.plan, dist.group.WORLD, schedule=schedule)
@@ -340,14 +341,14 @@ def _odd(rank: int, world_size: int, schedules: list[str]) -> None:
                 check_step(case, pipeline, alone, [1 / number] * number, f"{kind}, {schedule}, step {step}")
 
 
-def test_odd_modules_train_as_in_one_process() -> None:
-    run_distributed(_odd, 2, ["GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna"], timeout=120)
+def test_odd_modules_train_as_in_one_process(two: Any) -> None:
+    of(two, "_odd")
 
 
-def _denoise(rank: int, world_size: int, schedules: list[str]) -> None:
+def _denoise(rank: int, world_size: int, folder: Path) -> None:
     """The noise that is added to the input is the target, as a diffusion model has it."""
     number, at = 2 * world_size, [0]
-    for schedule in schedules:
+    for schedule in SOME:
         for split in ([1, 5], [5, 1]) if schedule == "1F1B" else ("balanced",):
             case = odd_case("", number)
             case.model.out = nn.Linear(12, 5).double()
@@ -395,11 +396,11 @@ def _denoise(rank: int, world_size: int, schedules: list[str]) -> None:
                     torch.testing.assert_close(found.grad, other.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_random_numbers_before_the_blocks_are_the_same_on_all_stages() -> None:
-    run_distributed(_denoise, 2, ["GPipe", "1F1B", "Interleaved1F1B", "ZBV", "Varuna"], timeout=120)
+def test_random_numbers_before_the_blocks_are_the_same_on_all_stages(two: Any) -> None:
+    of(two, "_denoise")
 
 
-def _refused(rank: int, world_size: int) -> None:
+def _refused(rank: int, world_size: int, folder: Path) -> None:
     """Stages of one rank, so that no other waits for what raises; other ranks' blocks are named as such."""
     case = odd_case("written input", 2)
     groups = [dist.new_group([member]) for member in range(world_size)]
@@ -442,5 +443,23 @@ def _refused(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_what_a_loss_uses_of_other_stages_is_refused() -> None:
-    run_distributed(_refused, 2, timeout=120)
+def test_what_a_loss_uses_of_other_stages_is_refused(two: Any) -> None:
+    of(two, "_refused")
+
+
+#: Checks whose ranks start once.
+OF_TWO = (_options, _evaluate, _frozen, _tied, _odd, _denoise, _refused)
+
+
+def _found(rank: int, world_size: int) -> dict[str, Any]:
+    return found_by(OF_TWO if world_size == 2 else (_shared_by_three, _noisy), rank, world_size, Path())
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_distributed(_found, 2, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    return run_distributed(_found, 3, timeout=120)
