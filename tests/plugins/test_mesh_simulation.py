@@ -13,7 +13,6 @@ from dlo_framework.distributed.traffic import Traffic, TrafficCounter
 from dlo_framework.errors import DloError
 from dlo_framework.mesh import MeshSpec
 from dlo_plugins.appliers.fully_shard import FullyShard
-from dlo_plugins.fsdp.row_shards import row_range
 from dlo_plugins.mesh import mesh_simulation as simulation
 from dlo_plugins.mesh.mesh_description import (
     MeshDescription,
@@ -53,14 +52,6 @@ def table(rank: SimulatedRank) -> dict[tuple[str, str], tuple[int, int]]:
 # --- pure arithmetic ------------------------------------------------------------------------------------------
 
 
-def test_rows_are_cut_as_torch_cuts_them() -> None:
-    for rows in range(12):
-        for ranks in range(1, 8):
-            cut = [len(part) for part in torch.empty(rows, 1).chunk(ranks)] if rows else []
-            found = [row_range(torch.Size([rows]), ranks, rank)[1] for rank in range(ranks)]
-            assert found == cut + [0] * (ranks - len(cut)), (rows, ranks)
-
-
 def test_names_are_drawn_together() -> None:
     assert collapse_ranges(["layers.0", "layers.1", "layers.2", "norm", "layers.4"]) == "layers.0-2, norm, layers.4"
     assert collapse_ranges(["a.0.b.9", "a.0.b.10", "a.1.b.0"]) == "a.0.b.9-10, a.1.b.0"
@@ -77,7 +68,7 @@ def test_groups_are_the_ranks_along_an_axis() -> None:
 # --- one rank, simulated --------------------------------------------------------------------------------------
 
 
-def _simulated_meshes() -> None:
+def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
     """Every rank of a mesh of all axes holds what the arithmetic says, also where nothing divides evenly."""
     uneven = task(vocab_size=97, num_hidden_layers=5)
     spec = MeshSpec(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
@@ -89,10 +80,6 @@ def _simulated_meshes() -> None:
         assert found.traffic == ()
     assert not dist.is_initialized()
     assert not uneven.has_model
-
-
-def test_what_a_rank_holds_is_what_the_arithmetic_says() -> None:
-    _simulated_meshes()
 
 
 def test_all_ranks_of_a_copy_hold_the_model_once() -> None:

@@ -440,11 +440,10 @@ class MeshEngine:
         if delayed.gradients is None:
             return None, loss
         copies = {name: gradient.detach().clone() for name, gradient in delayed.gradients.items()}
-        self.sharded.average({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
-        self.sharded.reduce_partial({f"{_MODEL}{name}": gradient for name, gradient in copies.items()})
+        found, slices = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}, self.sharded.layout.slices
+        self.sharded.average(found)
+        self.sharded.reduce_partial(found)
         self.pipelined.pipeline.tied.sum_tensors(copies)
-        slices = self.sharded.layout.slices
-        found = {f"{_MODEL}{name}": gradient for name, gradient in copies.items()}
         return {name: attach_slice(gradient, slices.get(name)) for name, gradient in found.items()}, loss
 
     @torch.no_grad()
