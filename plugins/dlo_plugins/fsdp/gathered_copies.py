@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +22,6 @@ from dlo_framework.distributed.collectives import Communicator
 from dlo_framework.distributed.stacks import own_line
 from dlo_framework.errors import DloError, shown_names
 from dlo_framework.local_memory import local_tensor
-from dlo_plugins.fsdp.torch_fsdp import own_groups, state_of
 from dlo_plugins.sharding.user_code import LowestMode, attribute_of, share_hooks, uses_values
 
 #: In-place functions that draw numbers or look at other elements: shards would get other values than the full tensor.
@@ -170,13 +168,6 @@ class GatheredCopies:
                 " or write it between steps"
             )
         shard.copy_(own)
-
-
-def gathered_copies(
-    unit: FSDPModule, on_free: Callable[[nn.Parameter, nn.Parameter, bool], None]
-) -> list[GatheredCopies]:
-    """Returns the gathered copies of a module that ``fully_shard`` was called with."""
-    return [GatheredCopies(unit, group, on_free) for group in own_groups(state_of(unit))]
 
 
 class ShardUse(TorchFunctionMode):

@@ -31,7 +31,6 @@ from dlo_plugins.fsdp.gathered_copies import (
     ShardUse,
     WrittenValues,
     bound_rows_alike,
-    gathered_copies,
 )
 from dlo_plugins.fsdp.precision_policy import cast_tensors, unit_policy
 from dlo_plugins.fsdp.row_shards import MasterRows, like_gradient, shard_dim
@@ -43,7 +42,9 @@ from dlo_plugins.fsdp.torch_fsdp import (
     begin_root,
     complete_gradients,
     drop_step_state,
+    own_groups,
     resume_forward,
+    state_of,
 )
 from dlo_plugins.sharding.user_code import check_held, move_hooks
 
@@ -91,20 +92,19 @@ class ShardOptions:
 
 
 class StepRoot(nn.Module):
-    """Root of the sharding, whose forward calls a method of the module by name, so that every method gathers.
+    """Root of the sharding, whose forward calls any function of the module, so that every one gathers.
 
     Args:
-        module: Module whose methods are called.
+        module: Module that the functions use.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the method, or a function that uses the module, and returns its result."""
-        call = getattr(self.module, method) if isinstance(method, str) else method
-        return call(*args, **kwargs)
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, and returns its result."""
+        return function(*args, **kwargs)
 
 
 class ShardedModule:
@@ -160,7 +160,10 @@ class ShardedModule:
             self._expert_data = Communicator(groups.expert_data_group)
             self._expert_averaging = Communicator(groups.expert_averaging_group)
             self.expert_sharers = Communicator(groups.expert_shard_group)
-        self._elsewhere = _named(module, self.layout.other_stages)
+        every = itertools.chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        )
+        self._elsewhere = {id(tensor) for name, tensor in every if plain_name(name) in self.layout.other_stages}
         self.units = separable_units(module, units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         blocks = [module.get_submodule(name) for name in self.units]
@@ -218,8 +221,11 @@ class ShardedModule:
         options = self.options
         self._broadcast_params(part)
         if self._mesh is None:
+            if self.masters is not None:
+                own = {id(parameter) for parameter in self._params_here(part)}
+                named = {plain_name(name): p for name, p in self.module.named_parameters() if id(p) in own}
+                self.masters.add(named, self.expert_sharers if self._has_experts(part) else self.sharers)
             if options.full_parameters:
-                self._keep_masters(part)
                 cast_tensors(part, options.policy)
             return
         ignored = {parameter for parameter in part.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
@@ -228,7 +234,11 @@ class ShardedModule:
         if integers and not _shards_integers(self._mesh):
             ignored.update(integers)  # Each rank keeps the full tensor.
         policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if options.offload else OffloadPolicy()
-        trained = self._trained(part, ignored)
+        # The parameters of this group; those of its units are sharded already.
+        own = {id(p) for p in part.parameters() if not isinstance(p, DTensor) and p not in ignored}
+        trained = {
+            plain_name(name): p for name, p in self.module.named_parameters() if id(p) in own and p.requires_grad
+        }
         precision, reshard = unit_policy(options.policy, trained, self.units), options.reshard_after_forward
         mesh, sharers, of_experts = self._mesh, self.sharers, self._has_experts(part)
         if of_experts:
@@ -255,7 +265,7 @@ class ShardedModule:
         )
         sharded: Any = part
         complete_gradients(sharded)
-        self.copies += gathered_copies(sharded, self._record_write)
+        self.copies += [GatheredCopies(part, group, self._record_write) for group in own_groups(state_of(sharded))]
         names = {id(parameter): plain_name(name) for name, parameter in self.module.named_parameters()}
         for name, parameter in part.named_parameters():
             if name in given and given[name] is not parameter:
@@ -266,19 +276,6 @@ class ShardedModule:
             sharded.set_custom_reduce_scatter(PairwiseReduceScatter(sharers))
         elif any(parameter.is_complex() for parameter in trained.values()):
             sharded.set_custom_reduce_scatter(ComplexReduceScatter())
-
-    def _keep_masters(self, part: nn.Module) -> None:
-        """Copies this rank's rows of a unit's parameters, where these have master weights."""
-        if self.masters is not None:
-            own = {id(parameter) for parameter in self._params_here(part)}
-            named = {plain_name(name): p for name, p in self.module.named_parameters() if id(p) in own}
-            self.masters.add(named, self.expert_sharers if self._has_experts(part) else self.sharers)
-
-    def _trained(self, part: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Returns the trainable parameters of FSDP2's group for a module; those of its units are sharded already."""
-        own = {id(parameter) for parameter in part.parameters() if not isinstance(parameter, DTensor)}
-        own -= {id(parameter) for parameter in ignored}
-        return {plain_name(n): p for n, p in self.module.named_parameters() if id(p) in own and p.requires_grad}
 
     def _has_experts(self, part: nn.Module) -> bool:
         """Returns whether a unit is a module of experts that `ep` divides."""
@@ -306,10 +303,8 @@ class ShardedModule:
 
     # --- steps ---------------------------------------------------------------------------------------------
 
-    def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module, or a function that uses it, with parameters gathered; returns its result."""
-        function = getattr(self.module, method) if isinstance(method, str) else method
-
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that uses the module with parameters gathered; returns its result."""
         if not self.options.whole_steps:
             for root in self._sharded_roots():
                 begin_root(root)
@@ -476,17 +471,14 @@ class ShardedModule:
         return [bool(flag) for flag in found.tolist()]
 
     @torch.no_grad()
-    def reduce_partial_gradients(self) -> None:
-        """All-reduces the partial gradients over the ranks of tensor parallelism."""
-        self.reduce_partial({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
-
-    @torch.no_grad()
-    def reduce_partial(self, gradients: Mapping[str, Tensor]) -> None:
-        """All-reduces those of these gradients that are partial over tensor parallelism, in place.
+    def reduce_partial(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """All-reduces those of some gradients that are partial over tensor parallelism, in place.
 
         Args:
-            gradients: Gradients by parameter name.
+            gradients: Gradients by parameter name; None for those of all parameters.
         """
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         names = [name for name in self.parameters if name in self.layout.partial and name in gradients]
         parts = [local_tensor(gradients[name]) for name in names]
         if not parts:
@@ -666,12 +658,3 @@ def find_roots(module: nn.Module) -> list[nn.Module]:
         elif next(child.parameters(), None) is not None:
             roots.append(child)
     return roots
-
-
-def _named(module: nn.Module, names: set[str]) -> set[int]:
-    """Returns the ids of a module's parameters and buffers with these names."""
-    return {id(tensor) for name, tensor in itertools.chain(*_tensors(module)) if plain_name(name) in names}
-
-
-def _tensors(module: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
-    return module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)

@@ -335,7 +335,7 @@ class MeshEngine:
         if self.ends_window or not self.sharded.is_replicated:
             self.sharded.average_gradients()
         if self.ends_window:  # Summed once per accumulation: a second sum would count each rank's copy again.
-            self.sharded.reduce_partial_gradients()
+            self.sharded.reduce_partial()
             if self.pipelined is not None:
                 self.pipelined.pipeline.tied.sum_gradients()
             fit.is_summed = True

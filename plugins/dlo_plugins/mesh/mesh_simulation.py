@@ -220,7 +220,7 @@ class RankView:
         loss.backward()
         self.without_gradient = self._usage.absent()
         sharded.average_gradients()
-        sharded.reduce_partial_gradients()
+        sharded.reduce_partial()
         if self.pipelined is not None:
             self.pipelined.pipeline.tied.sum_gradients()
 
