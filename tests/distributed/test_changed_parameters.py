@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dlo_plugins.strategies.deepspeed import DeepSpeedBridge
 from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.mesh import MeshStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
-from support.fsdp_nets import Module, mine, trainer
+from support.fsdp_nets import Module, found_by, mine, of, trainer
 
 
 class Unfreeze(Callback):
@@ -70,7 +71,7 @@ def _weights(run: Trainer, module: LightningModule) -> dict[str, Any]:
     return module.state_dict() if isinstance(run.strategy, DataParallelStrategy) else gather_full_weights(run)
 
 
-def _unfreeze(rank: int, world: int) -> dict[str, Any]:
+def _unfreeze(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": []}
     for name, (kind, callback) in RUNS.items():
         alone = kind()
@@ -82,11 +83,12 @@ def _unfreeze(rank: int, world: int) -> dict[str, Any]:
             run.fit(module, mine(rank, world))
             weights = _weights(run, module) or expected
             found[name].append(max(float((weights[key] - expected[key]).abs().max()) for key in expected))
-    options = {"callbacks": [Unfreeze(), GradientCompression("fp16")]}
-    for strategy, more in [*((strategy, {}) for strategy in REFUSES), (DataParallelStrategy, options)]:
-        run = trainer(world, strategy(), max_epochs=2, **{"callbacks": [Unfreeze()], **more})
+    refused: list[Any] = [(strategy, All, [Unfreeze()]) for strategy in REFUSES]
+    refused.append((DataParallelStrategy, All, [Unfreeze(), GradientCompression("fp16")]))
+    refused += [(strategy, Later, [Finetuning()]) for strategy in (lambda: ZeroStrategy(1), FSDPStrategy)]
+    for strategy, kind, callbacks in refused:
         with pytest.raises(DloError) as error:
-            run.fit(All(), mine(rank, world))
+            trainer(world, strategy(), max_epochs=2, callbacks=callbacks).fit(kind(), mine(rank, world))
         found["refused"].append(str(error.value))
     return found
 
@@ -119,19 +121,13 @@ def _prune(module: Any, resets: bool = False) -> ModelPruning:
 WRITERS: dict[str, Any] = {"clip": lambda module: Clip(), "assign": lambda module: Clip(assigns=True), "prune": _prune}
 ZERO12: tuple[Any, ...] = (lambda: ZeroStrategy(1), lambda: ZeroStrategy(2))
 WRITES: dict[str, Any] = {
-    "clip": (
-        DataParallelStrategy,
-        *ZERO12,
-        lambda: ZeroStrategy(3),
-        FSDPStrategy,
-        lambda: MeshStrategy(dp_replicate=2),
-    ),
+    "clip": (DataParallelStrategy, *ZERO12, FSDPStrategy, lambda: MeshStrategy(dp_replicate=2)),
     "assign": (lambda: ZeroStrategy(3),),
     "prune": (DataParallelStrategy, *ZERO12),
 }
 
 
-def _write(rank: int, world: int) -> dict[str, Any]:
+def _write(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": []}
     for name, callback in WRITERS.items():
         alone = All()
@@ -155,8 +151,17 @@ def _write(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_what_a_callback_writes_is_as_in_one_process_or_is_refused() -> None:
-    for found in run_distributed(_write, 2, timeout=200):
+def _both(rank: int, world: int) -> dict[str, Any]:
+    return found_by((_write, _unfreeze), rank, world, Path())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed(_both, 2, timeout=280)
+
+
+def test_what_a_callback_writes_is_as_in_one_process_or_is_refused(ranks: Any) -> None:
+    for found in of(ranks, "_write"):
         for name, strategies in WRITES.items():
             assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
         assert len(found["refused"]) == 5
@@ -166,12 +171,15 @@ def test_what_a_callback_writes_is_as_in_one_process_or_is_refused() -> None:
             assert "must be written in place between steps, got net." in message
 
 
-def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused() -> None:
-    for found in run_distributed(_unfreeze, 2, timeout=200):
+def test_what_is_unfrozen_trains_as_in_one_process_or_is_refused(ranks: Any) -> None:
+    for found in of(ranks, "_unfreeze"):
         for name, strategies in TRAINS.items():
             assert found[name] == pytest.approx([0.0] * len(strategies), abs=1e-5), name
-        assert len(found["refused"]) == len(REFUSES) + 1
-        for message in found["refused"]:
+        *thawed, under_zero, under_fsdp = found["refused"]
+        assert len(thawed) == len(REFUSES) + 1
+        for message in thawed:
             assert "net.stem.bias" in message
+        for name, message in (("ZeroStrategy", under_zero), ("FSDPStrategy", under_fsdp)):
+            assert f"under {name}, which shards them first, got Finetuning of Lightning, which looks" in message
             assert "net.stem.weight" in message
         assert "where a communication hook compresses gradients" in found["refused"][-1]

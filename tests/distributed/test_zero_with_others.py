@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlo_framework.checkpoint import load
 from dlo_framework.distributed.strategy import register_data_parallel, use_canonical_checkpoints
 from dlo_framework.ema import WeightEMA
-from dlo_framework.errors import DloError
 from dlo_framework.testing import run_distributed
 from dlo_plugins.callbacks.compile import Compile
 from dlo_plugins.callbacks.lr_finder import LRFinder
-from dlo_plugins.strategies.fsdp import FSDPStrategy
 from dlo_plugins.strategies.zero import ZeroStrategy
 from dlo_tasks.imagenet.digits import DigitsData
 from support.trainers import quiet_trainer
@@ -151,45 +148,3 @@ def test_each_stage_is_one_process_with_what_else_a_run_has(tmp_path: Path) -> N
             torch.testing.assert_close(
                 held[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, at=(stage, scene, name): f"{at}: {text}"
             )
-
-
-class Unfreeze(Callback):
-    """Lets a frozen block train from the second epoch on."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.blocks[0].requires_grad_(False)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            pl_module.blocks[0].requires_grad_(True)
-
-
-class Finetuning(BaseFinetuning):
-    """Lightning's way to do it."""
-
-    def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(pl_module.blocks[0])
-
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer)
-
-
-def _refused(rank: int, world_size: int, folder: Path) -> list[str]:
-    found = []
-    cases: list[Any] = [(ZeroStrategy(1), Finetuning())]
-    cases += [(FSDPStrategy(), Finetuning()), *((ZeroStrategy(stage), Unfreeze()) for stage in STAGES)]
-    for strategy, callback in cases:
-        try:
-            train(world_size, strategy, Net(), folder / "x", callbacks=[callback])
-        except DloError as error:
-            found.append(str(error))
-    return found
-
-
-def test_what_trains_later_is_refused(tmp_path: Path) -> None:
-    for finetuning, under_fsdp, *thawed in run_distributed(_refused, 2, tmp_path, backend=None):
-        assert "under ZeroStrategy, which shards them first, got Finetuning of Lightning, which looks" in finetuning
-        assert "under FSDPStrategy, which shards them first, got Finetuning of Lightning, which looks" in under_fsdp
-        assert len(thawed) == len(STAGES)
-        for message in thawed:
-            assert "must train from the start of the run, got blocks.0.0.bias, blocks.0.0.weight" in message
