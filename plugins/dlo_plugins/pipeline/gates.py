@@ -313,7 +313,7 @@ class StageForward:
 
     def _placeholder(self, name: str, module: nn.Module) -> nn.Module:
         is_block = name in self.stages.blocks
-        calls = iter(self.shapes.get(name, ()))
+        calls = iter(self.shapes.get(name, []))
 
         def placeholder(*args: Any, **kwargs: Any) -> Any:
             try:

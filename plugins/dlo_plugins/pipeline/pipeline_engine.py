@@ -413,7 +413,7 @@ class Pipeline:
         last = min(max(self.own_stages), self.stages.count - 2)
         known = batch_signatures(micro_batches, self.model, self.device)
         for key, micro_batch in dict(zip(known, micro_batches, strict=True)).items():
-            hidden, shapes = None, {}
+            hidden, shapes = None, StageShapes()
             for stage in range(last + 1):
                 passage = StageForward(self.model, self.stages, stage, self.device, hidden, shapes, True)
                 result = passage.run(partial(forward, micro_batch))
